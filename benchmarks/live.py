@@ -149,11 +149,11 @@ class Turned(VllmServer):
     def reach(self, paused: Callable[[], object], /) -> int:
         return 0 if self.way == "several" else super().reach(paused)
 
-    def switch(self, version: int, work: Work, stays_paused: bool, /) -> None:
+    def switch(self, version: int, work: Work, stays_paused: bool, holder: str, /) -> None:
         if self.way == "kept":
-            self._keeping.switch(version, work, stays_paused)
+            self._keeping.switch(version, work, stays_paused, holder)
         else:
-            super().switch(version, work, stays_paused)
+            super().switch(version, work, stays_paused, holder)
 
 
 class Live:

@@ -80,11 +80,12 @@ class Engine:
                 self.worker.connect(to, target, self._device, rank=0, world=1)
             case "update":
                 assert self._paused_at_s, "it generates"
-                self.worker.commit(body)
+                self.worker.commit(**body)
             case "name":
-                self.note("named", version=body, print=fingerprint(self.model))
+                self.worker.commit(**body, work="name")
+                self.note("named", version=body["version"], print=fingerprint(self.model))
             case "disconnect":
-                self.worker.disconnect()
+                self.worker.disconnect(body)
             case "pause":
                 with self._steps:
                     self._paused_at_s = self._paused_at_s or time.monotonic()
@@ -157,14 +158,14 @@ class HttpServer:
     def connect(self, trainer: dict[str, Any], /) -> None:
         self._http.post("connect", trainer)
 
-    def update(self, version: int, /) -> None:
-        self._http.post("update", version)
+    def update(self, version: int, holder: str, /) -> None:
+        self._http.post("update", {"version": version, "holder": holder})
 
-    def name(self, version: int, /) -> None:
-        self._http.post("name", version)
+    def name(self, version: int, holder: str, /) -> None:
+        self._http.post("name", {"version": version, "holder": holder})
 
-    def disconnect(self) -> None:
-        self._http.post("disconnect", 0)
+    def disconnect(self, holder: str, /) -> None:
+        self._http.post("disconnect", holder)
 
     def state(self) -> dict[str, Any]:
         found: dict[str, Any] = self._http.post("state", 0)

@@ -3,7 +3,7 @@
 If deltasync is installed next to a server, the server takes a trainer's requests where it takes a
 ParameterServer's sockets: this package's entry point replaces the worker's extension by one that
 takes both, or only requests if checkpoint-engine is not installed. The trainer uses an `EngineSync`
-of a `SglangServer`, or of a `SglangIpcServer` if the server waits for its initial weights. Weights
+of a `SglangServer`, which also makes a server ready that waits for its initial weights. Weights
 go directly from the trainer to each worker; a ParameterServer can still load whole checkpoints.
 """
 
@@ -15,9 +15,9 @@ from importlib.util import find_spec
 from types import ModuleType
 
 from deltasync.integrations import sglang_scheduler
-from deltasync.integrations.sglang import NOT_YET, REQUEST, Extension, SglangServer
+from deltasync.integrations.sglang import NOT_YET, REQUEST, Extension
 
-__all__ = ["NOT_YET", "REQUEST", "SglangIpcServer", "register"]
+__all__ = ["NOT_YET", "REQUEST", "register"]
 
 logger = logging.getLogger(__name__)
 
@@ -50,15 +50,3 @@ def _stand_in() -> None:
     module = ModuleType(_MODULE)
     setattr(module, _CLASS, Extension)
     sys.modules[_MODULE] = module
-
-
-class SglangIpcServer(SglangServer):
-    """SGLang as a `Server` that names a version by an update, as a ParameterServer does.
-
-    A server that was started with `--checkpoint-engine-wait-weights-before-ready` becomes ready
-    when all its workers hold a version. Takes the arguments of `SglangServer`.
-    """
-
-    def name(self, version: int, /) -> None:
-        """Name the version by an update that succeeds, since the workers already hold it."""
-        self._write(version, weight_version=str(version))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 import threading
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -20,6 +21,7 @@ from deltasync.errors import (
     EngineFailed,
     EngineTaken,
     SyncAborted,
+    TransportError,
     TransportTimeout,
 )
 from deltasync.integrations.trainer_info import (
@@ -40,6 +42,7 @@ from deltasync.wire.messages import ParameterSpec
 logger = logging.getLogger(__name__)
 
 _RESUMED = 0  # no version
+_TAKEN = re.compile(r"EngineTaken: (.*?take_over=True)", re.DOTALL)  # ends so, in any text
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,7 @@ class Engine:
         self.outcome: Future[object] = Future()
         self.is_whole = self._was_whole = True
         self.is_spoiled = self.is_taken = self._is_given_up = False
+        self._holder = ""  # before it was asked to connect
         self._updates: dict[int, Future[None]] = {}
         self._one_call: OneCallServer | None = None  # if that reaches all workers
         self._calls = ThreadPoolExecutor(1, thread_name_prefix="deltasync-engine")
@@ -134,10 +138,11 @@ class Engine:
         """
         terms, others = self.terms, addresses_of_ranks(sender)
         me = f"process {os.getpid()} on {socket.gethostname()}, stream {sender.stream_id}"
+        self._holder = f"{me}, from {terms.address} to {terms.label} ({terms.sender[:8]})"
         return TrainerInfo(
             addresses=(terms.address, *(reachable(there, rank=rank) for rank, there in others)),
             engine=name,
-            holder=f"{me}, from {terms.address} to {terms.label}",
+            holder=self._holder,
             sender=terms.sender,
             take_over=terms.take_over,
             tensors=tuple((spec.names, spec.dtype.name, spec.shape) for spec in specs),
@@ -150,6 +155,7 @@ class Engine:
 
     def connect(self, trainer: TrainerInfo) -> None:
         """Let workers connect. Raises as the engine does."""
+        self.is_taken = False
         asked(self.server.connect, trainer.model_dump(mode="json"))
 
     def connected(self) -> None:
@@ -157,7 +163,7 @@ class Engine:
         if isinstance(server := self.server, OneCallServer):
             reached = asked(server.reach, self.pause.paused)
             self._one_call = server if reached == self.workers else None
-        self.terms, self.is_taken = replace(self.terms, take_over=False), False
+        self.terms = replace(self.terms, take_over=False)
         if self.is_spoiled:  # it was restarted, or it would not connect
             self.is_spoiled, self.is_whole = False, True
         if self.is_whole:
@@ -166,9 +172,17 @@ class Engine:
             self.pause.renew()
 
     def disconnect(self) -> None:
-        """Let workers close their connection. Raises as the engine does."""
-        if not (self._is_parents or self.is_taken):
-            asked(self.server.disconnect)
+        """Let workers close their connection. Raises as the engine does, EngineTaken once."""
+        if self._holder and not (self._is_parents or self.is_taken):
+            self._ask(self.server.disconnect)
+
+    def _ask(self, call: Callable[..., object], *arguments: object) -> None:
+        """Call the engine by this trainer's name. Raises as the engine does."""
+        try:
+            asked(call, *arguments, self._holder)
+        except EngineTaken as error:
+            self.refused(error)
+            raise
 
     def refused(self, error: BaseException) -> None:
         """It did not connect: leave it to another trainer, or pause it until it is restarted."""
@@ -235,13 +249,12 @@ class Engine:
     def let_name(self, version: int) -> None:
         """Name weights that all workers hold already. Raises as the engine does."""
         self.is_whole = True
-        if not self.pause.is_known:
-            self.pause.begin()  # so that it is resumed, whoever has paused it
+        self.pause.begin()  # so that it is resumed, whoever has paused it
         try:
             if self._one_call is not None:
-                asked(self._one_call.switch, version, "name", self.pause.pauses)
+                self._ask(self._one_call.switch, version, "name", self.pause.pauses)
             else:
-                asked(self.server.name, version)
+                self._ask(self.server.name, version)
         finally:
             self.pause.end()
 
@@ -266,18 +279,27 @@ class Engine:
         return any(not update.done() for update in self.updates)
 
     def close(self) -> Sequence[Future[None]]:
-        """Make no more calls, and `leave`, in its thread after an update in flight.
+        """Make no more calls, and `part`, in its thread after an update in flight.
 
         Returns what may be waited for: not for that update, which may hang.
         """
         for update in self._updates.values():
             update.cancel()
-        if not threading.main_thread().is_alive():  # no thread can start, or is left
-            self.leave()
+        if self.pause.is_on and not threading.main_thread().is_alive():  # no thread can start
+            with suppress(EngineTaken):
+                self.part()
         is_busy = self._is_busy
-        left = [self.submit(self.leave)] if is_busy or self.pause.is_on else []
+        left = [self.submit(self.part)] if is_busy or self.pause.is_on else []
         self._calls.shutdown(wait=False)
         return [] if is_busy else left
+
+    def part(self) -> None:
+        """Let workers disconnect, and `leave`. Raises EngineTaken."""
+        try:
+            with suppress(EngineFailed, TransportError):  # it may be gone
+                self.disconnect()
+        finally:
+            self.leave()
 
     def leave(self) -> None:
         """Resume generation if it is paused and the weights are whole; else log why not."""
@@ -306,9 +328,10 @@ class Engine:
             return  # the sync has failed meanwhile
         self.is_whole = False
         try:
-            asked(server.switch, version, work, self.pause.pauses)
+            self._ask(server.switch, version, work, self.pause.pauses)
         except BaseException:
-            self.pause.begin()
+            if not self.is_taken:
+                self.pause.begin()
             raise
         self.is_whole = True
         self.pause.end()
@@ -320,11 +343,11 @@ class Engine:
             if outcome.done() and outcome.exception() is not None:
                 return  # the engine was late to pause: the sync has failed meanwhile
             self.is_whole = False  # a failed worker may hold mixed weights without a report of it
-            asked(self.server.update, version)
+            self._ask(self.server.update, version)
             self.is_whole = not is_in_place
             if self._failure(outcome) is None:
                 self.is_whole = True
-                asked(self.server.name, version)
+                self._ask(self.server.name, version)
         finally:
             if self.is_whole:
                 self.pause.end()
@@ -349,8 +372,6 @@ class Pause:
     Attributes:
         is_on: Whether it may be paused: what was asked for counts as done until that is known not
             to be so.
-        is_known: Whether it has resumed since it began to follow this trainer. Before, an earlier
-            one may have ended within a pause.
         pauses: Whether `paused` pauses at all.
     """
 
@@ -358,12 +379,12 @@ class Pause:
         self.paused, self.pauses = paused, paused is not nullcontext
         self._open = ExitStack()
         forks.keep(self._open)  # its end, or the process's, must not resume mixed weights
-        self.is_on = self.is_known = self._is_entered = False
+        self.is_on = self._is_entered = False
 
     def forget(self) -> None:
         """Whether the engine is paused is another's affair: a parent's, or another trainer's."""
         forks.keep(self._open.pop_all())
-        self.is_on = self.is_known = self._is_entered = False
+        self.is_on = self._is_entered = False
 
     def begin(self) -> None:
         """Pause, unless that is known to be so. Raises as the engine does, or EngineFailed."""
@@ -386,7 +407,7 @@ class Pause:
             self.begin()  # after a pause or a resume that failed: enter again, to exit again
             self._is_entered = False
             asked(self._open.close)
-            self.is_on, self.is_known = False, True
+            self.is_on = False
 
 
 def new_name() -> str:
@@ -404,12 +425,18 @@ def check_threads_can_start() -> None:
 
 
 def asked(call: Callable[..., object], *arguments: object) -> object:
-    """Call the engine. Raises EngineFailed for an error that is no DeltaSyncError."""
+    """Call the engine. Raises EngineFailed for an error that is no DeltaSyncError, and EngineTaken
+    for one whose text says so: engines pass on no types.
+    """
     try:
         return call(*arguments)
-    except DeltaSyncError:
+    except EngineTaken:
         raise
     except Exception as error:
+        if said := _TAKEN.search(str(error)):
+            raise EngineTaken(said[1]) from error
+        if isinstance(error, DeltaSyncError):
+            raise
         raise EngineFailed(f"{type(error).__name__}: {error}") from error
 
 

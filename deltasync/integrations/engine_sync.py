@@ -224,6 +224,9 @@ class EngineSync(Closing):
 
         Call it before anything else writes the engine's weights. The next `send_weights` reconnects
         and sends what differs.
+
+        Raises EngineTaken, once, if another trainer has taken the engine since: it keeps it as it
+        is. Raises EngineFailed or a TransportError if the engine cannot be asked.
         """
         self._is_behind = True
         self._engine.disconnect()

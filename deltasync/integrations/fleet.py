@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Literal, get_args
 
 from deltasync.delta.modes import plain_mode
-from deltasync.errors import ConfigError, NoReceivers, SyncAborted
+from deltasync.errors import ConfigError, EngineTaken, NoReceivers, SyncAborted
 from deltasync.integrations.engine import Terms, check_threads_can_start, reachable
 from deltasync.integrations.fleet_engine import FleetEngine, ServerState
 from deltasync.integrations.trainer_info import Server, Unproved, WithoutRoutes
@@ -172,11 +172,13 @@ class EngineFleet(Closing):
             self._engines[name] = engine
         return name
 
-    def remove(self, name: str) -> None:
+    def remove(self, name: str) -> Future[None]:
         """Remove a server. It keeps the weights that it has, and its workers disconnect.
 
         Returns at once; an update in flight ends first, in its thread. If generation is paused it
-        is resumed, unless the weights may mix two versions: then an error is logged.
+        is resumed, unless the weights may mix two versions: then an error is logged. The result is
+        there when that is done. It raises EngineTaken, which is logged too, if another trainer has
+        taken the server since: that one keeps it as it is.
 
         Raises ConfigError if there is no such server.
         """
@@ -187,7 +189,7 @@ class EngineFleet(Closing):
                 raise ConfigError(f"the fleet has no server {name!r}; it has {has}")
             self._leaving.append(engine)
             self._former.extend(engine.names)
-        engine.remove()
+        return engine.remove()
 
     def servers(self) -> dict[str, ServerState]:
         """The state of each server, by name, as of the last call."""
@@ -249,10 +251,17 @@ class EngineFleet(Closing):
         Call it before anything else writes the weights of servers. The next `send_weights`
         reconnects and sends what differs. Waits at most `timeout_s`. A server that cannot be asked
         is no error: it reconnects as well.
+
+        Raises EngineTaken, with their names, if other trainers have taken servers since: those keep
+        them as they are. All others are disconnected.
         """
         with self._lock:
-            engines = list(self._engines.values())
-        wait([engine.hang_up() for engine in engines], self._timeout_s)
+            asked = {engine.label: engine.hang_up() for engine in self._engines.values()}
+        wait(asked.values(), self._timeout_s)
+        errors = {name: left.exception() for name, left in asked.items() if left.done()}
+        taken = {name: e for name, e in errors.items() if isinstance(e, EngineTaken)}
+        if taken:
+            raise EngineTaken("; ".join(f"{name}: {error}" for name, error in taken.items()))
 
     def close(self) -> None:
         """Close every connection. Servers keep their weights.

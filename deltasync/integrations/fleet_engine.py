@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +14,7 @@ from deltasync.errors import (
     ConfigError,
     DeltaSyncError,
     EngineFailed,
+    EngineTaken,
     SyncAborted,
     TransportTimeout,
 )
@@ -22,6 +24,8 @@ from deltasync.sync.protocol.round import SyncPhase
 from deltasync.sync.sender import WeightSender
 from deltasync.sync.stats import reasons
 from deltasync.wire.messages import Failed, ParameterSpec
+
+logger = logging.getLogger(__name__)
 
 _RETURN_S = 0.3  # workers that failed in a sync connect again by themselves
 _NOT_JOINED = "it has not joined yet"
@@ -291,17 +295,19 @@ class FleetEngine(Engine):
 
     # Leaving
 
-    def remove(self) -> None:
+    def remove(self) -> Future[None]:
         """Let its workers disconnect and resume it, after an update in flight. Returns at once."""
         self.is_removed = True
-        self.submit(self._part)
+        parted = self.submit(self._part)
         self._calls.shutdown(wait=False)
+        return parted
 
     def _part(self) -> None:
         try:
-            with suppress(DeltaSyncError):  # it may be gone
-                self.disconnect()
-            self.leave()
+            self.part()
+        except EngineTaken as error:
+            logger.warning("%s was removed, and not disconnected: %s", self, error)
+            raise
         finally:
             self.has_left = True
 

@@ -32,7 +32,7 @@ NOT_YET = "deltasync: done, and the weights that this server waits for come with
 
 _WORKERS: WeakKeyDictionary[nn.Module, Worker] = WeakKeyDictionary()
 # Responses of servers whose workers take no requests: a route, a package or a device is missing.
-_WITHOUT_US = ("404 ", "checkpoint-engine is not installed", "not found in zmq_handles")
+_WITHOUT_US = ("checkpoint-engine is not installed", "not found in zmq_handles")
 # Settings of servers that keep prefixes outside their own memory.
 _STORES = ("hicache_storage_backend", "enable_lmcache", "enable_flexkv")
 
@@ -88,9 +88,9 @@ def carry_out(model: nn.Module, request: WorkerRequest) -> None:
     if request.trainer is not None:
         _connect(worker, model, request.trainer)
     elif request.version is not None:
-        worker.commit(request.version)
+        worker.commit(request.version, request.holder, work=request.work)
     else:
-        worker.disconnect()
+        worker.disconnect(request.holder)
 
 
 def _connect(worker: Worker, model: nn.Module, trainer: TrainerInfo) -> None:
@@ -227,18 +227,17 @@ class SglangServer:
         """Let each worker connect. A worker that cannot reports that to the trainer directly."""
         self._request(WorkerRequest(trainer=TrainerInfo.model_validate(trainer)))
 
-    def update(self, version: int, /) -> None:
+    def update(self, version: int, holder: str, /) -> None:
         self._is_stale = True
-        self._write(version)
+        self._write(WorkerRequest(version=version, holder=holder))
 
-    def name(self, version: int, /) -> None:
-        if self._is_stale:  # the last update failed
-            self._write(version)
-        named = {"new_version": str(version), "abort_all_requests": False}
-        self._http.post("update_weight_version", named)
+    def name(self, version: int, holder: str, /) -> None:
+        """Name the version by an update that writes nothing: SGLang's own call names no trainer."""
+        name = WorkerRequest(version=version, holder=holder, work="name")
+        self._write(name, weight_version=str(version))
 
-    def disconnect(self) -> None:
-        self._request(WorkerRequest())
+    def disconnect(self, holder: str, /) -> None:
+        self._request(WorkerRequest(holder=holder))
 
     @contextmanager
     def paused(self, mode: PauseMode = "retract") -> Iterator[None]:
@@ -263,11 +262,10 @@ class SglangServer:
         finally:
             self._http.post("continue_generation", {})
 
-    def _write(self, version: int, *, weight_version: str | None = None) -> None:
-        """Let workers write a version, and drop from their caches what older ones computed."""
+    def _write(self, request: WorkerRequest, *, weight_version: str | None = None) -> None:
+        """Let workers do it, and drop from their caches what older versions computed."""
         clears = self._is_stale and self._clears
-        write = WorkerRequest(version=version)
-        self._request(write, flush_cache=clears, weight_version=weight_version)
+        self._request(request, flush_cache=clears, weight_version=weight_version)
         self._is_stale = False
 
     def _request(
@@ -288,7 +286,7 @@ class SglangServer:
         except EngineFailed as error:
             if NOT_YET in str(error):
                 return
-            if any(said in str(error) for said in _WITHOUT_US):
+            if error.status == 404 or any(said in str(error) for said in _WITHOUT_US):
                 raise ConfigError(
                     "the server takes no requests: install deltasync in SGLang's environment, name "
                     "it in SGLANG_PLUGINS if that is set there, and see the server's log for why "

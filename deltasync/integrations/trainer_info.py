@@ -74,30 +74,37 @@ class TrainerInfo(BaseModel):
 
 
 class WorkerRequest(BaseModel):
-    """A request to a worker through its engine: connect, disconnect, or write a version."""
+    """A request to a worker through its engine: connect, disconnect, or `Worker.commit`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     trainer: TrainerInfo | None = None
     version: int | None = None
+    holder: str = ""
+    work: Work = "write"
 
 
 class Server(Protocol):
-    """Calls that reach every worker of an engine. Each returns when all workers are done."""
+    """Calls that reach every worker of an engine. Each returns when all workers are done.
+
+    All but `connect` have the `TrainerInfo.holder` of who asks. If another trainer was let connect
+    since, they raise EngineTaken, and do nothing: `Worker.commit` and `Worker.disconnect` do so.
+    An error of another type, with that type's name and message in its text, counts as well.
+    """
 
     def connect(self, trainer: dict[str, Any], /) -> object:
         """Let workers connect to a trainer, whose earlier connection ends. The argument is JSON."""
         ...
 
-    def update(self, version: int, /) -> object:
+    def update(self, version: int, holder: str, /) -> object:
         """Let workers write a version."""
         ...
 
-    def name(self, version: int, /) -> object:
+    def name(self, version: int, holder: str, /) -> object:
         """Name the weights that the engine holds with a version."""
         ...
 
-    def disconnect(self) -> object:
+    def disconnect(self, holder: str, /) -> object:
         """Let workers close their connection, if they have one."""
         ...
 
@@ -110,10 +117,10 @@ class OneCallServer(Server, Protocol):
         """Return how many workers `switch` updates; 0 if it must not replace this way to pause."""
         ...
 
-    def switch(self, version: int, work: Work, stays_paused: bool, /) -> object:
+    def switch(self, version: int, work: Work, stays_paused: bool, holder: str, /) -> object:
         """Pause if weights change, let workers take a version, name it, and resume.
 
         Resumes only if all workers hold the version. If `stays_paused`, a failure leaves generation
-        paused, until a later call succeeds.
+        paused, until a later call succeeds; but an EngineTaken leaves it as it was.
         """
         ...

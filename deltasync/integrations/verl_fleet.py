@@ -82,8 +82,10 @@ class FleetTrainer:
 
     def close(self) -> None:
         """Let the engines disconnect. They keep their weights."""
-        self._fleet.disconnect()
-        self._fleet.close()
+        try:
+            self._fleet.disconnect()
+        finally:
+            self._fleet.close()
 
     def _refusal(self, error: SyncAborted) -> str:
         """Why an engine that has never taken part cannot; empty if that is not what went wrong."""

@@ -59,8 +59,6 @@ class Client(Protocol):
 
     def finish_weight_update(self, weight_version: str | None = None) -> object: ...
 
-    def shutdown_weight_transfer_engine(self) -> object: ...
-
 
 class OfflineClient:
     """Client of an `LLM` in this process, which generates only on request: no pause is needed."""
@@ -79,9 +77,6 @@ class OfflineClient:
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._llm.finish_weight_update(weight_version)
-
-    def shutdown_weight_transfer_engine(self) -> None:
-        self._llm.shutdown_weight_transfer_engine()
 
     def collective_rpc(self, method: str, *args: object) -> Any:
         return self._llm.collective_rpc(method, args=args)
@@ -122,9 +117,6 @@ class AsyncClient:
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._wait(self._engine.finish_weight_update(weight_version))
-
-    def shutdown_weight_transfer_engine(self) -> None:
-        self._wait(self._engine.shutdown_weight_transfer_engine())
 
     def collective_rpc(self, method: str, *args: object) -> Any:
         return self._wait(self._engine.collective_rpc(method, args=args))
@@ -182,9 +174,6 @@ class HttpClient:
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         named = None if weight_version is None else {"weight_version": weight_version}
         self._http.post("finish_weight_update", named)
-
-    def shutdown_weight_transfer_engine(self) -> None:
-        self._http.post("shutdown_weight_transfer_engine")
 
     def workers(self) -> int:
         """Return the number of server processes that hold weights."""
@@ -253,20 +242,21 @@ class VllmServer:
     def connect(self, trainer: dict[str, Any], /) -> None:
         self._client.init_weight_transfer_engine({"trainer": trainer})
 
-    def update(self, version: int, /) -> None:
+    def update(self, version: int, holder: str, /) -> None:
         self._is_stale = True
-        self._update(lambda: self._client.update_weights({"version": version}))
+        self._update({"version": version, "holder": holder})
         self._clear()
 
-    def name(self, version: int, /) -> None:
+    def name(self, version: int, holder: str, /) -> None:
         self._clear()  # does nothing if the update has done it
-        self._update(lambda: None, weight_version=str(version))
+        what = {"version": version, "holder": holder, "work": "name"}
+        self._update(what, weight_version=str(version))
 
-    def _update(self, write: Callable[[], object], **named: str) -> None:
+    def _update(self, what: dict[str, Any], **named: str) -> None:
         """Also finish an update that breaks off: workers that did not fail wait for that."""
         try:
             self._client.start_weight_update()
-            write()
+            self._client.update_weights(what)
             self._client.finish_weight_update(**named)
         except BaseException as error:
             try:
@@ -286,7 +276,7 @@ class VllmServer:
         call = self._call if pauses_alike else None
         return 0 if call is None else int(call(vllm_core.REACH)[0])
 
-    def switch(self, version: int, work: Work, stays_paused: bool, /) -> None:
+    def switch(self, version: int, work: Work, stays_paused: bool, holder: str, /) -> None:
         """Do `update` and `name` in one call, between two steps of the engine.
 
         Requests that run meanwhile continue afterwards, as with `paused`. See `vllm_core.update`.
@@ -298,11 +288,12 @@ class VllmServer:
         if self._call is None:
             raise ConfigError(f"{type(self._client).__name__} has no collective_rpc")
         self._clear()  # after several calls that failed
-        if failure := self._call(vllm_core.UPDATE, version, work, self._caches, stays_paused)[0]:
+        what = (version, work, self._caches, stays_paused, holder)
+        if failure := self._call(vllm_core.UPDATE, *what)[0]:
             raise EngineFailed(failure)
 
-    def disconnect(self) -> None:
-        self._client.shutdown_weight_transfer_engine()
+    def disconnect(self, holder: str, /) -> None:
+        self._client.init_weight_transfer_engine({"holder": holder})
 
     def _clear(self) -> None:
         if self._is_stale and self._clear_cache is not None:

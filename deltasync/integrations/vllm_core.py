@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from deltasync.errors import DeltaSyncError, EngineFailed
+from deltasync.errors import DeltaSyncError, EngineFailed, EngineTaken
 from deltasync.integrations.trainer_info import Caches, Work
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,6 @@ _CALLS = (  # of workers, in an update that takes several
     "start_draft_weight_update",
     "update_weights",
     "finish_weight_update",
-    "shutdown_weight_transfer_engine",
 )
 
 NOT_CLEARED = (
@@ -115,7 +114,9 @@ def _is_ours(core: Any) -> bool:
     return config is not None and config.backend == BACKEND
 
 
-def update(core: Any, version: int, work: Work, caches: Caches, stays_paused: bool) -> None:
+def update(
+    core: Any, version: int, work: Work, caches: Caches, stays_paused: bool, holder: str
+) -> None:
     """Bring all workers of a core to a version, and name it.
 
     Steps in flight end first, with the old weights. Nothing is scheduled until all workers hold the
@@ -127,7 +128,8 @@ def update(core: Any, version: int, work: Work, caches: Caches, stays_paused: bo
         version: The version.
         work: What to do; "pass" and "name" neither pause nor clear a cache that is valid.
         caches: What becomes of keys and values; encodings are dropped unless they are kept.
-        stays_paused: Whether a failure leaves generation paused.
+        stays_paused: Whether a failure leaves generation paused; not if it is another trainer's.
+        holder: Who asks.
 
     Raises:
         EngineFailed: A worker failed, or the engine did.
@@ -138,16 +140,15 @@ def update(core: Any, version: int, work: Work, caches: Caches, stays_paused: bo
         if work == "write" or (caches != "keep" and noted.is_stale):
             _pause(core)
             _end_steps(core)
-        if work != "name":
-            noted.is_stale = noted.is_stale or work == "write"
-            _write(core, version, work)
+        noted.is_stale = noted.is_stale or work == "write"
+        _write(core, version, work, holder)
         if caches != "keep" and noted.is_stale:
             _clear(core)
             noted.is_stale = False
         core.set_weight_version(str(version))
     except Exception as error:
         logger.exception("an update to v%d failed", version)
-        if stays_paused:
+        if stays_paused and EngineTaken.__name__ not in str(error):
             noted.is_stopped = noted.is_stopped or not _was_paused(before)
             _pause(core)
         else:
@@ -166,9 +167,9 @@ def _as_failure(error: Exception) -> EngineFailed:
     return EngineFailed(f"{type(error).__name__}: {error}", error=type(error).__name__)
 
 
-def _write(core: Any, version: int, work: Work) -> None:
+def _write(core: Any, version: int, work: Work, holder: str) -> None:
     """Raises EngineFailed."""
-    _check(core.model_executor.collective_rpc(WRITE, args=(version, work == "write")))
+    _check(core.model_executor.collective_rpc(WRITE, args=(version, work, holder)))
 
 
 def _check(said: Sequence[str]) -> None:
@@ -177,27 +178,26 @@ def _check(said: Sequence[str]) -> None:
         raise EngineFailed("; ".join(dict.fromkeys(failed)))
 
 
-def write(worker: Any, version: int, changes: bool) -> str:
+def write(worker: Any, version: int, work: Work, holder: str) -> str:
     """A worker's part of `update`, in place of three calls of vLLM's.
 
     Args:
         worker: vLLM's worker.
-        version: The version.
-        changes: Whether it may change weights.
+        version, work, holder: As of `Worker.commit`.
 
     Returns:
         An empty string, or why it failed.
     """
-    return _said(_write_in, worker, version, changes)
+    return _said(_write_in, worker, version, work, holder)
 
 
-def _write_in(worker: Any, version: int, changes: bool) -> None:
+def _write_in(worker: Any, version: int, work: Work, holder: str) -> None:
     """Raises EngineFailed."""
     try:
-        if changes and torch.accelerator.is_available():
+        if work == "write" and torch.accelerator.is_available():
             torch.accelerator.synchronize()  # steps may end before all that they launched
         worker.start_weight_update()
-        worker.update_weights({"version": version, "changes": changes})
+        worker.update_weights({"version": version, "holder": holder, "work": work})
         worker.finish_weight_update()
     except Exception as error:
         logger.exception("v%d was not written", version)

@@ -39,7 +39,7 @@ from deltasync.engines.proof.proving import Proof, reached
 from deltasync.engines.proof.unwritten import storages
 from deltasync.engines.reloaded import ReloadedTarget
 from deltasync.errors import ConfigError, DeltaSyncError
-from deltasync.integrations.trainer_info import SentTensors, TrainerInfo
+from deltasync.integrations.trainer_info import SentTensors, TrainerInfo, Work
 from deltasync.integrations.vllm_core import TRY, WRITE, attempt, write
 from deltasync.integrations.worker import Worker
 from deltasync.sync.module import Registered
@@ -52,9 +52,15 @@ _ADAPTERS = ("lora_a_stacked", "lora_b_stacked")  # how attributes end that hold
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """A `TrainerInfo` as JSON."""
+    """Asks workers to connect, or to disconnect.
 
-    trainer: dict[str, Any]
+    Attributes:
+        trainer: A `TrainerInfo` as JSON; None to disconnect.
+        holder: Who asks to disconnect.
+    """
+
+    trainer: dict[str, Any] | None = None
+    holder: str = ""
 
 
 @dataclass
@@ -62,12 +68,12 @@ class UpdateInfo(WeightTransferUpdateInfo):
     """Asks workers to write the version that is staged, or about to be received.
 
     Attributes:
-        version: The version.
-        changes: Whether it may change weights; if not, the engine is not paused.
+        version, holder, work: As of `Worker.commit`.
     """
 
     version: int
-    changes: bool = True
+    holder: str
+    work: Work = "write"
 
 
 class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -91,13 +97,18 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._storages = frozenset(storages(self.model))
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Connect to the trainer, whose earlier connection ends.
+        """Connect to the trainer, whose earlier connection ends, or disconnect: vLLM's own call to
+        shut down does not say who asks. Then raises EngineTaken as `Worker.disconnect`.
 
         A refusal is not raised, since vLLM's processes pass on no types. The trainer hears it over
         its own link: a ConfigError, which names the tensor, if a tensor has no route or is not
         where its route leads, or, if the trainer asks for reloads, if a reload changes it; a
         DirtyReceiver as `Worker.proving`; an EngineTaken as `Worker.admit`.
         """
+        if init_info.trainer is None:
+            self._worker.disconnect(init_info.holder)
+            self._trainer = None
+            return
         trainer = TrainerInfo.model_validate(init_info.trainer)
         try:
             self._worker.check_awake()
@@ -243,7 +254,7 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Write a version: see `Worker.commit`."""
-        self._worker.commit(update_info.version, changes=update_info.changes)
+        self._worker.commit(update_info.version, update_info.holder, work=update_info.work)
 
     def finish_weight_update(self) -> None:
         """Do nothing: everything is written already."""

@@ -31,7 +31,7 @@ from deltasync.errors import (
     TransportError,
     TransportTimeout,
 )
-from deltasync.integrations.trainer_info import SentTensors, TrainerInfo
+from deltasync.integrations.trainer_info import SentTensors, TrainerInfo, Work
 from deltasync.observe.environment import subscribe_metrics
 from deltasync.sync.options import ReceiverOptions
 from deltasync.sync.protocol.receiver_session import ReceiverState
@@ -255,17 +255,23 @@ class Worker:
 
         threading.Thread(target=tell, name="deltasync-decline", daemon=True).start()
 
-    def commit(self, version: int, *, changes: bool = True) -> None:
+    def commit(self, version: int, holder: str, *, work: Work = "write") -> None:
         """Write the version that is staged, or about to be received.
 
         Args:
             version: The version.
-            changes: Whether it may change weights. If not, the engine may compute meanwhile.
+            holder: The `TrainerInfo.holder` of who asks.
+            work: "pass" if it changes no weight, so that the engine may compute meanwhile. "name"
+                writes nothing, and raises unless the worker holds the version.
 
         Raises what a commit raises. The worker then keeps the old version, unless the sync was
         received in place: a full sync, or one too large to stage. Raises DirtyReceiver as
-        `proving`.
+        `proving`, and EngineTaken if another trainer was let connect since.
         """
+        self._check_holder(holder)
+        if work == "name":
+            self._check_version(version)
+            return
         self._check_whole()
         self.check_awake()
         if self._staging is None:
@@ -277,12 +283,32 @@ class Worker:
             self._await(self._staging, version, deadline, before)
             if self._holds(version):
                 return  # it joined with this version
-            if not (changes or self._receiver is None or self._receiver.is_unchanged):
+            is_changed = self._receiver is not None and not self._receiver.is_unchanged
+            if work == "pass" and is_changed:
                 raise ProtocolViolation(f"v{version} changes weights, and was said to change none")
             self.is_written = True
             written = self._written(self._staging)
         if written != version:
             raise ProtocolViolation(f"v{written} was written, v{version} was asked for")
+
+    def _check_holder(self, holder: str) -> None:
+        """Raise EngineTaken if another trainer than this one was let connect last."""
+        if self._last is not None and self._last.holder != holder:
+            raise EngineTaken(
+                f"another trainer has taken the engine at {self._since}: {self._last.holder}; stop "
+                "that one, or connect this one with take_over=True"
+            )
+
+    def _check_version(self, version: int) -> None:
+        """Raise unless the worker holds it, or is about to hear so."""
+        here, deadline = self._receiver, time.monotonic() + self._timeout_s
+        ends = (ReceiverState.READY, ReceiverState.OUTSIDE)  # others may be about to hold it
+        while here is not None and here.version != version and here.state not in ends:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_TURN_S / 10)
+        if here is None or here.version != version:
+            raise ProtocolViolation(f"v{version} cannot be named: this worker does not hold it")
 
     def _await(
         self, staging: StagingThread, version: int, deadline: float, before: Exception | None
@@ -397,8 +423,14 @@ class Worker:
         """Whether there is a connection to a trainer."""
         return self._receiver is not None
 
-    def disconnect(self) -> None:
-        """End the connection, if there is one. The weights stay as they are."""
+    def disconnect(self, holder: str | None = None) -> None:
+        """End the connection, if there is one. The weights stay as they are.
+
+        Args:
+            holder: As of `commit`, if a trainer asks for it.
+        """
+        if holder is not None:
+            self._check_holder(holder)
         if self._unproved is not None and self._holds_any():
             self._note_proved(*self._unproved)
         self._unproved = None

@@ -19,9 +19,9 @@ from checkpoint_engine.ps import ParameterServer
 from transformers import AutoModelForCausalLM
 
 from deltasync import ModuleSource
-from deltasync.integrations.checkpoint_engine import SglangIpcServer
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.http import Http
+from deltasync.integrations.sglang import SglangServer
 from deltasync.transports import cuda_ipc, shared_memory
 
 
@@ -30,7 +30,7 @@ def main(model: str, url: str) -> None:
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
     policy.to("cuda" if is_gpu else "cpu")
     bring(policy, url)
-    server, link = SglangIpcServer(url), cuda_ipc if is_gpu else shared_memory
+    server, link = SglangServer(url), cuda_ipc if is_gpu else shared_memory
     with tempfile.TemporaryDirectory() as folder:
         transport = link.Sender(Path(folder) / "weights.sock")
         with EngineSync(

@@ -126,9 +126,6 @@ class Engine:
         with set_current_vllm_config(self._config):
             self._engine.finish_weight_update()
 
-    def shutdown_weight_transfer_engine(self) -> None:
-        self._engine.shutdown()
-
 
 def synced(
     weights: dict[str, Tensor],

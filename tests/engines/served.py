@@ -317,7 +317,9 @@ async def a_link_that_is_gone_is_no_crash(engine: Any, sync: EngineSync) -> None
     await engine.start_weight_update()
     client = AsyncClient(engine, asyncio.get_running_loop())
     with pytest.raises(Exception, match="no trainer is connected"):
-        await asyncio.to_thread(client.update_weights, {"version": 3})
+        await asyncio.to_thread(
+            client.update_weights, {"version": 3, "holder": sync._engine._holder}
+        )
     await Request(engine).run(3)
     stats = await asyncio.to_thread(sync.send_weights)
     assert (stats.receivers, await engine.get_weight_version()) == (1, str(stats.version))

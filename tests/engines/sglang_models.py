@@ -289,14 +289,14 @@ class Server:
     def connect(self, connection: dict[str, Any], /) -> None:
         self._request(WorkerRequest(trainer=TrainerInfo.model_validate(connection)))
 
-    def update(self, version: int, /) -> None:
-        self._request(WorkerRequest(version=version))
+    def update(self, version: int, holder: str, /) -> None:
+        self._request(WorkerRequest(version=version, holder=holder))
 
-    def name(self, version: int, /) -> None:
+    def name(self, version: int, holder: str, /) -> None:
         """Nobody asks for it."""
 
-    def disconnect(self) -> None:
-        self._request(WorkerRequest())
+    def disconnect(self, holder: str, /) -> None:
+        self._request(WorkerRequest(holder=holder))
 
     def _request(self, request: WorkerRequest) -> None:
         from deltasync.integrations.sglang import carry_out

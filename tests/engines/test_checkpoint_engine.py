@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from deltasync.errors import ConfigError, EngineFailed, SyncAborted
-from deltasync.integrations.checkpoint_engine import SglangIpcServer
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.http import Http
+from deltasync.integrations.sglang import SglangServer
 from deltasync.transports import shared_memory
 from tests.engines.checkpoints import Weights, changed, write_config, write_model
 from tests.engines.environment import ROOT, use_sglang
@@ -51,7 +51,7 @@ class Trainer:
 
     @contextmanager
     def sync(self, timeout_s: float = 60.0) -> Iterator[EngineSync]:
-        server = SglangIpcServer(self.url)
+        server = SglangServer(self.url)
         link = shared_memory.Sender(self.folder / "socket")
         with EngineSync(
             self.source, server, link, paused=server.paused, timeout_s=timeout_s

@@ -92,9 +92,9 @@ class Sglang:
 
     def add(self, fleet: EngineFleet, url: str, before: Before) -> None:
         class Server(SglangServer):
-            def update(self, version: int, /) -> None:
+            def update(self, version: int, holder: str, /) -> None:
                 before.pop(url, int)()
-                super().update(version)
+                super().update(version, holder)
 
         server = Server(url, timeout_s=180)
         fleet.add(server, workers=server.workers, paused=server.paused)

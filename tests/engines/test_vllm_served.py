@@ -158,7 +158,7 @@ def test_the_http_example(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         # The trainer has left, and the server does not mind.
         server.post("start_weight_update")
         with pytest.raises(EngineFailed, match="500"):
-            server.post("update_weights", {"update_info": {"version": 4}})
+            server.post("update_weights", {"update_info": {"version": 4, "holder": ""}})
         asked = {"model": str(model), "prompt": [5, 6, 7], "max_tokens": 4}
         assert server.post("v1/completions", asked)["usage"]["completion_tokens"] == 4
         assert server.get("weight_info") == {"weight_version": "3"}

@@ -78,7 +78,7 @@ class Fleet:
         if self.fails_to_update:
             raise ConnectionError("planted")
         with ThreadPoolExecutor(len(self.workers)) as threads:
-            list(threads.map(lambda worker: worker.commit(update_info["version"]), self.workers))
+            list(threads.map(lambda worker: worker.commit(**update_info), self.workers))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self.calls.append("finish")

@@ -14,7 +14,7 @@ import torch
 
 from deltasync import ModuleSource, ModuleTarget, SyncStats
 from deltasync.engines.routed import RoutedTarget
-from deltasync.errors import DeltaSyncError
+from deltasync.errors import DeltaSyncError, EngineTaken
 from deltasync.integrations.fleet import EngineFleet
 from deltasync.integrations.trainer_info import TrainerInfo, Work
 from deltasync.integrations.worker import Worker
@@ -84,23 +84,27 @@ class Server:
     def let_connect(self, worker: Worker, to: TrainerInfo, rank: int) -> None:
         worker.connect(to, ModuleTarget(self.module), CPU, rank=rank, world=self.world)
 
-    def update(self, version: int, /) -> None:
+    def update(self, version: int, holder: str, /) -> None:
         self.at("update")
         assert self.is_paused
-        self.commit(version)
+        self.commit(version, holder)
         self.at("updated")
 
-    def commit(self, version: int) -> None:
+    def commit(self, version: int, holder: str, work: Work = "write") -> None:
         with ThreadPoolExecutor(self.world) as calls:
-            list(calls.map(lambda worker: worker.commit(version), self.workers))
+            each = [calls.submit(one.commit, version, holder, work=work) for one in self.workers]
+        for done in each:
+            done.result()
 
-    def name(self, version: int, /) -> None:
+    def name(self, version: int, holder: str, /) -> None:
         self.at("name")
+        self.commit(version, holder, "name")
         self.version = version
 
-    def disconnect(self) -> None:
+    def disconnect(self, holder: str, /) -> None:
         self.at("disconnect")
-        self.die()
+        for worker in self.workers:
+            worker.disconnect(holder)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -130,12 +134,14 @@ class OneCall(Server):
     def reach(self, paused: Callable[[], object], /) -> int:
         return self.world
 
-    def switch(self, version: int, work: Work, stays_paused: bool, /) -> None:
+    def switch(self, version: int, work: Work, stays_paused: bool, holder: str, /) -> None:
         self.at("switch")
-        self.is_paused = self.is_paused or work == "write"
-        if work != "name":
-            for worker in self.workers:
-                worker.commit(version, changes=work == "write")
+        was_paused, self.is_paused = self.is_paused, self.is_paused or work == "write"
+        try:
+            self.commit(version, holder, work)
+        except EngineTaken:
+            self.is_paused = was_paused
+            raise
         self.at("switched")
         self.version, self.is_paused = version, False
 

@@ -55,19 +55,18 @@ class Engine:
                 return {"dp_size": 1, "tp_size": 1, "pp_size": 1}
             case "pause_generation" | "continue_generation":
                 self.is_paused = call == "pause_generation"
-            case "update_weight_version":
-                self.version = body["new_version"]
-            case "connect" | "write" | "disconnect":
+            case "connect" | "write" | "name" | "disconnect":
                 request = WorkerRequest.model_validate_json(body["zmq_handles"][REQUEST])
                 with self._turn:
                     self._carry_out(request)
+                    self.version = body["weight_version"] or self.version
         return {"success": True}
 
     def _carry_out(self, request: WorkerRequest) -> None:
         if request.version is not None:
-            self.worker.commit(request.version)
+            self.worker.commit(request.version, request.holder, work=request.work)
         elif request.trainer is None:
-            self.worker.disconnect()
+            self.worker.disconnect(request.holder)
         else:
             try:
                 target = ModuleTarget(self.module)
@@ -83,7 +82,7 @@ def call_of(path: str, body: Any) -> str:
     request = WorkerRequest.model_validate_json(body["zmq_handles"][REQUEST])
     if request.trainer is not None:
         return "connect"
-    return "disconnect" if request.version is None else "write"
+    return "disconnect" if request.version is None else request.work
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -20,8 +20,9 @@ from deltasync import ModuleSource
 from deltasync.engines.proof.cold import Startup
 from deltasync.engines.proof.proving import Proof
 from deltasync.errors import DeltaSyncError, EngineFailed, SyncAborted
-from deltasync.integrations.checkpoint_engine import NOT_YET, SglangIpcServer
+from deltasync.integrations.checkpoint_engine import NOT_YET
 from deltasync.integrations.engine_sync import EngineSync
+from deltasync.integrations.sglang import SglangServer
 from deltasync.integrations.trainer_info import TrainerInfo
 from deltasync.integrations.worker import Worker
 from deltasync.transports import shared_memory
@@ -76,26 +77,26 @@ class Server:
     def started_on(self) -> Iterator[tuple[str, Tensor]]:
         yield from (("a", torch.zeros(4, 4)), ("b", torch.zeros(4, 4)))
 
-    def update(self, version: int, /) -> None:
+    def update(self, version: int, holder: str, /) -> None:
         try:
             if self.breaks_off:
                 self.worker.disconnect()
             else:
-                self.worker.commit(version)
+                self.worker.commit(version, holder)
             self.update_ends.wait(30)
             if self.breaks_off:
                 raise RuntimeError("planted")
         except Exception as error:
             raise EngineFailed(str(error)) from error
 
-    def name(self, version: int, /) -> None:
+    def name(self, version: int, holder: str, /) -> None:
         if self.refuses_names:
             raise EngineFailed("planted")
-        self.update(version)
+        self.update(version, holder)
         self.named.append(version)
 
-    def disconnect(self) -> None:
-        self.worker.disconnect()
+    def disconnect(self, holder: str, /) -> None:
+        self.worker.disconnect(holder)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -270,13 +271,13 @@ def test_orders_take_the_way_of_a_parameter_servers_sockets() -> None:
     with HTTPServer(("127.0.0.1", 0), Handler) as http:
         thread = threading.Thread(target=http.serve_forever)
         thread.start()
-        server = SglangIpcServer(f"http://127.0.0.1:{http.server_port}")
+        server = SglangServer(f"http://127.0.0.1:{http.server_port}")
         assert server.workers == 2
-        server.disconnect()  # is done, though the answer is that no weights have come
-        server.update(7)
-        server.name(7)
+        server.disconnect("me")  # is done, though the answer is that no weights have come
+        server.update(7, "me")
+        server.name(7, "me")
         with pytest.raises(EngineFailed, match="planted"):
-            server.update(9)
+            server.update(9, "me")
         http.shutdown()
         thread.join()
     path = "/update_weights_from_ipc"

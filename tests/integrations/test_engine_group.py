@@ -49,22 +49,26 @@ class Engine:
         to = TrainerInfo.model_validate_json(json.dumps(connection))
         self.connections.append(to)
         self._attempt("connect")
-        self.disconnect()
+        self.die()
         if self.fails == "decline":
             self.workers[1].decline(to, CPU, ConfigError("planted"))
         for rank, (worker, model) in enumerate(zip(self.workers, self.models, strict=True)):
             if self.fails != "decline" or rank == 0:
                 worker.connect(to, RoutedTarget(model, to.checkpoint()), CPU, rank=rank, world=2)
 
-    def update(self, version: int, /) -> None:
+    def update(self, version: int, holder: str, /) -> None:
         self._attempt("update")
-        list(self._calls.map(lambda worker: worker.commit(version), self.workers))
+        list(self._calls.map(lambda worker: worker.commit(version, holder), self.workers))
 
-    def name(self, version: int, /) -> None:
+    def name(self, version: int, holder: str, /) -> None:
         self._attempt("name")
         self.version = version
 
-    def disconnect(self) -> None:
+    def disconnect(self, holder: str, /) -> None:
+        for worker in self.workers:
+            worker.disconnect(holder)
+
+    def die(self) -> None:
         for worker in self.workers:
             worker.disconnect()
 
@@ -141,7 +145,7 @@ class Trainer:
         return found[0]
 
     def close(self) -> None:
-        self.engine.disconnect()
+        self.engine.die()
         self.sync.close()
         for rank in self.others:
             rank.close()
@@ -276,7 +280,7 @@ def test_connecting_by_hand(tmp_path: Path) -> None:
         for model in here.engine.models:  # as when it sleeps
             model.get_parameter("norm").data.zero_()
         assert here.send().full_synced == 2
-        here.engine.disconnect()  # it is restarted
+        here.engine.die()  # it is restarted
         here.step(1)
         here.send()
 

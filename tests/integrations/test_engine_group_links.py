@@ -91,13 +91,13 @@ class Server:
     def connect(self, connection: dict[str, Any], /) -> None:
         self._call("connect", connection)
 
-    def update(self, version: int, /) -> None:
-        self._call("update", version)
+    def update(self, version: int, holder: str, /) -> None:
+        self._call("update", version, holder)
 
-    def name(self, version: int, /) -> None:
+    def name(self, version: int, holder: str, /) -> None:
         self._call("name", version)
 
-    def disconnect(self) -> None:
+    def disconnect(self, holder: str, /) -> None:
         self._call("disconnect")
 
     def _call(self, *call: object) -> None:
@@ -115,8 +115,8 @@ def serve(folder: Path, device: str) -> None:
                     to = TrainerInfo.model_validate(connection)
                     target, place = ModuleTarget(model), torch.device(device)
                     worker.connect(to, target, place, rank=0, world=1)
-                case "update", version:
-                    worker.commit(version)
+                case "update", version, holder:
+                    worker.commit(version, holder)
                 case "name", version:
                     advance(expected, version)
                     held = {name: tensor.cpu() for name, tensor in model.named_parameters()}

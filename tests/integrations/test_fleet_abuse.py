@@ -142,7 +142,7 @@ def test_a_pause_that_raises_is_retried_and_the_others_go_on(where: str, tmp_pat
 
 def test_a_server_that_only_says_that_it_has_updated_is_dropped(tmp_path: Path) -> None:
     class Liar(OneCall):
-        def switch(self, version: int, work: Work, stays_paused: bool, /) -> None:
+        def switch(self, version: int, work: Work, stays_paused: bool, holder: str, /) -> None:
             self.version = version
 
     class Bragger(OneCall):

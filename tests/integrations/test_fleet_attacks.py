@@ -296,11 +296,11 @@ def test_one_engine_under_two_names_harms_nobody_else(tmp_path: Path) -> None:
             def connect(self, connection: dict[str, object], /) -> None:
                 twin.connect(connection)
 
-            def update(self, version: int, /) -> None:
-                twin.update(version)
+            def update(self, version: int, holder: str, /) -> None:
+                twin.update(version, holder)
 
-            def name(self, version: int, /) -> None:
-                twin.name(version)
+            def name(self, version: int, holder: str, /) -> None:
+                twin.name(version, holder)
 
         other = Twin(twin.module)
         here.fleet.add(other, paused=twin.paused, name="twin")

@@ -196,8 +196,9 @@ def test_a_worker_whose_trainer_is_gone_does_not_wait_for_its_version(
     with fleet_of(tmp_path, 1, timeout_s=90.0) as here:
         here.send()
         worker = here.servers["0"].workers[0]
-        staging = worker._staging
+        staging, last = worker._staging, worker._last
         assert staging is not None
+        assert last is not None
         began = time.monotonic()
         if is_lost_before:
             here.fleet.sender.close()
@@ -205,7 +206,7 @@ def test_a_worker_whose_trainer_is_gone_does_not_wait_for_its_version(
         else:
             Timer(0.2, here.fleet.sender.close).start()
         with pytest.raises(TransportError):
-            worker.commit(2)
+            worker.commit(2, last.holder)
         assert time.monotonic() - began < PROMPT_S
 
 

@@ -115,14 +115,14 @@ class Remote:
     def connect(self, trainer: dict[str, Any], /) -> None:
         self.ask("connect", trainer)
 
-    def update(self, version: int, /) -> None:
-        self.ask("update", version)
+    def update(self, version: int, holder: str, /) -> None:
+        self.ask("update", version, holder)
 
-    def name(self, version: int, /) -> None:
-        self.ask("name", version)
+    def name(self, version: int, holder: str, /) -> None:
+        self.ask("name", version, holder)
 
-    def disconnect(self) -> None:
-        self.ask("disconnect")
+    def disconnect(self, holder: str, /) -> None:
+        self.ask("disconnect", holder)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

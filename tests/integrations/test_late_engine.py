@@ -65,18 +65,18 @@ class Server:
         self.worker.disconnect()
         self.worker.connect(to, self.target(self.module), torch.device("cpu"), rank=0, world=1)
 
-    def update(self, version: int, /) -> None:
+    def update(self, version: int, holder: str, /) -> None:
         self._at("update")
-        self.worker.commit(version)
+        self.worker.commit(version, holder)
         self._at("updated")
         assert self.is_paused
 
-    def name(self, version: int, /) -> None:
+    def name(self, version: int, holder: str, /) -> None:
         self._at("name")
         self.version = version
 
-    def disconnect(self) -> None:
-        self.worker.disconnect()
+    def disconnect(self, holder: str, /) -> None:
+        self.worker.disconnect(holder)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -103,13 +103,13 @@ class OneCall(Server):
         assert paused == self.paused
         return 1
 
-    def switch(self, version: int, work: Work, stays_paused: bool, /) -> None:
+    def switch(self, version: int, work: Work, stays_paused: bool, holder: str, /) -> None:
         assert stays_paused
         self._at(work)
         self.is_paused = self.is_paused or work == "write"
         try:
             if work != "name":
-                self.worker.commit(version, changes=work == "write")
+                self.worker.commit(version, holder, work=work)
             self._at("written")
         except BaseException:
             self.is_paused = True
@@ -331,7 +331,7 @@ def test_an_update_in_one_call_that_fails_is_paused_for_until_the_next(
 def test_a_version_that_changes_weights_is_not_written_without_a_pause(tmp_path: Path) -> None:
     with connected(tmp_path, timeout_s=2.0) as (sync, source, server):
         before = server.module.get_parameter("a").clone()
-        server.update = lambda version: server.worker.commit(version, changes=False)  # type: ignore[method-assign]
+        server.update = lambda version, holder: server.worker.commit(version, holder, work="pass")  # type: ignore[method-assign]
         said = outcome(sync.send_weights)
         assert isinstance(said, DeltaSyncError)
         assert "was said to change none" in f"{said} {getattr(said, '__notes__', '')}"

@@ -26,7 +26,7 @@ from tests.integrations.fleets import SHAPES, Server, fleet_of, model, outcome
 from tests.integrations.served import LOST, Engine, served
 from tests.sync.harness import Model, bits_equal, until
 
-CALLS = ["connect", "pause_generation", "write", "update_weight_version", "continue_generation"]
+CALLS = ["connect", "pause_generation", "write", "name", "continue_generation"]
 Way = EngineSync | EngineFleet
 
 

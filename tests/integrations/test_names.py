@@ -70,13 +70,13 @@ class Server:
     def _proof(self) -> Proof:
         return Proof(self.engine, Startup(lambda: deepcopy(self.engine)))
 
-    def update(self, version: int, /) -> None:
-        self.worker.commit(version)
+    def update(self, version: int, holder: str, /) -> None:
+        self.worker.commit(version, holder)
 
-    def name(self, version: int, /) -> None: ...
+    def name(self, version: int, holder: str, /) -> None: ...
 
-    def disconnect(self) -> None:
-        self.worker.disconnect()
+    def disconnect(self, holder: str, /) -> None:
+        self.worker.disconnect(holder)
 
 
 @contextmanager

@@ -17,7 +17,6 @@ from torch import nn
 
 from deltasync import ModuleSource, ModuleTarget
 from deltasync.errors import ConfigError, EngineFailed
-from deltasync.integrations.checkpoint_engine import SglangIpcServer
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.sglang import Extension, SglangServer, worker_of
 from deltasync.integrations.sglang_scheduler import _AROUND
@@ -72,11 +71,11 @@ class Worker:
         asked = WorkerRequest(trainer=TrainerInfo.model_validate(connection))
         give(asked.model_dump_json())
 
-    def update(self, version: int, /) -> None: ...
+    def update(self, version: int, holder: str, /) -> None: ...
 
-    def name(self, version: int, /) -> None: ...
+    def name(self, version: int, holder: str, /) -> None: ...
 
-    def disconnect(self) -> None: ...
+    def disconnect(self, holder: str, /) -> None: ...
 
 
 def test_a_worker_that_cannot_connect_tells_the_trainer(tmp_path: Path) -> None:
@@ -126,32 +125,25 @@ def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         thread.join()
 
 
-WRITE, NAME = "/update_weights_from_ipc", "/update_weight_version"
-
-
-@pytest.mark.parametrize("kind", [SglangServer, SglangIpcServer])
-def test_what_an_update_did_not_clear_is_cleared_before_a_version_is_named(
-    kind: type[SglangServer], url: str
-) -> None:
-    server = kind(url)
-    server.update(1)
-    server.name(1)
+def test_what_an_update_did_not_clear_is_cleared_as_a_version_is_named(url: str) -> None:
+    server = SglangServer(url)
+    server.update(1, "me")
+    server.name(1, "me")
     Handler.fails = True
     with pytest.raises(EngineFailed):
-        server.update(2)
+        server.update(2, "me")
     Handler.fails = False
-    server.name(2)
-    server.name(2)
-    named = [(NAME, None)] if kind is SglangServer else [(WRITE, False)]
-    cleared = [(WRITE, True), *named] if kind is SglangServer else [(WRITE, True)]
-    assert Handler.asked == [(WRITE, True), *named, (WRITE, True), *cleared, *named]
+    server.name(2, "me")
+    server.name(2, "me")
+    cleared = [True, False, True, True, False]
+    assert Handler.asked == [("/update_weights_from_ipc", clears) for clears in cleared]
 
 
 def test_caches_are_kept_for_who_wants_that(url: str) -> None:
     server = SglangServer(url, caches="keep")
-    server.update(1)
-    server.name(1)
-    assert Handler.asked == [(WRITE, False), (NAME, None)]
+    server.update(1, "me")
+    server.name(1, "me")
+    assert Handler.asked == [("/update_weights_from_ipc", False)] * 2
 
 
 @pytest.mark.parametrize("caches", ["version", "kept", True])
@@ -208,12 +200,12 @@ class Sleeper:
         to, target = TrainerInfo.model_validate(connection), ModuleTarget(self.model)
         self.worker.connect(to, target, torch.device("cpu"), rank=0, world=1)
 
-    def update(self, version: int, /) -> None:
-        self.worker.commit(version)
+    def update(self, version: int, holder: str, /) -> None:
+        self.worker.commit(version, holder)
 
-    def name(self, version: int, /) -> None: ...
+    def name(self, version: int, holder: str, /) -> None: ...
 
-    def disconnect(self) -> None: ...
+    def disconnect(self, holder: str, /) -> None: ...
 
     def ask(self, name: str, tags: list[str] | None) -> None:
         """Of SGLang's manager of weights."""
@@ -243,13 +235,15 @@ def test_weights_that_sglang_keeps_take_the_next_delta_and_others_are_sent(
     link = shared_memory.Sender(tmp_path / "socket")
     with EngineSync(ModuleSource(source), server, link) as sync:
         sync.send_weights()
+        last = server.worker._last
+        assert last is not None
         for _ in range(2):
             server.ask("release_memory_occupation", tags)
             with pytest.raises(ConfigError, match="sleep"):
-                server.update(2)
+                server.update(2, last.holder)
             server.ask("resume_memory_occupation", ["kv_cache"])
             with pytest.raises(ConfigError, match="sleep"):
-                server.update(2)
+                server.update(2, last.holder)
             server.ask("resume_memory_occupation", tags)
             source.get_parameter("a").data.mul_(2)
             stats = sync.send_weights()

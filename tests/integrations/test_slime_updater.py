@@ -79,14 +79,14 @@ class ToyServer:
         to, target = TrainerInfo.model_validate(trainer), ModuleTarget(self.module)
         self.worker.connect(to, target, torch.device("cpu"), rank=0, world=1)
 
-    def update(self, version: int, /) -> None:
-        self.worker.commit(version)
+    def update(self, version: int, holder: str, /) -> None:
+        self.worker.commit(version, holder)
 
-    def name(self, version: int, /) -> None:
+    def name(self, version: int, holder: str, /) -> None:
         self.version = version
 
-    def disconnect(self) -> None:
-        self.worker.disconnect()
+    def disconnect(self, holder: str, /) -> None:
+        self.worker.disconnect(holder)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -50,15 +50,15 @@ class Server:
             self.worker.decline(to, device, error)
             raise RuntimeError("Call to collective_rpc method failed") from error
 
-    def update(self, version: int, /) -> None:
+    def update(self, version: int, holder: str, /) -> None:
         assert self.is_paused
-        self.worker.commit(version)
+        self.worker.commit(version, holder)
 
-    def name(self, version: int, /) -> None:
+    def name(self, version: int, holder: str, /) -> None:
         pass
 
-    def disconnect(self) -> None:
-        self.worker.disconnect()
+    def disconnect(self, holder: str, /) -> None:
+        self.worker.disconnect(holder)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -90,7 +90,7 @@ def test_an_engine_that_a_proof_has_spoiled_takes_no_order(tmp_path: Path) -> No
                 call()
             assert server.is_paused  # it must not generate with what it holds
         with pytest.raises(DirtyReceiver, match=TEXT):
-            server.worker.commit(1)
+            server.worker.commit(1, "")
     assert server.is_paused
 
 

@@ -25,14 +25,22 @@ from deltasync.config import network_secret
 from deltasync.delta.bits import as_bits
 from deltasync.errors import ConfigError, EngineFailed, SyncAborted, TransportTimeout
 from deltasync.integrations.engine_sync import EngineSync
-from deltasync.integrations.trainer_info import TrainerInfo
+from deltasync.integrations.trainer_info import TrainerInfo, Work
 from deltasync.integrations.vllm import AsyncClient, Client, VllmServer
 from deltasync.integrations.vllm_core import write
 from deltasync.integrations.worker import Worker
 from deltasync.transports import collective, inprocess, shared_memory
 from tests.sync.harness import Model, bits_equal, until
 
-UPDATE = ["start", "update", "finish", "clear", "start", "finish"]  # the second names the version
+UPDATE = [
+    "start",
+    "update",
+    "finish",
+    "clear",
+    "start",
+    "update",
+    "finish",
+]  # the second names the version
 
 
 def model(seed: int) -> Model:
@@ -52,6 +60,9 @@ class Server:
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self.calls.append("init")
+        if "trainer" not in init_info:
+            self.worker.disconnect(init_info["holder"])
+            return
         connection = TrainerInfo.model_validate(init_info["trainer"])
         self.worker.check_awake()
         self.worker.disconnect()
@@ -76,7 +87,7 @@ class Server:
         self.calls.append("update")
         if self.fails_to_update:
             raise ConnectionError("planted")
-        self.worker.commit(update_info["version"])
+        self.worker.commit(**update_info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self.calls.append("finish")
@@ -85,10 +96,6 @@ class Server:
         self.is_updating = False
         if weight_version is not None:
             self.version = weight_version
-
-    def shutdown_weight_transfer_engine(self) -> None:
-        self.calls.append("shutdown")
-        self.worker.disconnect()
 
     def clear_cache(self) -> None:
         self.calls.append("clear")
@@ -145,7 +152,7 @@ def test_a_server_that_holds_the_weights_learns_their_version(tmp_path: Path) ->
     source, server = model(0), Server(model(0))
     with connected(source, server, tmp_path) as sync:
         assert sync.send_weights().full_synced == 0
-        assert (server.calls, server.version) == (["init", "start", "finish"], "1")
+        assert (server.calls, server.version) == (["init", "start", "update", "finish"], "1")
 
 
 def test_what_is_too_large_to_be_staged_is_received_in_the_update(tmp_path: Path) -> None:
@@ -211,7 +218,7 @@ def test_a_cache_that_is_not_cleared_is_an_error_and_made_up_for(tmp_path: Path)
         server.fails_to_clear = False
         server.calls.clear()
         sync.send_weights()  # the worker holds the weights already
-        assert server.calls == ["init", "clear", "start", "finish"]
+        assert server.calls == ["init", "clear", "start", "update", "finish"]
         assert bits_equal(source, server.module)
 
 
@@ -453,9 +460,9 @@ def test_workers_cannot_connect_to_any_transport() -> None:
         EngineSync(ModuleSource(model(0)), VllmServer(Server(model(0))), inprocess.Sender())
 
 
-@pytest.mark.parametrize("changes", [True, False])
+@pytest.mark.parametrize("work", ["write", "pass", "name"])
 def test_a_core_waits_for_its_steps_only_if_weights_change(
-    monkeypatch: pytest.MonkeyPatch, changes: bool
+    monkeypatch: pytest.MonkeyPatch, work: Work
 ) -> None:
     seen: list[object] = []
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
@@ -465,5 +472,6 @@ def test_a_core_waits_for_its_steps_only_if_weights_change(
         update_weights=seen.append,
         finish_weight_update=lambda: None,
     )
-    assert write(worker, 7, changes) == ""
-    assert seen == ["waits"] * changes + [{"version": 7, "changes": changes}]
+    assert write(worker, 7, work, "me") == ""
+    asked = {"version": 7, "work": work, "holder": "me"}
+    assert seen == ["waits"] * (work == "write") + [asked]

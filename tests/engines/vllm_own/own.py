@@ -89,14 +89,14 @@ class Trained(DeltaSyncEngine):
     def connect(self, connection: dict[str, Any]) -> None:
         super().init_transfer_engine(InitInfo(connection))
 
-    def update(self, version: int) -> None:
-        super().receive_weights(UpdateInfo(version))
+    def update(self, version: int, holder: str) -> None:
+        super().receive_weights(UpdateInfo(version, holder))
 
-    def name(self, version: int) -> None:
+    def name(self, version: int, holder: str) -> None:
         self.weight_version = version
 
-    def disconnect(self) -> None:
-        super().shutdown()
+    def disconnect(self, holder: str) -> None:
+        super().init_transfer_engine(InitInfo(holder=holder))
 
     # What vLLM's tests ask for.
 

@@ -1,0 +1,184 @@
+"""A trainer that has lost its engine, and does not know it: it is told, and harms nobody."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from threading import Event
+
+import pytest
+
+from deltasync.errors import EngineTaken
+from tests.integrations.fleets import OneCall, Server, Split, fleet_of, outcome
+from tests.integrations.served import Engine
+from tests.integrations.test_two_trainers import Trainer, is_of, trainers
+from tests.sync.test_parts import SHAPES as SPLIT_SHAPES
+
+
+def test_it_is_told_when_it_disconnects() -> None:
+    with trainers(1, 2, take_over=True) as (engine, (first, second)):
+        first.send()
+        second.send()
+        with pytest.raises(EngineTaken, match=second.sync.sender.stream_id):
+            first.sync.disconnect()
+        assert second.send() == "delta"  # it was not disconnected
+        assert is_of(engine, second)
+        engine.calls.clear()
+        first.sync.disconnect()  # it knows
+        assert engine.calls == []
+
+
+def test_who_never_had_the_engine_disconnects_nobody() -> None:
+    with trainers(1, 2) as (engine, (first, second)):
+        first.send()
+        second.sync.disconnect()
+        assert first.send() == "delta"
+        assert is_of(engine, first)
+
+
+def at(engine: Engine, call: str, trainer: Trainer) -> None:
+    """Let another trainer take the engine when this is asked for next, before it is done."""
+
+    def take(asked: str) -> None:
+        if asked == call:
+            engine.before = lambda call: None
+            trainer.send()
+
+    engine.before = take
+
+
+@pytest.mark.parametrize("call", ["write", "name"])
+@pytest.mark.parametrize("earlier", [0, 1], ids=["full", "delta"])
+def test_what_it_has_asked_for_is_not_done_when_the_engine_is_anothers(
+    call: str, earlier: int
+) -> None:
+    """It does not end the other one's pause, and names nothing."""
+    with trainers(1, 2, take_over=True) as (engine, (first, second)):
+        for _ in range(earlier):
+            first.send()
+        at(engine, call, second)
+        assert isinstance(outcome(first.send), Exception)
+        assert is_of(engine, second)
+        with pytest.raises(EngineTaken, match=second.sync.sender.stream_id):
+            first.send()
+        assert second.send() == "delta"
+        assert is_of(engine, second)
+
+
+def test_it_does_not_end_a_pause_of_the_other_one() -> None:
+    """In which that one writes, maybe."""
+    with trainers(1, 2, take_over=True) as (engine, (first, second)):
+        first.send()
+
+        def take(asked: str) -> None:
+            if asked == "name":
+                engine.before = lambda call: None
+                engine.fails.add("continue_generation")
+                outcome(second.send)
+                engine.fails.clear()
+                engine.calls.clear()
+
+        engine.before = take
+        with pytest.raises(EngineTaken):
+            first.send()
+        assert engine.is_paused
+        assert engine.calls == []
+
+
+def test_its_close_does_not_end_a_pause_of_the_other_one() -> None:
+    with trainers(1, 2, take_over=True) as (engine, (first, second)):
+        engine.fails.add("continue_generation")
+        outcome(first.send)
+        outcome(second.send)
+        engine.fails.clear()
+        assert engine.is_paused
+        engine.calls.clear()
+        first.sync.close()
+        assert "continue_generation" not in engine.calls
+        assert engine.is_paused
+        second.send()
+        assert is_of(engine, second)
+
+
+@pytest.mark.parametrize("kind", [Server, Split, OneCall])
+def test_a_fleet_is_told_when_it_removes_a_server(
+    kind: type[Server], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shapes = SPLIT_SHAPES if kind is Split else {"a": (8, 4), "b": (33,)}
+    (tmp_path / "other").mkdir()
+    with (
+        fleet_of(tmp_path, 2, kind=kind, shapes=shapes) as here,
+        fleet_of(tmp_path / "other", 1, kind=kind, shapes=shapes) as there,
+    ):
+        here.send()
+        taken = here.servers["1"]
+        there.fleet.add(taken, workers=kind.world, paused=taken.paused, name="b", take_over=True)
+        there.catch_up()
+        with pytest.raises(EngineTaken, match=there.fleet.sender.stream_id):
+            here.fleet.remove("1").result(60)
+        (said,) = [one.message for one in caplog.records if "was removed" in one.message]
+        assert there.fleet.sender.stream_id in said
+        there.step()
+        stats = there.send()
+        assert (stats.kind, stats.lost, taken.holds(there.source)) == ("delta", {}, True)
+        here.fleet.remove("0").result(60)
+        assert here.servers["0"].calls[-1] == "disconnect"
+
+
+def test_a_fleet_is_told_when_it_disconnects_and_lets_the_others_go(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    with (
+        fleet_of(tmp_path, 3) as here,
+        fleet_of(tmp_path / "other", 1) as there,
+    ):
+        here.send()
+        taken = here.servers["1"]
+        there.fleet.add(taken, paused=taken.paused, name="b", take_over=True)
+        there.catch_up()
+        with pytest.raises(EngineTaken, match="^1: .*" + there.fleet.sender.stream_id):
+            here.fleet.disconnect()
+        for name in ("0", "2"):
+            assert not here.servers[name].workers[0].is_connected
+        there.step()
+        assert (there.send().kind, taken.holds(there.source)) == ("delta", True)
+        here.step()
+        assert list(here.send().lost) == ["1"]
+
+
+def test_a_server_that_was_not_connected_is_not_asked_when_it_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    with fleet_of(tmp_path, 1) as here, fleet_of(tmp_path / "other", 0) as there:
+        here.send()
+        server = here.servers["0"]
+        there.fleet.add(server, paused=server.paused, name="b")
+        there.fleet.remove("b").result(60)
+        here.step()
+        assert here.send().kind == "delta"
+
+
+def test_a_late_call_in_one_call_is_not_done(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    with (
+        fleet_of(tmp_path, 1, kind=OneCall) as here,
+        fleet_of(tmp_path / "other", 1, kind=OneCall) as there,
+    ):
+        here.send()
+        taken = here.servers["0"]
+        there.fleet.add(taken, paused=taken.paused, name="b", take_over=True)
+        ended = Event()
+
+        def take(asked: str) -> None:
+            if asked == "switch":
+                taken.before = lambda call: None
+                there.catch_up()
+                ended.set()
+
+        taken.before = take
+        here.step()
+        outcome(here.send)
+        assert ended.wait(120)
+        (update,) = here.fleet._engines["0"].updates
+        assert isinstance(update.exception(60), EngineTaken)
+        assert taken.holds(there.source)
+        assert (taken.version, taken.is_paused) == (there.fleet.sender.version, False)
+        there.step()
+        assert (there.send().kind, taken.holds(there.source)) == ("delta", True)
