@@ -200,12 +200,14 @@ def said(row: dict[str, Any]) -> str:
 
 
 def summary(rows: dict[str, dict[str, Any]]) -> str:
-    """Markdown: totals, and a line for each pair of outcomes, with its architectures."""
+    """Markdown: totals, and a line for each pair of outcomes, with what was built."""
     lines = totals(rows)
     head = (*SETUPS, "architectures")
     lines += [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
     found: dict[tuple[str, ...], list[str]] = {}
     for name, row in sorted(rows.items()):
+        if "unbuilt" in row:
+            continue
         is_made_up = row.get("checkpoint", "").startswith("vLLM")
         found.setdefault((*outcomes(row), "")[:2], []).append(name + "*" * is_made_up)
     lines += [f"| {' | '.join(pair)} | {', '.join(found[pair])} |" for pair in sorted(found)[::-1]]
