@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from threading import Event
 
 import pytest
 
 from deltasync.errors import EngineTaken
-from tests.integrations.fleets import OneCall, Server, Split, fleet_of, outcome
-from tests.integrations.served import Engine
+from deltasync.testing.processes import Child
+from tests.integrations.fleets import OneCall, Server, Split, fleet_of, model, outcome
+from tests.integrations.served import Engine, served
 from tests.integrations.test_two_trainers import Trainer, is_of, trainers
+from tests.sync.harness import bits_equal, until
 from tests.sync.test_parts import SHAPES as SPLIT_SHAPES
 
 
@@ -182,3 +187,148 @@ def test_a_late_call_in_one_call_is_not_done(tmp_path: Path) -> None:
         assert (taken.version, taken.is_paused) == (there.fleet.sender.version, False)
         there.step()
         assert (there.send().kind, taken.holds(there.source)) == ("delta", True)
+
+
+def taking(url: str, seed: int, steps: int, path: Path | None, take_over: bool) -> None:
+    """A trainer's process: it takes the engine, syncs, and then it is busy for long."""
+    engine = Engine(model(9))
+    engine.url = url
+    trainer = Trainer(engine, seed, take_over=take_over, path=path)
+    for _ in range(steps):
+        trainer.send()
+    time.sleep(600)
+
+
+def kills(engine: Engine, call: str, child: Child, then: Callable[[], object]) -> Event:
+    """Kill a trainer when it asks for this. What it asked for is done, after something else.
+
+    Returns what is set when that is done.
+    """
+    over = Event()
+
+    def kill(asked: str) -> None:
+        if asked == call:
+            engine.before = lambda call: None
+            child.kill()
+            try:
+                then()
+            finally:
+                over.set()
+
+    engine.before = kill
+    return over
+
+
+CALLS = ["connect", "pause_generation", "write", "name", "continue_generation"]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_the_engine_of_a_winner_that_was_killed_comes_back_to_who_asks(call: str) -> None:
+    """Its call was on the way."""
+    with served(Engine(model(9))) as engine:
+        first = Trainer(engine, 1)
+        with first.sync:
+            first.send()
+            with Child(taking, engine.url, 2, 1, None, True) as second:
+                assert kills(engine, call, second, lambda: None).wait(120)
+            until(lambda: engine.worker._last is not None and ", from " in holder(engine))
+            until(lambda: holder(engine) != first.sync._engine._holder, timeout_s=60.0)
+            for _ in range(2):
+                with suppress(EngineTaken):  # until its end is noticed
+                    first.sync.disconnect()
+            until(lambda: isinstance(outcome(first.send), str), timeout_s=60.0)
+            assert is_of(engine, first)
+
+
+def holder(engine: Engine) -> str:
+    last = engine.worker._last
+    return "" if last is None else last.holder
+
+
+@pytest.mark.parametrize("call", CALLS[1:])
+@pytest.mark.parametrize("steps", [1, 2], ids=["full", "delta"])
+def test_calls_of_a_loser_that_was_killed_change_nothing_when_they_arrive(
+    call: str, steps: int
+) -> None:
+    """But for a pause, which says nobody's name. It ends with the next version."""
+    with served(Engine(model(9))) as engine:
+        second = Trainer(engine, 2, take_over=True)
+        with second.sync, Child(taking, engine.url, 1, steps, None, False) as first:
+            if steps == 2:
+                until(lambda: engine.version == "1" and not engine.is_paused, timeout_s=60.0)
+            over = kills(engine, call, first, second.send)
+            assert over.wait(120)
+            with engine._turn:
+                assert bits_equal(second.source, engine.module)
+            until(lambda: engine.is_paused == (call == "pause_generation"), timeout_s=60.0)
+            assert engine.version == "1"
+            assert second.send() == "delta"
+            assert is_of(engine, second)
+
+
+def test_a_connect_of_a_trainer_that_was_killed_is_no_loss_for_good() -> None:
+    with served(Engine(model(9))) as engine:
+        second = Trainer(engine, 2)
+        with second.sync, Child(taking, engine.url, 1, 1, None, True) as first:
+            assert kills(engine, "connect", first, second.send).wait(120)
+            until(lambda: isinstance(outcome(second.send), str), timeout_s=60.0)
+            assert is_of(engine, second)
+
+
+@pytest.mark.parametrize("call", ["write", "name"])
+def test_late_calls_of_a_killed_trainer_are_not_taken_for_its_successors(
+    call: str, tmp_path: Path
+) -> None:
+    """Which listens at the same address."""
+    path = tmp_path / "socket"
+    with served(Engine(model(9))) as engine, ExitStack() as stack:
+        successors: list[Trainer] = []
+
+        def succeed() -> None:
+            trainer = Trainer(engine, 2, path=path)
+            stack.enter_context(trainer.sync)
+            for _ in range(3):
+                trainer.send()
+            successors.append(trainer)
+
+        with Child(taking, engine.url, 1, 1, path, False) as first:
+            assert kills(engine, call, first, succeed).wait(120)
+        (second,) = successors
+        until(lambda: "write" in engine.calls, timeout_s=60.0)
+        assert second.send() == "delta"
+        assert is_of(engine, second)
+
+
+def test_a_disconnect_that_is_late_does_not_disconnect_the_other_one() -> None:
+    with trainers(1, 2, take_over=True) as (engine, (first, second)):
+        first.send()
+        at(engine, "disconnect", second)
+        with pytest.raises(EngineTaken, match=second.sync.sender.stream_id):
+            first.sync.disconnect()
+        assert second.send() == "delta"
+        assert is_of(engine, second)
+
+
+def test_a_server_that_hangs_and_was_removed_and_taken_is_not_disconnected_late(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "other").mkdir()
+    with (
+        fleet_of(tmp_path, 2, timeout_s=3.0) as here,
+        fleet_of(tmp_path / "other", 1) as there,
+    ):
+        here.send()
+        taken = here.servers["1"]
+        taken.hangs = "update"
+        here.step()
+        here.send()
+        parted = here.fleet.remove("1")
+        there.fleet.add(taken, paused=taken.paused, name="b", take_over=True)
+        there.catch_up()
+        taken.goes_on.set()
+        with pytest.raises(EngineTaken):
+            parted.result(60)
+        there.step()
+        stats = there.send()
+        assert (stats.kind, stats.lost, taken.holds(there.source)) == ("delta", {}, True)
+        assert (taken.version, taken.is_paused) == (there.fleet.sender.version, False)

@@ -22,6 +22,8 @@ from deltasync.integrations.sglang import Extension, SglangServer, worker_of
 from deltasync.integrations.sglang_scheduler import _AROUND
 from deltasync.integrations.trainer_info import TrainerInfo, WorkerRequest
 from deltasync.transports import shared_memory
+from tests.integrations.fleets import model
+from tests.integrations.served import Engine, served
 from tests.sync.harness import bits_equal, random_model
 
 
@@ -144,6 +146,18 @@ def test_caches_are_kept_for_who_wants_that(url: str) -> None:
     server.update(1, "me")
     server.name(1, "me")
     assert Handler.asked == [("/update_weights_from_ipc", False)] * 2
+
+
+def test_an_error_that_names_process_1404_is_no_missing_route() -> None:
+    with served(Engine(model(1))) as engine:
+
+        def fail(call: str) -> None:
+            if call == "write":
+                raise RuntimeError("of process 1404 on host")
+
+        engine.before = fail
+        with pytest.raises(EngineFailed, match="process 1404 on host"):
+            engine.client().update(1, "me")
 
 
 @pytest.mark.parametrize("caches", ["version", "kept", True])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from enum import Enum
 from pathlib import Path
 from threading import Thread
 from time import sleep
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -27,7 +29,7 @@ from deltasync.errors import ConfigError, EngineFailed, SyncAborted, TransportTi
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.trainer_info import TrainerInfo, Work
 from deltasync.integrations.vllm import AsyncClient, Client, VllmServer
-from deltasync.integrations.vllm_core import write
+from deltasync.integrations.vllm_core import update, write
 from deltasync.integrations.worker import Worker
 from deltasync.transports import collective, inprocess, shared_memory
 from tests.sync.harness import Model, bits_equal, until
@@ -475,3 +477,32 @@ def test_a_core_waits_for_its_steps_only_if_weights_change(
     assert write(worker, 7, work, "me") == ""
     asked = {"version": 7, "work": work, "holder": "me"}
     assert seen == ["waits"] * (work == "write") + [asked]
+
+
+class State(Enum):
+    UNPAUSED = 0
+    PAUSED_ALL = 1
+
+
+@pytest.mark.parametrize("before", State)
+@pytest.mark.parametrize("work", ["write", "pass", "name"])
+def test_a_core_that_is_anothers_is_left_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, before: State, work: Work
+) -> None:
+    interface = ModuleType("vllm.v1.core.sched.interface")
+    vars(interface)["PauseState"] = State
+    monkeypatch.setitem(sys.modules, interface.__name__, interface)
+    named: list[str] = []
+    said = ["", "EngineTaken: another trainer has it; or take_over=True"]
+
+    class Core:
+        batch_queue = None
+        scheduler = SimpleNamespace(pause_state=before)
+        model_executor = SimpleNamespace(collective_rpc=lambda method, args: said)
+        set_weight_version = named.append
+
+    core = Core()
+    core.scheduler.set_pause_state = lambda state: vars(core.scheduler).update(pause_state=state)
+    with pytest.raises(EngineFailed, match="EngineTaken"):
+        update(core, 2, work, "keep", True, "me")
+    assert (core.scheduler.pause_state, named) == (before, [])

@@ -20,12 +20,6 @@ from tests.integrations.vllm_uses import (
 VERSIONS = noted()
 _LLM, _ASYNC_LLM = "vllm.entrypoints.llm.LLM", "vllm.v1.engine.async_llm.AsyncLLM"
 _WORKER = "vllm.v1.worker.gpu_worker.Worker"
-# `EngineSync.disconnect` fails; workers leave one trainer for another without it.
-_NO_SHUTDOWN = {
-    "post /shutdown_weight_transfer_engine",
-    f"{_LLM}.shutdown_weight_transfer_engine",
-    f"{_ASYNC_LLM}.shutdown_weight_transfer_engine",
-}
 # Versions have no names. Servers ignore them, and `OfflineClient` and `AsyncClient` fail.
 _NO_NAMES = {f"{_LLM}.finish_weight_update", f"{_ASYNC_LLM}.finish_weight_update"}
 # There is nothing that would have to be announced.
@@ -36,11 +30,11 @@ _NO_CORE_NAMES = {"vllm.v1.engine.core.EngineCoreProc.set_weight_version"}
 # The trainer's half takes a configuration: `vllm_trainer` says which vLLM it needs.
 _OTHER_TRAINERS = {f"{TRAINER_BASE}.__init__"}
 MISSING: dict[str, set[str]] = {
-    "0.26.0": _NO_SHUTDOWN | _NO_RESET | _NO_DISCARD | _NO_NAMES | _NO_CORE_NAMES | _OTHER_TRAINERS,
-    "0.27.0": _NO_SHUTDOWN | _NO_RESET | _NO_DISCARD,
-    "0.28.0": _NO_SHUTDOWN | _NO_RESET | _NO_DISCARD,
-    "0.30.0": _NO_SHUTDOWN | _NO_RESET | _NO_DISCARD,
-    "0.31.0": _NO_SHUTDOWN | _NO_RESET,
+    "0.26.0": _NO_RESET | _NO_DISCARD | _NO_NAMES | _NO_CORE_NAMES | _OTHER_TRAINERS,
+    "0.27.0": _NO_RESET | _NO_DISCARD,
+    "0.28.0": _NO_RESET | _NO_DISCARD,
+    "0.30.0": _NO_RESET | _NO_DISCARD,
+    "0.31.0": _NO_RESET,
 }
 
 
