@@ -46,12 +46,12 @@ def faults_of_versions(setting: Setting) -> Iterator[str]:
 def faults_of_objects(setting: Setting) -> Iterator[str]:
     """Objects that nothing names, and named ones that are not there."""
     run = Run.open(setting.url, RUN, setting.store)
-    named = {keys.RUN, keys.LATEST, keys.CLOCK}
+    named = {keys.RUN, keys.CLOCK}
     for version in run.versions():
         published = run.require(version)
         named |= {keys.manifest_key(version), keys.layout_key(published.manifest.layout_hash)}
         named |= {file.key for way in run.ways(published) for file in way.files}
-    found = {one.key for one in run.objects.listed("") if not one.key.startswith(keys.WAYS)}
+    found = {one.key for one in run.objects.listed("") if not one.key.startswith(keys.ANCHORS)}
     yield from (f"{key} is left" for key in sorted(found - named))
     yield from (f"{key} is missing" for key in sorted(named - found))
     if run.objects.folder is not None:

@@ -24,7 +24,7 @@ COMMANDS = {
     "export": ("deltasync.files.export",),
     "fetch": ("deltasync.store.checkpoints",),
     "gc": ("deltasync.store.retention",),
-    "log": ("deltasync.store.history",),
+    "log": ("deltasync.store.catalogue",),
     "report": ("deltasync.observe.report",),
     "verify": ("deltasync.files.comparing",),
 }

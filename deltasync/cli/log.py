@@ -20,7 +20,7 @@ from deltasync.cli.terminal import (
 )
 
 if TYPE_CHECKING:
-    from deltasync.store.history import Entry, History
+    from deltasync.store.manifest import Manifest, Way
 
 
 def log(
@@ -38,43 +38,48 @@ def log(
     Also its size, and who wrote it when. Manifests are checked, and that each names the one before;
     objects are not read.
     """
-    from deltasync.store.history import history_of
+    from deltasync.store.catalogue import Run
 
-    options = store_options(config, key_file)
+    found = Run.open(url, run, store_options(config, key_file))
+    versions = found.versions()
     with phases(limit, counts=True) as phase:
-        found = history_of(url, run, limit=limit or None, options=options, advance=phase("reading"))
+        advance = phase("reading")
+        entries: list[tuple[Manifest, list[Way]]] = []
+        for published in found.chain(versions[-limit:]):
+            entries.append((published.manifest, found.ways(published)))
+            advance(1)
+    older = len(versions) - len(entries)
     if as_json:
-        print_json(_as_json(found))
+        shown = [_entry_json(*entry) for entry in entries]
+        print_json({"run": found.name, "older": older, "versions": shown})
         return
     console = make_console()
-    if not found.entries:
-        console.print(f"run {found.run}: no version yet")
+    if not entries:
+        console.print(f"run {found.name}: no version yet")
         return
-    numel = count(found.entries[0].manifest.numel)
-    console.print(f"run {found.run}: v{found.entries[0].manifest.version}, {numel} elements")
+    newest, _ = entries[0]
+    console.print(f"run {found.name}: v{newest.version}, {count(newest.numel)} elements")
     table = make_table("version", "ways", "changed", "codecs", "written", "by", names=2)
-    for entry in found.entries:
-        written = entry.manifest.written_at.replace("T", " ").removesuffix("+00:00")
+    for manifest, ways in entries:
         table.add_row(
-            f"v{entry.manifest.version}",
-            ", ".join(_way_text(entry, number) for number in range(len(entry.ways))),
-            percent(entry.density),
-            _codecs_text(entry),
-            written,
-            entry.manifest.writer.partition(" ")[2],
+            f"v{manifest.version}",
+            ", ".join(f"{way.kind} {size(way.num_bytes)}" for way in ways),
+            percent(_density(manifest)),
+            _codecs_text(ways),
+            manifest.written_at.replace("T", " ").removesuffix("+00:00"),
+            manifest.writer.partition(" ")[2],
         )
-    console.print(cut(table, found.older, "older versions: --limit 0 shows all"))
+    console.print(cut(table, older, "older versions: --limit 0 shows all"))
 
 
-def _way_text(entry: Entry, number: int) -> str:
-    way = entry.ways[number]
-    base = "" if way.base is None or way.kind == "delta" else f" from v{way.base}"
-    return f"{way.kind}{base} {size(way.num_bytes)}"
+def _density(manifest: Manifest) -> float:
+    """Share of the elements that changed, 0 to 1."""
+    return manifest.nnz / manifest.numel
 
 
-def _codecs_text(entry: Entry) -> str:
+def _codecs_text(ways: list[Way]) -> str:
     """Shares of the delta's payload by codec."""
-    delta = next((way for way in entry.ways if way.kind == "delta"), None)
+    delta = next((way for way in ways if way.kind == "delta"), None)
     total = 0 if delta is None else sum(delta.codecs.values())
     if delta is None or not total:
         return ""
@@ -82,16 +87,7 @@ def _codecs_text(entry: Entry) -> str:
     return ", ".join(f"{name} {percent(num_bytes / total)}" for name, num_bytes in ordered)
 
 
-def _as_json(found: History) -> dict[str, Any]:
-    return {
-        "run": found.run,
-        "older": found.older,
-        "versions": [_entry_json(entry) for entry in found.entries],
-    }
-
-
-def _entry_json(entry: Entry) -> dict[str, Any]:
-    manifest = entry.manifest
+def _entry_json(manifest: Manifest, ways: list[Way]) -> dict[str, Any]:
     writer, _, name = manifest.writer.partition(" ")
     return {
         "version": manifest.version,
@@ -100,18 +96,17 @@ def _entry_json(entry: Entry) -> dict[str, Any]:
         "layout_hash": manifest.layout_hash,
         "numel": manifest.numel,
         "nnz": manifest.nnz,
-        "density": entry.density,
+        "density": _density(manifest),
         "writer": writer,
         "writer_name": name,
         "written_at": manifest.written_at,
         "ways": [
             {
                 "kind": way.kind,
-                "base": way.base,
                 "bytes": way.num_bytes,
                 "files": len(way.files),
                 "codecs": dict(way.codecs),
             }
-            for way in entry.ways
+            for way in ways
         ],
     }

@@ -107,7 +107,7 @@ class AnchorWriter:
         try:
             digest = int(head.manifest.digest, 16)
             anchor = self.write(head.version, layout, flats, digest=digest)
-            self._writer.add_way(anchor)
+            self._writer.add_anchor(anchor)
         except (StoreError, DigestMismatch) as error:
             self.is_damaged = isinstance(error, DigestMismatch)
             postponed = f"anchor: {type(error).__name__}: {error}"
@@ -172,7 +172,7 @@ def write_anchor(
     payload_bytes = sum(shard.num_bytes for shard in shards)
     if sum(digests) & MASK != digest:
         raise DigestMismatch(f"not v{version}: memory was altered; the next version is all weights")
-    return Way(kind="anchor", base=None, files=tuple(files), codecs={"safetensors": payload_bytes})
+    return Way(kind="anchor", files=tuple(files), codecs={"safetensors": payload_bytes})
 
 
 def _write(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -21,8 +21,7 @@ from deltasync.errors import (
 from deltasync.store import keys
 from deltasync.store.manifest import (
     MAX_MANIFEST_BYTES,
-    LaterWay,
-    Latest,
+    Anchor,
     Manifest,
     Parent,
     RunRecord,
@@ -37,7 +36,7 @@ from deltasync.sync.target.base import some_of
 from deltasync.wire.messages import Entries, Entry, ParameterSpec, entries, parameter_specs
 
 _MAX_LAYOUT_BYTES = 256 << 20
-_Any = TypeVar("_Any", Manifest, LaterWay)
+_Any = TypeVar("_Any", Manifest, Anchor)
 _ENTRIES: TypeAdapter[tuple[Entry, ...]] = TypeAdapter(Entries)
 
 
@@ -47,7 +46,7 @@ class Published:
 
     Attributes:
         manifest: Checked: its form, its key, its run, its MAC.
-        sha256: Of its bytes; what children and later ways name.
+        sha256: Of its bytes; what children and later anchors name.
     """
 
     manifest: Manifest
@@ -61,6 +60,14 @@ class Published:
     def as_parent(self) -> Parent:
         """What a child says of it."""
         return Parent(version=self.version, sha256=self.sha256)
+
+    def check_child(self, child: Published) -> None:
+        """Raise ManifestInvalid unless the next version names this one as it is: rule S4."""
+        if child.manifest.parent != self.as_parent:
+            raise ManifestInvalid(
+                f"v{child.version} is not a child of v{self.version} as it is: one of the two "
+                "manifests was altered; restore it, or fetch a version that has an anchor"
+            )
 
 
 class Run:
@@ -114,10 +121,7 @@ class Run:
         data = self.objects.get(key, max_bytes=MAX_MANIFEST_BYTES)
         if data is None:
             return None
-        manifest = self._checked(data, Manifest, key)
-        if manifest.version != version:
-            raise ManifestInvalid(f"{key}: is of version {manifest.version}: it was moved")
-        return Published(manifest, sha256_of(data))
+        return Published(self._checked(data, Manifest, key), sha256_of(data))
 
     def require(self, version: int) -> Published:
         """The same. Raises VersionMissing if there is no such version."""
@@ -129,26 +133,20 @@ class Run:
         return found
 
     def newest(self, at_least: int | None = None) -> Published | None:
-        """The newest version; None if there is none. An old hint costs requests, nothing else.
+        """The newest version; None if there is none.
 
         Args:
-            at_least: A version that the caller knows to exist.
+            at_least: A version that the caller knows to exist: newer ones are asked for one by one.
         """
-        hint = self._hint()
-        known = [version for version in (hint, at_least) if version is not None]
-        found = self.published(max(known)) if known else None
-        if found is None:  # no hint, or one of a version that is gone
+        found = None if at_least is None else self.published(at_least)
+        if found is None:
             newest = max(self.versions(after=at_least), default=at_least)
             found = None if newest is None else self.published(newest)
         while found is not None:
             following = self.published(found.version + 1)
             if following is None:
                 break
-            if following.manifest.parent != found.as_parent:
-                raise ManifestInvalid(
-                    f"{keys.manifest_key(following.version)}: is not a child of v{found.version} "
-                    "as it is: one of the two was altered"
-                )
+            found.check_child(following)
             found = following
         return found
 
@@ -163,20 +161,33 @@ class Run:
         found = (keys.version_of(o.key) for o in self.objects.listed(keys.MANIFESTS, after=offset))
         return sorted(version for version in found if version is not None)
 
-    def later_ways(self, published: Published) -> list[Way]:
-        """Ways to a version that came after its manifest. What is not of this version is left out.
-
-        Raises ManifestInvalid or MacMismatch.
-        """
-        return [
-            later.way
-            for later in self._later(keys.ways_folder(published.version))
-            if later.manifest == published.sha256
-        ]
-
     def ways(self, published: Published) -> list[Way]:
-        """All ways to a version."""
-        return [*published.manifest.ways, *self.later_ways(published)]
+        """All ways to a version: that of its manifest, and an anchor that came later.
+
+        An anchor of another manifest does not count. Raises ManifestInvalid or MacMismatch.
+        """
+        key, found = keys.anchor_key(published.version), [published.manifest.way]
+        data = self.objects.get(key, max_bytes=MAX_MANIFEST_BYTES)
+        if data is not None:
+            anchor = self._checked(data, Anchor, key)
+            if anchor.manifest == published.sha256:
+                found.append(anchor.way)
+        return found
+
+    def chain(self, versions: Sequence[int]) -> Iterator[Published]:
+        """Manifests of consecutive versions, from the last one back, until one is gone.
+
+        Raises ManifestInvalid if one is none, or two do not belong together.
+        """
+        child: Published | None = None
+        for version in reversed(versions):
+            published = self.published(version)
+            if published is None:  # deleted meanwhile
+                return
+            if child is not None:
+                published.check_child(child)
+            yield published
+            child = published
 
     def layout(self, layout_hash: str) -> tuple[ParameterSpec, ...]:
         """The parameters of a layout.
@@ -194,30 +205,13 @@ class Run:
             why = first_fault(error) if isinstance(error, ValidationError) else error
             raise ManifestInvalid(f"{key}: not a layout that this build reads: {why}") from None
 
-    def _hint(self) -> int | None:
-        """What `latest` says; None if it says nothing that can be used."""
-        try:
-            data = self.objects.get(keys.LATEST, max_bytes=1 << 16)
-            found = None if data is None else decode(data, Latest, key=keys.LATEST)
-        except (ManifestInvalid, ObjectDamaged):  # a hint only
-            return None
-        return found.version if found is not None and found.run == self.name else None
-
-    def _later(self, folder: str) -> Iterator[LaterWay]:
-        for facts in self.objects.listed(folder):
-            data = self.objects.get(facts.key, max_bytes=MAX_MANIFEST_BYTES)
-            if data is None:  # deleted meanwhile
-                continue
-            later = self._checked(data, LaterWay, facts.key)
-            if later.version != keys.version_of(facts.key):
-                raise ManifestInvalid(f"{facts.key}: is of version {later.version}: it was moved")
-            yield later
-
     def _checked(self, data: bytes, model: type[_Any], key: str) -> _Any:
         found = decode(data, model, key=key)
         check_mac(found, self.objects.options.mac, key=key)
         if found.run != self.name:
             raise ManifestInvalid(f"{key}: is of run {found.run!r}, not of {self.name!r}")
+        if found.version != keys.version_of(key):
+            raise ManifestInvalid(f"{key}: is of version {found.version}: it was moved")
         return found
 
 

@@ -15,9 +15,8 @@ from pydantic import Field
 from deltasync.errors import ConfigError
 
 RUN = "run.json"
-LATEST = "latest.json"
 CLOCK = "clock"
-MANIFESTS, WAYS, LAYOUTS, OBJECTS = "manifests", "ways", "layouts", "objects"
+MANIFESTS, ANCHORS, LAYOUTS, OBJECTS = "manifests", "anchors", "layouts", "objects"
 
 _DIGITS = 16  # of a version, which is below 2^53
 _RUN_ID = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
@@ -43,21 +42,18 @@ def manifest_key(version: int) -> str:
 
 
 def version_of(key: str) -> int | None:
-    """The version whose manifest, way or object has this key; None if it is none of them."""
+    """The version whose manifest, anchor or object has this key; None if it is none of them."""
     folder, _, name = key.partition("/")
     digits = name[:_DIGITS]
-    known = folder in (MANIFESTS, WAYS, OBJECTS) and len(digits) == _DIGITS and digits.isdecimal()
+    known = (
+        folder in (MANIFESTS, ANCHORS, OBJECTS) and len(digits) == _DIGITS and digits.isdecimal()
+    )
     return int(digits) if known and digits.isascii() else None
 
 
-def way_key(version: int) -> str:
-    """A new name for another way to a version."""
-    return f"{ways_folder(version)}/{secrets.token_hex(8)}.json"
-
-
-def ways_folder(version: int) -> str:
-    """Where other ways to a version are."""
-    return f"{WAYS}/{version:0{_DIGITS}}"
+def anchor_key(version: int) -> str:
+    """The anchor of a version that came after its manifest."""
+    return f"{ANCHORS}/{version:0{_DIGITS}}.json"
 
 
 def layout_key(layout_hash: str) -> str:

@@ -28,7 +28,6 @@ from deltasync.wire.messages import Count, Digest, Version
 FORMAT = 1
 MAX_MANIFEST_BYTES = 64 << 20
 MAX_FILES = 16384  # of a way, such as an anchor of as many shards
-MAX_WAYS = 64  # in one manifest
 MAX_CODECS = 64  # of a way
 MAX_CHANGED = 1 << 20  # parameters
 
@@ -57,24 +56,21 @@ class StoredFile(_Record):
 
 
 class Way(_Record):
-    """One way to hold a version: fetch `files`, and apply them to the version `base`.
+    """One way to hold a version: fetch `files`.
 
-    An `anchor` has no base: its files are safetensors and their index, of the whole model. A
-    `delta` leads from the parent, and is one file of one-way frames. `codecs` has the payload bytes
-    of each codec, by name.
+    Those of an `anchor` are safetensors and their index, of the whole model. A `delta` leads from
+    the parent, and is one file of one-way frames. `codecs` has the payload bytes of each codec, by
+    name.
     """
 
     kind: Kind
-    base: Version | None
     files: Annotated[tuple[StoredFile, ...], Field(min_length=1, max_length=MAX_FILES), FailFast()]
     codecs: Annotated[dict[Label, Count], BeforeValidator(_few)] = {}
 
     @model_validator(mode="after")
     def _check_kind(self) -> Self:
-        if (self.base is None) != (self.kind == "anchor"):
-            raise ValueError("an anchor has no base, and a delta has one")
-        if self.kind != "anchor" and len(self.files) != 1:
-            raise ValueError(f"a {self.kind} is one file")
+        if self.kind == "delta" and len(self.files) != 1:
+            raise ValueError("a delta is one file")
         if any(f"-{self.kind}-" not in file.key for file in self.files):
             raise ValueError(f"a {self.kind} with the key of another kind")
         return self
@@ -98,13 +94,14 @@ class Parent(_Record):
 
 
 class Written(_Record):
-    """What manifests and ways have in common.
+    """What manifests and anchors have in common.
 
     Attributes:
         run: The training run.
         version: Of the weights.
         writer: Who wrote it: 32 hexadecimal digits of its own, then what people call it.
         written_at: Of the writer's clock, ISO 8601. For people: nothing depends on it.
+        way: How to get it.
         mac: HMAC-SHA256 of the canonical bytes without it; None without a key.
     """
 
@@ -113,7 +110,14 @@ class Written(_Record):
     version: Version
     writer: Label
     written_at: Annotated[str, Field(max_length=64)]
+    way: Way
     mac: Sha256 | None = None
+
+    @model_validator(mode="after")
+    def _check_files(self) -> Self:
+        if any(not file.key.startswith(f"objects/{self.version:016}-") for file in self.way.files):
+            raise ValueError("a file of another version")
+        return self
 
 
 class Manifest(Written):
@@ -121,7 +125,6 @@ class Manifest(Written):
 
     Attributes:
         parent: The version before; None for the first one of the run.
-        ways: How to get it; at least one.
         digest: State digest of its weights.
         layout_hash: Names its parameters, see `layout_key`.
         numel: Elements of the model.
@@ -132,7 +135,6 @@ class Manifest(Written):
 
     kind: Literal["version"] = "version"
     parent: Parent | None
-    ways: Annotated[tuple[Way, ...], Field(min_length=1, max_length=MAX_WAYS), FailFast()]
     digest: Digest
     layout_hash: Sha256
     numel: Count
@@ -141,11 +143,10 @@ class Manifest(Written):
 
     @model_validator(mode="after")
     def _check_bases(self) -> Self:
-        before = None if self.parent is None else self.parent.version
-        if before is not None and before + 1 != self.version:
+        if self.parent is None and self.way.kind == "delta":
+            raise ValueError("a delta, and no parent")
+        if self.parent is not None and self.parent.version + 1 != self.version:
             raise ValueError("the parent is not the version before")
-        for way in self.ways:
-            _check_way(way, self.version, before)
         if self.nnz > self.numel or not self.numel:
             raise ValueError("nnz is more than numel, or there are no elements")
         numbers = [number for number, _ in self.changed]
@@ -154,23 +155,20 @@ class Manifest(Written):
         return self
 
 
-class LaterWay(Written):
-    """A way that was written after the manifest of its version.
+class Anchor(Written):
+    """An anchor that was written after the manifest of its version.
 
     Attributes:
         manifest: SHA-256 of the bytes of that manifest.
-        way: An anchor.
     """
 
-    kind: Literal["way"] = "way"
+    kind: Literal["anchor"] = "anchor"
     manifest: Sha256
-    way: Way
 
     @model_validator(mode="after")
-    def _check_base(self) -> Self:
+    def _check_kind(self) -> Self:
         if self.way.kind == "delta":
             raise ValueError("a delta belongs into the manifest")
-        _check_way(self.way, self.version, None)
         return self
 
 
@@ -182,24 +180,8 @@ class RunRecord(_Record):
     run: RunId
 
 
-class Latest(_Record):
-    """A hint: a version that exists. There may be newer ones."""
-
-    kind: Literal["latest"] = "latest"
-    format: Literal[1] = 1
-    run: RunId
-    version: Version
-
-
 Record = TypeVar("Record", bound=_Record)
-Signed = TypeVar("Signed", Manifest, LaterWay)
-
-
-def _check_way(way: Way, version: int, before: int | None) -> None:
-    if way.kind == "delta" and way.base != before:
-        raise ValueError("a delta whose base is not the parent")
-    if any(not file.key.startswith(f"objects/{version:016}-") for file in way.files):
-        raise ValueError("a file of another version")
+Signed = TypeVar("Signed", Manifest, Anchor)
 
 
 def canonical(record: BaseModel) -> bytes:
@@ -258,7 +240,7 @@ def check_mac(record: Signed, mac_key: bytes | None, *, key: str) -> None:
         raise MacMismatch(f"{key}: its MAC is not of this key; {_MAC_ADVICE}")
 
 
-def _mac(record: Manifest | LaterWay, mac_key: bytes) -> str:
+def _mac(record: Manifest | Anchor, mac_key: bytes) -> str:
     data = canonical(record.model_copy(update={"mac": None}))
     return hmac.new(mac_key, data, hashlib.sha256).hexdigest()
 

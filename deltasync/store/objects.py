@@ -75,13 +75,11 @@ class ObjectFacts:
         key: Within the store or the run.
         num_bytes: Its length.
         modified: When it was written, by the store's clock.
-        tag: Changes with its content; None if the store has none.
     """
 
     key: str
     num_bytes: int
     modified: datetime
-    tag: str | None
 
 
 class Objects:
@@ -213,22 +211,6 @@ class Objects:
         with self._answered(key):
             self._put(key, data, mode="overwrite")
 
-    def swap(self, key: str, data: bytes, seen: ObjectFacts | None) -> bool:
-        """Put a small object if it is still the one that was seen, or still none.
-
-        Returns whether that was done. Local folders cannot compare: they always replace.
-        """
-        if seen is None:
-            return self.create(key, data)
-        is_local = self.folder is not None or seen.tag is None
-        mode: Any = "overwrite" if is_local else {"e_tag": seen.tag}
-        try:
-            with self._answered(key):
-                self._put(key, data, mode=mode)
-        except (self._obstore.exceptions.PreconditionError, FileNotFoundError):
-            return False
-        return True
-
     def write(self, key: str, parts: Callable[[], Iterable[Data]]) -> None:
         """Write a large object in parts. It appears as a whole, or not at all.
 
@@ -334,7 +316,7 @@ class Objects:
 
     def _facts(self, meta: Any) -> ObjectFacts:
         key = meta["path"].removeprefix(self._prefix)
-        return ObjectFacts(key, meta["size"], meta["last_modified"], meta["e_tag"])
+        return ObjectFacts(key, meta["size"], meta["last_modified"])
 
     @contextmanager
     def _answered(self, what: str) -> Iterator[None]:

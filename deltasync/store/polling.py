@@ -6,14 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from deltasync.errors import (
-    RunUnknown,
-    StoreError,
-    StoreUnavailable,
-    TransportTimeout,
-    VersionMissing,
-    is_permanent,
-)
+from deltasync.errors import RunUnknown, StoreError, StoreUnavailable, is_permanent
 
 _FIRST_S, _LONGEST_S = 0.1, 5.0
 _TICK_S = 0.1
@@ -21,45 +14,35 @@ _Found = TypeVar("_Found")
 
 
 class Poll:
-    """Looks again after a pause that doubles until something is found.
+    """Looks again after a pause, which doubles until something is found, also from call to call.
 
     Args:
-        url: Of the store, for messages.
         check: Called while waiting; what it raises ends the wait.
     """
 
-    def __init__(self, url: str, check: Callable[[], None]) -> None:
-        self._url, self._check = url, check
+    def __init__(self, check: Callable[[], None]) -> None:
+        self._check = check
         self._pause_s, self._next_s = _FIRST_S, 0.0
 
     def wait(
-        self,
-        find: Callable[[], _Found | None],
-        deadline: float,
-        *,
-        sought: str,
-        is_patient: bool,
-    ) -> _Found:
-        """What `find` finds. It is called at least once, unless patience says to wait longer.
+        self, find: Callable[[], _Found | None], deadline: float, *, at_once: bool
+    ) -> _Found | None:
+        """What `find` finds; None if the deadline passes before.
 
         Args:
             find: Looks once. That there is no run yet, or no answer, counts as nothing.
             deadline: By the monotonic clock.
-            sought: What is wrong if nothing is found, for the message.
-            is_patient: Whether calls that found nothing make the pauses longer, and the timeout
-                is nothing unusual.
+            at_once: Whether to look at least once, in spite of the pause of an earlier call.
 
         Raises:
-            TransportTimeout: Nothing was found, in a patient call.
-            VersionMissing: The same in others.
             RunUnknown, StoreUnavailable: The last look failed so.
         """
         fault: StoreError | None = None
-        while not is_patient or self._next_s < deadline:
-            if is_patient:
-                self._sleep(self._next_s - time.monotonic())
+        while at_once or self._next_s < deadline:
+            if not at_once:
+                self._sleep_until(self._next_s)
+            at_once, fault = False, None
             try:
-                fault = None
                 if (found := find()) is not None:
                     self._pause_s, self._next_s = _FIRST_S, 0.0
                     return found
@@ -68,21 +51,13 @@ class Poll:
                     raise
                 fault = error
             self._next_s = time.monotonic() + self._pause_s
-            if self._next_s >= deadline:
-                break
-            self._sleep(self._pause_s)
             self._pause_s = min(2 * self._pause_s, _LONGEST_S)
-        else:
-            self._sleep(deadline - time.monotonic())
-        self._pause_s = min(2 * self._pause_s, _LONGEST_S)
+        self._sleep_until(deadline)
         if fault is not None:
             raise fault
-        if is_patient:
-            raise TransportTimeout(f"{self._url}: {sought} within the timeout")
-        raise VersionMissing(f"{self._url}: {sought}; deltasync log lists what there is")
+        return None
 
-    def _sleep(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
+    def _sleep_until(self, until: float) -> None:
         while (left_s := until - time.monotonic()) > 0:
             self._check()
             time.sleep(min(left_s, _TICK_S))

@@ -106,7 +106,7 @@ class StoreReceiver(BaseReceiver):
         self._begun: Published | None = None  # of which something has come
         self._staged: StoredSync | None = None
         self._is_broken_off = False
-        self._poll = Poll(str(url), self._check_wanted)
+        self._poll = Poll(self._check_wanted)
 
     def _recover(self) -> None:
         self.invalidate()
@@ -250,10 +250,15 @@ class StoreReceiver(BaseReceiver):
         self._check_wanted()
         self._scrub_after_commit()
         find = partial(self._found, to, wants_newer=wants_newer)
-        sought = f"nothing newer than v{self.version}" if to is None else f"no v{to}"
-        is_patient = wants_newer and to is None
-        target = self._poll.wait(find, deadline, sought=sought, is_patient=is_patient)
-        if is_patient:  # else calls that break off would never arrive
+        follows = wants_newer and to is None
+        target = self._poll.wait(find, deadline, at_once=not follows)
+        if target is None and follows:
+            sought = f"nothing newer than v{self.version} within the timeout"
+            raise TransportTimeout(f"{self._url}: {sought}")
+        if target is None:
+            sought = "no version" if to is None else f"no v{to}"
+            raise VersionMissing(f"{self._url}: {sought}; deltasync log lists what there is")
+        if follows:  # else calls that break off would never arrive
             target = self._begun or target
         self._begun = None
         while True:

@@ -97,7 +97,7 @@ class _Garbage:
         self._floor = _floor(run, self._manifests, keep, before_s)
         self._old = [one for version, one in self._manifests.items() if version < self._floor]
         self._versions, unnamed = len(self._old), list[ObjectFacts]()
-        for facts in (*run.objects.listed(keys.WAYS), *run.objects.listed(keys.OBJECTS)):
+        for facts in (*run.objects.listed(keys.ANCHORS), *run.objects.listed(keys.OBJECTS)):
             if (version := keys.version_of(facts.key)) is not None and version < self._floor:
                 self._old.append(facts)
             elif facts.key.startswith(keys.OBJECTS) and _written_s(facts) <= before_s:
@@ -179,7 +179,7 @@ def _is_whole(run: Run, way: Way) -> bool:
 
 
 def _unnamed(run: Run, objects: list[ObjectFacts]) -> list[ObjectFacts]:
-    """Those that neither the manifest of their version nor its later ways name."""
+    """Those that neither the manifest of their version nor its later anchor name."""
     named: dict[int, set[str]] = {}
     for facts in objects:
         version = keys.version_of(facts.key)

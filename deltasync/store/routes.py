@@ -77,7 +77,8 @@ def find_route(
     while anchored is None or num_bytes <= anchored.num_bytes:
         if holds(at):
             return Route(at, tuple(reversed(deltas)), target)
-        ways = [way for way in run.ways(at) if way.keys.isdisjoint(refused)]
+        known = run.ways(at) if anchored is None else [at.manifest.way]
+        ways = [way for way in known if way.keys.isdisjoint(refused)]
         anchor = next((way for way in ways if way.kind == "anchor"), None)
         if anchor is not None and anchored is None:
             anchored = Route(None, (Step(None, at, anchor), *reversed(deltas)), target)
@@ -109,9 +110,5 @@ def _parent(run: Run, child: Published) -> Published | None:
     parent = None if named is None else run.published(named.version)
     if parent is None or named is None:
         return None
-    if parent.sha256 != named.sha256:
-        raise ManifestInvalid(
-            f"v{parent.version} is not the one that v{child.version} was made from: one of the two "
-            "manifests was altered; restore it, or fetch a version that has an anchor"
-        )
+    parent.check_child(child)
     return parent if parent.manifest.layout_hash == child.manifest.layout_hash else None

@@ -219,9 +219,9 @@ class StoreSender:
         self._writer.check_there()
         delta = self._weights.delta(head.version)
         compared = time.perf_counter()
-        way = self._write_delta(delta, head)
+        way = self._write_delta(delta)
         changed = _digests_of(delta.ledger, delta.changed)
-        published = self._commit([way], delta=delta, nnz=delta.nnz, changed=changed)
+        published = self._commit(way, delta=delta, nnz=delta.nnz, changed=changed)
         anchor, postponed = self._write_anchor()
         return self._stats(
             published,
@@ -234,7 +234,7 @@ class StoreSender:
             delta=delta,
         )
 
-    def _write_delta(self, delta: Delta, head: Published) -> Way:
+    def _write_delta(self, delta: Delta) -> Way:
         version, codecs = self._writer.next_version, dict[str, int]()
         frames = one_way_frames(
             delta,
@@ -251,7 +251,7 @@ class StoreSender:
             self._check_still(delta)
             self._writer.put_layout(self._layout)
             file = spool.write(self._writer.run.objects, keys.frames_key(version))
-        return Way(kind="delta", base=head.version, files=(file,), codecs=codecs)
+        return Way(kind="delta", files=(file,), codecs=codecs)
 
     def _check_still(self, delta: Delta) -> None:
         """Raise SyncAborted if what was packed is not what its digests say.
@@ -288,16 +288,12 @@ class StoreSender:
             self._writer.next_version, self._layout, snapshot.flats, digest=ledger.total
         )
         changed = _digests_of(ledger, np.arange(len(self._layout.specs)))
-        published = self._commit([way], delta=None, nnz=self._layout.numel, changed=changed)
+        published = self._commit(way, delta=None, nnz=self._layout.numel, changed=changed)
         return self._stats(published, "anchor", began, compared, anchor=way)
 
-    def _commit(
-        self, ways: list[Way], *, delta: Delta | None, nnz: int, changed: Changed
-    ) -> Published:
+    def _commit(self, way: Way, *, delta: Delta | None, nnz: int, changed: Changed) -> Published:
         digest = self._weights.digests.total if delta is None else delta.ledger.total
-        manifest = self._writer.manifest(
-            self._layout, ways, digest=digest, nnz=nnz, changed=changed
-        )
+        manifest = self._writer.manifest(self._layout, way, digest=digest, nnz=nnz, changed=changed)
         self._pending = _Pending(manifest, delta)
         return self._finish(self._pending)
 
@@ -307,7 +303,7 @@ class StoreSender:
             self._anchors.restart()
         else:
             pending.delta.decided()
-            self._anchors.add(pending.manifest.ways[0])
+            self._anchors.add(pending.manifest.way)
         self._holds_head, self._pending = True, None
         return published
 
@@ -367,7 +363,7 @@ class StoreSender:
         now = time.perf_counter()
         return PublishStats(
             version=version,
-            base_version=None if way is None else way.base,
+            base_version=None if way is None else version - 1,
             kind=kind,
             digest=int(manifest.digest, 16),
             numel=manifest.numel,

@@ -15,7 +15,6 @@ from deltasync.errors import (
     ConfigError,
     DeltaSyncError,
     DigestMismatch,
-    ManifestInvalid,
     StoreRefused,
     StoreUnavailable,
 )
@@ -115,8 +114,8 @@ class _Check:
         before, self._before = self._before, None
         with self._noting(version, "manifest"):
             self._before = published = self._run.require(version)
-            if before is not None and published.manifest.parent != before.as_parent:
-                raise ManifestInvalid("does not name the version before as it is")
+            if before is not None:
+                before.check_child(published)
         if (published := self._before) is None:
             return
         with self._noting(version, "manifest"):

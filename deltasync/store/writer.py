@@ -21,14 +21,12 @@ from deltasync.errors import (
 from deltasync.store import keys
 from deltasync.store.catalogue import Published, Run, layout_bytes, record_of
 from deltasync.store.manifest import (
-    LaterWay,
-    Latest,
+    Anchor,
     Manifest,
     RunRecord,
     StoredFile,
     Way,
     canonical,
-    decode,
     sha256_of,
     signed,
 )
@@ -110,13 +108,13 @@ class RunWriter:
         self._layouts.add(layout.hash)
 
     def manifest(
-        self, layout: SentLayout, ways: Iterable[Way], *, digest: int, nnz: int, changed: Changed
+        self, layout: SentLayout, way: Way, *, digest: int, nnz: int, changed: Changed
     ) -> Manifest:
         """The manifest of the next version, as `commit` writes it.
 
         Args:
             layout: What was `put_layout`.
-            ways: What was written.
+            way: What was written.
             digest: State digest of the version.
             nnz, changed: As in `Manifest`.
         """
@@ -127,7 +125,7 @@ class RunWriter:
                 writer=self.name,
                 written_at=_now(),
                 parent=None if self.head is None else self.head.as_parent,
-                ways=tuple(ways),
+                way=way,
                 digest=digest_text(digest),
                 layout_hash=layout.hash,
                 numel=layout.numel,
@@ -153,17 +151,16 @@ class RunWriter:
         self._check_whole(manifest)
         if not self.run.objects.create(key, data):
             self._lost = self._conflict(manifest)
-            self.discard(file for way in manifest.ways for file in way.files)
+            self.discard(manifest.way.files)
             raise WriterConflict(self._lost)
         self.head = Published(manifest, sha256_of(data))
-        self._hint(manifest.version)
         return self.head
 
-    def add_way(self, way: Way) -> None:
-        """Write another way to `head`."""
+    def add_anchor(self, way: Way) -> None:
+        """Write an anchor of `head`."""
         assert self.head is not None
         self.check_alone()
-        later = LaterWay(
+        anchor = Anchor(
             run=self.run.name,
             version=self.head.version,
             writer=self.name,
@@ -171,8 +168,9 @@ class RunWriter:
             manifest=self.head.sha256,
             way=way,
         )
-        data = canonical(signed(later, self.run.objects.options.mac))
-        self.run.objects.create(keys.way_key(later.version), data)
+        data = canonical(signed(anchor, self.run.objects.options.mac))
+        if not self.run.objects.create(keys.anchor_key(anchor.version), data):
+            self.discard(way.files)  # it has one already
 
     def discard(self, files: Iterable[StoredFile]) -> None:
         """Delete objects that no manifest names, as far as that is possible."""
@@ -183,10 +181,10 @@ class RunWriter:
     def _check_whole(self, manifest: Manifest) -> None:
         """Raise ObjectDamaged if an object of a version that does not exist yet is gone.
 
-        `gc` deletes objects that no manifest names for a day, and this process may have slept.
+        `gc` deletes objects that no manifest names after a while, and this process may have slept.
         """
         objects = self.run.objects
-        for file in (file for way in manifest.ways for file in way.files):
+        for file in manifest.way.files:
             facts = objects.head(file.key)
             if facts is not None and facts.num_bytes == file.bytes:
                 continue
@@ -207,27 +205,6 @@ class RunWriter:
             f"{self.run.objects.url}: {other} has published v{manifest.version} of run "
             f"{self.run.name!r}: let one trainer publish to a run, and start this one again"
         )
-
-    def _hint(self, version: int) -> None:
-        """Move `latest`, which readers begin at. If it stays behind they take some steps more."""
-        objects = self.run.objects
-        record = Latest(run=self.run.name, version=version)
-        try:
-            seen = objects.head(keys.LATEST)
-            if seen is not None and _version_in(objects) >= version:
-                return
-            objects.swap(keys.LATEST, canonical(record), seen)
-        except StoreError as error:
-            logger.warning("%s stays behind v%d: %s", keys.LATEST, version, error)
-
-
-def _version_in(objects: Objects) -> int:
-    """What `latest` says; -1 if nothing of use."""
-    with suppress(ManifestInvalid, ObjectDamaged):
-        data = objects.get(keys.LATEST, max_bytes=1 << 16)
-        if data is not None:
-            return decode(data, Latest, key=keys.LATEST).version
-    return -1
 
 
 def _now() -> str:

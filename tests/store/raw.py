@@ -33,13 +33,16 @@ class Stored:
     def manifest(self, version: int) -> Path:
         return self.run / f"manifests/{version:016}.json"
 
+    def anchor(self, version: int) -> Path:
+        return self.run / f"anchors/{version:016}.json"
+
     def read(self, version: int) -> Json:
         return read(self.manifest(version))
 
     def ways(self, version: int) -> list[Json]:
-        """All ways to a version, later ones included."""
-        later = sorted((self.run / f"ways/{version:016}").glob("*.json"))
-        return [*self.read(version)["ways"], *(read(path)["way"] for path in later)]
+        """All ways to a version, a later anchor included."""
+        later = self.anchor(version)
+        return [self.read(version)["way"], *([read(later)["way"]] if later.exists() else [])]
 
     def versions(self) -> list[int]:
         return sorted(int(path.stem) for path in (self.run / "manifests").iterdir())
@@ -90,7 +93,7 @@ def opened(stored: Stored, key: bytes | None = None) -> Run:
 
 
 def rewrite(stored: Stored, change: Callable[[Json], Json]) -> None:
-    """Alter records, so that children and later ways name their manifests again."""
+    """Alter records, so that children and later anchors name their manifests again."""
     parent = None
     path = stored.run / "run.json"
     path.write_bytes(bytes_of(change(read(path))))
@@ -99,7 +102,7 @@ def rewrite(stored: Stored, change: Callable[[Json], Json]) -> None:
         data = bytes_of(record | {"parent": parent})
         stored.manifest(version).write_bytes(data)
         parent = {"version": version, "sha256": sha256(data)}
-        for path in (stored.run / f"ways/{version:016}").glob("*.json"):
+        if (path := stored.anchor(version)).exists():
             path.write_bytes(bytes_of(change(read(path)) | {"manifest": sha256(data)}))
 
 

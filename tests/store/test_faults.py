@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from deltasync.errors import ObjectDamaged, StoreRefused, StoreUnavailable
 from deltasync.store import keys
@@ -243,21 +242,6 @@ def test_an_anchor_that_fails_comes_later(
     assert (stats.version, stats.postponed) == (3, "")
     assert stats.anchor_bytes > 0
     assert_holds(run_of(place), 3, weights_of(model), tmp_path)
-
-
-def test_s10_a_hint_that_cannot_be_moved_stops_nothing(
-    broken: tuple[Place, Place, Faults],
-) -> None:
-    place, bad, faults = broken
-    sender = sender_of(nn.Linear(2, 2), bad)
-    faults.choose = lambda method, path: (
-        "error" if method == "PUT" and keys.LATEST in path else None
-    )
-    for number in range(3):
-        assert sender.publish().version == number + 1
-    newest = run_of(place).newest()
-    assert newest is not None
-    assert newest.version == 3
 
 
 def test_a_store_that_never_answers_is_given_up(broken: tuple[Place, Place, Faults]) -> None:

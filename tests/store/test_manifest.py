@@ -13,8 +13,7 @@ from pydantic import ValidationError
 from deltasync.errors import ManifestInvalid
 from deltasync.store import keys
 from deltasync.store.manifest import (
-    LaterWay,
-    Latest,
+    Anchor,
     Manifest,
     RunRecord,
     canonical,
@@ -24,7 +23,7 @@ from deltasync.store.manifest import (
     signed,
 )
 
-MODELS: list[Any] = [Manifest, LaterWay, Latest, RunRecord]
+MODELS: list[Any] = [Manifest, Anchor, RunRecord]
 ZEROS = "0" * 64
 
 
@@ -34,10 +33,9 @@ def file_of(version: int, kind: str, number: int = 1) -> dict[str, Any]:
     return {"key": name, "bytes": 7, "sha256": ZEROS}
 
 
-def way_of(version: int, kind: str, base: int | None, number: int = 1) -> dict[str, Any]:
+def way_of(version: int, kind: str, number: int = 1) -> dict[str, Any]:
     return {
         "kind": kind,
-        "base": base,
         "files": [file_of(version, kind, number)],
         "codecs": {"zstd": 5},
     }
@@ -50,7 +48,7 @@ def manifest(**more: Any) -> dict[str, Any]:
         "run": "run",
         "version": 2,
         "parent": {"version": 1, "sha256": ZEROS},
-        "ways": [way_of(2, "delta", 1)],
+        "way": way_of(2, "delta"),
         "digest": "0123456789abcdef",
         "layout_hash": ZEROS,
         "numel": 10,
@@ -70,15 +68,15 @@ def test_a_manifest_is_read_as_it_was_written() -> None:
     data = bytes_of(manifest())
     found = decode(data, Manifest, key="k")
     assert canonical(found) == data
-    assert found.ways[0].num_bytes == 7
+    assert found.way.num_bytes == 7
 
 
 def test_s01_s09_the_bytes_and_the_mac_are_those_of_the_rules() -> None:
     record = signed(decode(bytes_of(manifest()), Manifest, key="k"), b"key")
     assert sha256_of(canonical(record.model_copy(update={"mac": None}))) == (
-        "0a0a956d2a087e9a757056cc54c707708e833d7dc7b17e07b44508eaaf2c4fba"
+        "682232c64197eddc7080a67c375a25f287dd7b3d820a7e9d5b6a6c33c63dc6f5"
     )
-    assert record.mac == "dd4fec3fd390e98db46d13a3084f9f771d2b161dfc1c48cdb824aced596c2d23"
+    assert record.mac == "df8123e4a8909e2e9d5726c223509843b12c3ce0e8da2fe5b2c7da0b62bb6624"
     check_mac(record, b"key", key="k")
 
 
@@ -86,22 +84,20 @@ def test_s01_s09_the_bytes_and_the_mac_are_those_of_the_rules() -> None:
     ("more", "said"),
     [
         ({"format": 2}, "format"),
-        ({"version": 0}, "parent"),
+        ({"version": 0}, "another version"),
         ({"version": -1}, "version"),
         ({"version": 1 << 53}, "version"),
         ({"version": 2.0}, "version"),
         ({"version": True}, "version"),
         ({"parent": {"version": 0, "sha256": ZEROS}}, "not the version before"),
-        ({"parent": None}, "base is not the parent"),
-        ({"ways": []}, "ways"),
-        ({"ways": [way_of(2, "delta", 0)]}, "base is not the parent"),
-        ({"ways": [way_of(2, "delta", None)]}, "base"),
-        ({"ways": [way_of(2, "anchor", 1)]}, "base"),
-        ({"ways": [way_of(2, "delta", 2)]}, "base is not the parent"),
-        ({"ways": [way_of(2, "fold", 1)]}, "kind"),
-        ({"ways": [way_of(3, "anchor", None)]}, "another version"),
-        ({"ways": [way_of(2, "anchor", None) | {"kind": "delta", "base": 1}]}, "another kind"),
-        ({"ways": [way_of(2, "delta", 1)] * 65}, "ways"),
+        ({"parent": None}, "no parent"),
+        ({"way": None}, "way"),
+        ({"way": [way_of(2, "delta")]}, "way"),
+        ({"way": way_of(2, "fold")}, "kind"),
+        ({"way": way_of(2, "delta") | {"files": []}}, "files"),
+        ({"way": way_of(2, "delta") | {"files": [file_of(2, "delta")] * 2}}, "one file"),
+        ({"way": way_of(3, "anchor")}, "another version"),
+        ({"way": way_of(2, "anchor") | {"kind": "delta"}}, "another kind"),
         ({"digest": "0" * 15}, "digest"),
         ({"digest": "0" * 15 + "G"}, "digest"),
         ({"layout_hash": ZEROS + "\n"}, "layout_hash"),
@@ -114,7 +110,7 @@ def test_s01_s09_the_bytes_and_the_mac_are_those_of_the_rules() -> None:
         ({"writer": ""}, "writer"),
         ({"run": "../run"}, "run"),
         ({"mac": "x"}, "mac"),
-        ({"kind": "way"}, "kind"),
+        ({"kind": "anchor"}, "kind"),
         ({"more": 1}, "more"),
     ],
 )
@@ -144,18 +140,18 @@ def test_s01_no_member_may_be_missing(name: str) -> None:
     ],
 )
 def test_keys_lead_nowhere_else(key: str) -> None:
-    way = way_of(2, "delta", 1)
+    way = way_of(2, "delta")
     way["files"][0]["key"] = key
     with pytest.raises(ManifestInvalid):
-        decode(bytes_of(manifest(ways=[way])), Manifest, key="k")
+        decode(bytes_of(manifest(way=way)), Manifest, key="k")
 
 
-def test_s05_a_later_way_is_no_delta() -> None:
+def test_s05_a_later_anchor_is_no_delta() -> None:
     head = {name: manifest()[name] for name in ("format", "run", "version", "writer")}
-    data = head | {"kind": "way", "written_at": "", "mac": None, "manifest": ZEROS}
-    decode(bytes_of(data | {"way": way_of(2, "anchor", None)}), LaterWay, key="k")
+    data = head | {"kind": "anchor", "written_at": "", "mac": None, "manifest": ZEROS}
+    decode(bytes_of(data | {"way": way_of(2, "anchor")}), Anchor, key="k")
     with pytest.raises(ManifestInvalid, match="belongs into the manifest"):
-        decode(bytes_of(data | {"way": way_of(2, "delta", 1)}), LaterWay, key="k")
+        decode(bytes_of(data | {"way": way_of(2, "delta")}), Anchor, key="k")
 
 
 @pytest.mark.parametrize(
@@ -189,10 +185,10 @@ _MANY = {f"k{number}": "x" for number in range(100_000)}
     [
         manifest() | _MANY,
         manifest(parent=_MANY),
-        manifest(ways=[way_of(2, "delta", 1) | _MANY]),
-        manifest(ways=[way_of(2, "delta", 1) | {"codecs": _MANY}]),
-        manifest(ways=[way_of(2, "delta", 1) | {"files": [_MANY]}]),
-        manifest(ways=list(_MANY)),
+        manifest(way=way_of(2, "delta") | _MANY),
+        manifest(way=way_of(2, "delta") | {"codecs": _MANY}),
+        manifest(way=way_of(2, "delta") | {"files": [_MANY]}),
+        manifest(way=list(_MANY)),
         manifest(changed=list(_MANY)),
         manifest(changed=[[4, *_MANY]]),
     ],
@@ -248,7 +244,7 @@ def test_s09_a_changed_byte_changes_the_mac_or_is_refused(at: int, byte: int) ->
 
 @given(text=st.text(max_size=60))
 def test_any_key_has_a_version_or_none(text: str) -> None:
-    for prefix in ("", "manifests/", "objects/", "ways/"):
+    for prefix in ("", "manifests/", "objects/", "anchors/"):
         found = keys.version_of(prefix + text)
         assert found is None or found >= 0
 
@@ -259,7 +255,7 @@ def test_keys_sort_as_versions_do() -> None:
     for version in versions:
         for key in (
             keys.manifest_key(version),
-            keys.way_key(version),
+            keys.anchor_key(version),
             keys.frames_key(version),
         ):
             assert keys.version_of(key) == version

@@ -14,7 +14,6 @@ from deltasync import ModuleSource, ModuleTarget, SenderOptions, StoreReceiver, 
 from deltasync.delta.backend import Delta
 from deltasync.errors import SyncAborted
 from deltasync.store.anchors import PublishOptions
-from deltasync.store.catalogue import Published
 from deltasync.store.manifest import Way
 from deltasync.store.verifying import verify_run
 from deltasync.sync.source.streamed import StreamedWeights
@@ -32,9 +31,9 @@ class Raced(StoreSender):
 
     write: Callable[[], object] = staticmethod(lambda: None)
 
-    def _write_delta(self, delta: Delta, head: Published) -> Way:
+    def _write_delta(self, delta: Delta) -> Way:
         self.write()
-        return super()._write_delta(delta, head)
+        return super()._write_delta(delta)
 
 
 def net(seed: int = 0) -> nn.Sequential:

@@ -101,17 +101,6 @@ def test_who_comes_first_creates(place: Place) -> None:
     assert run.get("a/one", max_bytes=9) == b"mine"
 
 
-def test_a_hint_is_swapped(place: Place) -> None:
-    run = objects_of(place)
-    assert run.swap("latest", b"1", None)
-    seen = run.head("latest")
-    assert run.swap("latest", b"2", seen)
-    assert not run.swap("latest", b"9", None)
-    if place.folder is None:
-        assert not run.swap("latest", b"3", seen), "another writer came between"
-    assert run.get("latest", max_bytes=9) == b"2"
-
-
 def test_lists_have_what_is_below(place: Place) -> None:
     run = objects_of(place).under("run")
     for key in ("a/2", "a/1", "a/x/3", "b/1"):

@@ -219,13 +219,13 @@ def test_a_digest_that_lies_is_found_before_anything_is_written(
 def test_s05_a_delta_of_another_version_is_refused(run_of: tuple[Path, States]) -> None:
     run, states = run_of
     manifests = {n: Manifest.model_validate_json(manifest_of(run, n).read_bytes()) for n in (2, 3)}
-    (wrong,) = manifests[3].ways
-    (right,) = manifests[2].ways
+    wrong = manifests[3].way
+    right = manifests[2].way
     (file,) = right.files
     data = run / wrong.files[0].key
     (run / file.key).write_bytes(data.read_bytes())
     moved = file.model_copy(update={"sha256": wrong.files[0].sha256, "bytes": wrong.files[0].bytes})
-    rewrite(run, 2, ways=(right.model_copy(update={"files": (moved,)}),))
+    rewrite(run, 2, way=right.model_copy(update={"files": (moved,)}))
     reader = reader_of(run, at=states[1])
     with pytest.raises(DeltaSyncError, match="where the manifests have"):
         reader.receiver.fetch(2, timeout_s=10)
@@ -235,9 +235,9 @@ def test_s05_a_delta_of_another_version_is_refused(run_of: tuple[Path, States]) 
 def test_s08_a_size_beyond_measure_takes_no_memory(run_of: tuple[Path, States]) -> None:
     run, states = run_of
     manifest = Manifest.model_validate_json(manifest_of(run, 2).read_bytes())
-    (way,) = manifest.ways
+    way = manifest.way
     huge = way.files[0].model_copy(update={"bytes": 1 << 52})
-    rewrite(run, 2, ways=(way.model_copy(update={"files": (huge,)}),))
+    rewrite(run, 2, way=way.model_copy(update={"files": (huge,)}))
     reader = reader_of(run, at=states[1])
     with pytest.raises(ObjectDamaged, match="bytes are expected"):
         reader.receiver.fetch(2, timeout_s=10)
@@ -249,11 +249,11 @@ def test_an_anchor_that_is_no_checkpoint_is_passed_by(run_of: tuple[Path, States
     path = objects(run, 1, "anchor")[0]
     path.write_bytes(b"x" * 100)
     manifest = Manifest.model_validate_json(manifest_of(run, 1).read_bytes())
-    (way,) = manifest.ways
+    way = manifest.way
     false = way.files[0].model_copy(
         update={"bytes": 100, "sha256": hashlib.sha256(b"x" * 100).hexdigest()}
     )
-    rewrite(run, 1, ways=(way.model_copy(update={"files": (false,)}),))
+    rewrite(run, 1, way=way.model_copy(update={"files": (false,)}))
     reader = reader_of(run)
     with pytest.raises(ObjectDamaged, match="no checkpoint"):
         reader.receiver.fetch(2, timeout_s=10)
@@ -437,7 +437,7 @@ def number_of(run: Path, name: str) -> int:
 def forget(run: Path, version: int, number: int) -> None:
     """Write the delta of a version anew, without the rows of a parameter."""
     manifest = Manifest.model_validate_json(manifest_of(run, version).read_bytes())
-    (way,) = manifest.ways
+    way = manifest.way
     path = run / way.files[0].key
     (anchor,) = run.glob(f"objects/{version - 1:016}-anchor-*")
     layout = Run.open(run).layout(manifest.layout_hash)
@@ -452,7 +452,7 @@ def forget(run: Path, version: int, number: int) -> None:
     data = path.read_bytes()
     update = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     file = way.files[0].model_copy(update=update)
-    rewrite(run, version, ways=(way.model_copy(update={"files": (file,)}),))
+    rewrite(run, version, way=way.model_copy(update={"files": (file,)}))
 
 
 @pytest.mark.parametrize(

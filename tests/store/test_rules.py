@@ -50,7 +50,7 @@ def test_s01_records_are_canonical(made: Stored) -> None:
             assert path.read_bytes() == bytes_of(record)
             assert (record["format"], record["run"]) == (1, "run")
     kinds = {read(path)["kind"] for path in paths if path.parent.name != "layouts"}
-    assert kinds == {"run", "version", "way", "latest"}
+    assert kinds == {"run", "version", "anchor"}
 
 
 def test_s01_records_have_the_members_of_the_document(made: Stored) -> None:
@@ -58,8 +58,8 @@ def test_s01_records_have_the_members_of_the_document(made: Stored) -> None:
     named = {
         kind: set(re.findall(r"`(\w+)`", re.sub(r"\([^)]*\)", "", text))) for kind, text in rows
     }
-    paths = [made.run / "run.json", made.run / "latest.json", made.manifest(1), made.manifest(2)]
-    for path in [*paths, *made.run.glob("ways/*/*.json")]:
+    paths = [made.run / "run.json", made.manifest(1), made.manifest(2)]
+    for path in [*paths, *made.run.glob("anchors/*.json")]:
         record = read(path)
         assert set(record) == named[record["kind"]], path
 
@@ -81,12 +81,10 @@ def test_s02_a_manifest_comes_after_what_it_names(s3: str) -> None:
         for version in run.versions():
             manifest = run.require(version).manifest
             at = puts.index(f"manifests/{version:016}.json")
-            needs = [file.key for way in manifest.ways for file in way.files]
+            needs = [file.key for file in manifest.way.files]
             needs += ["run.json", f"layouts/{manifest.layout_hash}.json"]
             assert all(key in puts[:at] for key in needs)
             assert puts.count(puts[at]) == 1
-            (hint, *_) = (n for n, key in enumerate(puts) if n > at and key == "latest.json")
-            assert all("manifests/" not in key for key in puts[at + 1 : hint])
 
 
 def test_s02_no_manifest_is_ever_altered(tmp_path: Path) -> None:
@@ -132,10 +130,8 @@ def test_s05_frames_are_of_the_run_and_of_their_versions(made: Stored) -> None:
         for way in made.ways(version):
             kinds.append((version, way["kind"]))
             if way["kind"] == "anchor":
-                assert way["base"] is None
                 continue
-            base, (file,) = way["base"], way["files"]
-            assert base == version - 1
+            base, (file,) = version - 1, way["files"]
             messages = [
                 decode(frame.header, max_payload_bytes=MAX_PAYLOAD_BYTES)[0].model_dump()
                 for frame in FrameFile(made.run / file["key"])
@@ -200,7 +196,7 @@ def digest_of(entry: list[Any], state: Any) -> str:
 
 def test_s08_objects_are_as_their_manifests_say(made: Stored) -> None:
     for version in made.versions():
-        for path in (made.run / f"ways/{version:016}").glob("*.json"):
+        if (path := made.anchor(version)).exists():
             assert read(path)["manifest"] == sha256(made.manifest(version).read_bytes())
         for file in (file for way in made.ways(version) for file in way["files"]):
             data = (made.run / file["key"]).read_bytes()
@@ -212,7 +208,7 @@ def mac_of(record: Json) -> str:
 
 
 def test_s09_records_are_signed(made: Stored) -> None:
-    paths = [*made.run.glob("manifests/*.json"), *made.run.glob("ways/*/*.json")]
+    paths = [*made.run.glob("manifests/*.json"), *made.run.glob("anchors/*.json")]
     assert len(paths) == 12
     for path in paths:
         record = read(path)

@@ -170,7 +170,7 @@ def link_again(folder: Path) -> None:
     parent = None
     for path in sorted(folder.glob("run/manifests/*.json")):
         record = read(path)
-        for file in record["ways"][0]["files"]:
+        for file in record["way"]["files"]:
             data = (folder / "run" / file["key"]).read_bytes()
             file |= {"bytes": len(data), "sha256": sha256(data)}
         data = bytes_of(record | {"parent": parent})
