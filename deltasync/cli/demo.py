@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -32,7 +31,7 @@ def demo(
     ] = False,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder for records, a run log, a plot, and first and last weights."),
+        typer.Option(help="Folder for records, a run log, and first and last weights."),
     ] = None,
     store: Annotated[
         Path | None,
@@ -46,7 +45,6 @@ def demo(
     """
     _check(lr, out)
     _check_store(store)
-    from deltasync.demo.link import LinkError
     from deltasync.demo.trainer import DemoConfig
     from deltasync.errors import DeltaSyncError
     from deltasync.files.output import write_output
@@ -60,7 +58,7 @@ def demo(
     )
     try:
         bit_identical = _run(config, as_json=as_json, out=out)
-    except (DeltaSyncError, LinkError) as error:
+    except DeltaSyncError as error:
         raise told(error, FAILED) from None
     if not bit_identical:
         raise typer.Exit(FAILED)
@@ -72,8 +70,8 @@ def _check(lr: float, out: Path | None) -> None:
         raise typer.BadParameter(f"{lr} is not above 0", param_hint="--lr")
     if out is None:
         return
-    if not (find_spec("matplotlib") and find_spec("safetensors")):
-        raise typer.BadParameter("needs pip install matplotlib safetensors", param_hint="--out")
+    if not find_spec("safetensors"):
+        raise typer.BadParameter("needs pip install safetensors", param_hint="--out")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -87,31 +85,13 @@ def _check_store(store: Path | None) -> None:
 
 def _run(config: DemoConfig, *, as_json: bool, out: Path | None) -> bool:
     """Run and report. Returns whether both processes ended with the same bytes."""
-    from deltasync.demo.records import Checkpoint, Summary, VersionRecord, WarmUpStep
-    from deltasync.demo.report import make_report, print_summary
+    from deltasync.demo.report import Report, print_summary, write_files
     from deltasync.demo.trainer import run
 
     console = Console(stderr=as_json, highlight=False)
-    records: list[VersionRecord] = []
-    checkpoints: list[Checkpoint] = []
-    with (
-        make_report(console, config.steps + 1, as_json=as_json) as report,
-        closing(run(config)) as events,
-    ):
-        for event in events:
-            match event:
-                case WarmUpStep():
-                    report.warm_up(event)
-                case VersionRecord():
-                    records.append(event)
-                    report.version(event)
-                case Checkpoint():
-                    checkpoints.append(event)
-                case Summary():
-                    summary = event
-    print_summary(console, summary, records)
+    report = Report(console, as_json=as_json)
+    summary = run(config, report)
+    print_summary(console, summary, report.records)
     if out is not None:
-        from deltasync.demo.files import write_files
-
-        write_files(out, records, summary, checkpoints)
+        write_files(out, report, summary)
     return summary.bit_identical

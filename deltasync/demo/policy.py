@@ -124,8 +124,8 @@ class Policy(nn.Module):
         return log_probs.gather(2, answers.unsqueeze(2)).squeeze(2)
 
     @torch.no_grad()
-    def sample(self, prompts: Tensor, generator: Generator | None) -> tuple[Tensor, Tensor]:
-        """Answer each prompt at temperature 1, or greedily if there is no generator.
+    def sample(self, prompts: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
+        """Answer each prompt at temperature 1.
 
         Returns:
             int64[B, answer_length] tokens and float32[B, answer_length] their log-probabilities.
@@ -136,7 +136,7 @@ class Policy(nn.Module):
         for _ in range(self.answer_length):
             distribution = self(tokens, caches, start)[:, -1].float().log_softmax(dim=-1)
             start += tokens.shape[1]
-            tokens = _draw(distribution, generator)
+            tokens = torch.multinomial(distribution.exp(), 1, generator=generator)
             answers.append(tokens)
             log_probs.append(distribution.gather(1, tokens))
         return torch.cat(answers, dim=1), torch.cat(log_probs, dim=1)
@@ -152,10 +152,3 @@ class Policy(nn.Module):
         for weight in self.weights().values():
             digest.update(weight.contiguous().view(torch.uint8).numpy().data)
         return digest.hexdigest()
-
-
-def _draw(log_probs: Tensor, generator: Generator | None) -> Tensor:
-    """One token for each row of float32[B, V]. int64[B, 1]."""
-    if generator is None:
-        return log_probs.argmax(dim=-1, keepdim=True)
-    return torch.multinomial(log_probs.exp(), 1, generator=generator)

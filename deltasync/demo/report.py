@@ -1,20 +1,24 @@
-"""What a user sees of a run: the table as it grows, and the summary."""
+"""What a user sees of a run: a row for each version, the summary, and the files of `--out`."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Sequence
-from statistics import median
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean, median, stdev
+from typing import Any, Self
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from torch import Tensor
 
 from deltasync import SyncStats
-from deltasync.demo.records import Score, Summary, VersionRecord, WarmUpStep
+from deltasync.delta.digests import digest_text
+from deltasync.files.output import appearing, write_output
+from deltasync.store.sender import PublishStats
 
 HEADINGS = {  # and the width of each column
     "version": 7,
@@ -28,7 +32,80 @@ HEADINGS = {  # and the width of each column
     "commit": 8,
     "digest": 7,
 }
-LINES_AROUND_TABLE = 8  # of a terminal: headings, rules, progress bars
+_OF_STATS = (
+    *("version", "kind", "nnz", "numel", "density", "payload_bytes", "dense_bytes"),
+    *("diff_s", "transfer_s", "commit_s"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionRecord:
+    """One version of the weights: how it was synced, and how good it is.
+
+    Attributes:
+        stats: Of the sync.
+        reward: Mean reward of the rollouts that this version generated.
+        verified: The SHA-256 of the bytes that the rollout process holds equals the trainer's.
+        rollout_s: Time to generate the rollouts.
+        published: What came into the store, if there is one.
+    """
+
+    stats: SyncStats
+    reward: float
+    verified: bool
+    rollout_s: float
+    published: PublishStats | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """What is written of it."""
+        found = {name: getattr(self.stats, name) for name in _OF_STATS}
+        found |= {name: getattr(self, name) for name in ("reward", "verified", "rollout_s")}
+        if (published := self.published) is not None:
+            size = published.delta_bytes + published.anchor_bytes
+            digest = digest_text(published.digest)
+            found["store"] = {"version": published.version, "digest": digest, "bytes": size}
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A mean reward on fixed prompts, its standard error, and over how many prompts."""
+
+    mean: float
+    standard_error: float
+    num_prompts: int
+
+    @classmethod
+    def of(cls, rewards: Sequence[float]) -> Self:
+        """The score of these rewards."""
+        return cls(mean(rewards), stdev(rewards) / len(rewards) ** 0.5, len(rewards))
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} +- {self.standard_error:.3f}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """The end of a run.
+
+    Attributes:
+        before: Of the first version. `after`: of the last.
+        trainer_sha256: Of the trainer's last weights as bf16, taken beside the library.
+        rollout_sha256: Of the bytes that the rollout process holds at the end.
+        warm_up_s: Starting up and supervised training. `training_s`: everything after.
+    """
+
+    before: Score
+    after: Score
+    trainer_sha256: str
+    rollout_sha256: str
+    warm_up_s: float
+    training_s: float
+
+    @property
+    def bit_identical(self) -> bool:
+        """Whether both processes end with the same bytes."""
+        return self.trainer_sha256 == self.rollout_sha256
 
 
 def cells(record: VersionRecord) -> tuple[str, ...]:
@@ -48,110 +125,43 @@ def cells(record: VersionRecord) -> tuple[str, ...]:
     )
 
 
-class PlainReport:
-    """A line for each version, for pipes and logs."""
+class Report:
+    """Prints a line for each version, and keeps what `write_files` writes.
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._headed = False
+    Args:
+        console: For the table and the summary.
+        as_json: Print one JSON object for each version on stdout, instead of the table.
 
-    def __enter__(self) -> PlainReport:
-        return self
+    Attributes:
+        records: Of all versions.
+        checkpoints: Weights of the "first" and the "last" version as they were sent, in bf16.
+    """
 
-    def __exit__(self, *error: object) -> None:
-        pass
+    def __init__(self, console: Console, *, as_json: bool = False) -> None:
+        self._console, self._as_json = console, as_json
+        self.records: list[VersionRecord] = []
+        self.checkpoints: dict[str, dict[str, Tensor]] = {}
 
-    def warm_up(self, step: WarmUpStep) -> None:
+    def warm_up(self, step: int, of: int, loss: float) -> None:
         """Print a line for the first step, and then for each sixth of them."""
-        if step.step == 1 or step.step % max(1, step.of // 6) == 0:
-            self._line(f"warm-up step {step.step} of {step.of}, loss {step.loss:.3f}")
+        if step == 1 or step % max(1, of // 6) == 0:
+            self._line(Text(f"warm-up step {step} of {of}, loss {loss:.3f}"))
 
     def version(self, record: VersionRecord) -> None:
         """Print its row, under the headings if it is the first."""
-        if not self._headed:
-            self._row(tuple(HEADINGS))
-            self._headed = True
-        self._row(cells(record))
+        self.records.append(record)
+        if self._as_json:
+            print(json.dumps(record.as_json()), flush=True)
+            return
+        if len(self.records) == 1:
+            titles = (name.rjust(width) for name, width in HEADINGS.items())
+            self._line(Text("  ".join(titles), "bold"))
+        *row, digest = map(str.rjust, cells(record), HEADINGS.values())
+        style = "green" if record.verified else "bold red"
+        self._line(Text("  ").join([*map(Text, row), Text(digest, style)]))
 
-    def _row(self, row: Sequence[str]) -> None:
-        widths = HEADINGS.values()
-        self._line("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
-
-    def _line(self, line: str) -> None:
-        self._console.print(line, soft_wrap=True, highlight=False, markup=False)
-
-
-class JsonReport(PlainReport):
-    """One JSON object for each version on stdout; the console, on stderr, gets the rest."""
-
-    def version(self, record: VersionRecord) -> None:
-        """Print it."""
-        print(json.dumps(record.as_json()), flush=True)
-
-
-class LiveReport:
-    """A table that grows in place above two progress bars, for terminals."""
-
-    def __init__(self, console: Console, num_versions: int) -> None:
-        self._console = console
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=console,
-        )
-        self._warm_up = self._progress.add_task("warm-up ", total=None)
-        self._versions = self._progress.add_task("versions", total=num_versions, start=False)
-        self._records: list[VersionRecord] = []
-        self._live = Live(self._render(), console=console)
-
-    def __enter__(self) -> LiveReport:
-        self._live.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._live.stop()
-
-    def warm_up(self, step: WarmUpStep) -> None:
-        """Move the first bar."""
-        self._progress.update(self._warm_up, completed=step.step, total=step.of)
-        if step.step == step.of:
-            self._progress.start_task(self._versions)
-        self._live.update(self._render())
-
-    def version(self, record: VersionRecord) -> None:
-        """Add its row and move the second bar."""
-        self._records.append(record)
-        self._progress.advance(self._versions)
-        self._live.update(self._render())
-
-    def _render(self) -> Group:
-        if not self._records:
-            return Group(self._progress)
-        room = max(1, self._console.height - LINES_AROUND_TABLE)
-        return Group(_table(self._records[-room:]), self._progress)
-
-
-def make_report(
-    console: Console, num_versions: int, *, as_json: bool
-) -> JsonReport | PlainReport | LiveReport:
-    """Return the report that fits the output."""
-    if as_json:
-        return JsonReport(console)
-    if console.is_terminal:
-        return LiveReport(console, num_versions)
-    return PlainReport(console)
-
-
-def _table(records: Sequence[VersionRecord]) -> Table:
-    table = Table(box=None, header_style="bold", padding=(0, 1))
-    for heading, width in HEADINGS.items():
-        table.add_column(heading, justify="right", min_width=width, no_wrap=True)
-    for record in records:
-        *row, digest = cells(record)
-        table.add_row(*row, Text(digest, style="green" if record.verified else "bold red"))
-    return table
+    def _line(self, line: Text) -> None:
+        self._console.print(line, soft_wrap=True)
 
 
 def print_summary(console: Console, summary: Summary, records: Sequence[VersionRecord]) -> None:
@@ -167,15 +177,13 @@ def print_summary(console: Console, summary: Summary, records: Sequence[VersionR
 
 def summary_lines(summary: Summary, records: Sequence[VersionRecord]) -> list[tuple[str, str]]:
     """(label, value) pairs."""
-    before, after = summary.before, summary.after
     deltas = [record.stats for record in records if record.stats.kind == "delta"]
     agreed = sum(record.verified for record in records)
     same = "equal in both processes" if summary.bit_identical else "DIFFERENT in the two processes"
     lines = [
-        ("reward, sampled", f"{_score(before.sampled)}  ->  {_score(after.sampled)}"),
-        ("reward, greedy", f"{_score(before.greedy)}  ->  {_score(after.greedy)}"),
-        ("", f"mean +- standard error, the same {before.greedy.num_prompts} prompts each time"),
-        ("", _movement(before.sampled, after.sampled)),
+        ("reward", f"{summary.before}  ->  {summary.after}"),
+        ("", f"mean +- standard error, the same {summary.before.num_prompts} prompts each time"),
+        ("", _movement(summary.before, summary.after)),
     ]
     if deltas:
         lines += _delta_lines(deltas)
@@ -206,11 +214,20 @@ def _movement(before: Score, after: Score) -> str:
     """Whether the reward moved. The two errors are taken as independent, which overstates them."""
     moved = after.mean - before.mean
     error = math.hypot(before.standard_error, after.standard_error)
-    found = f"sampled reward {moved:+.3f} +- {error:.3f}"
+    found = f"{moved:+.3f} +- {error:.3f}"
     if abs(moved) > 2 * error:
         return f"{found}: the policy {'improved' if moved > 0 else 'got worse'}"
     return f"{found}: within noise; --lr 1e-4 --steps 300 trains long enough to see it learn"
 
 
-def _score(score: Score) -> str:
-    return f"{score.mean:.3f} +- {score.standard_error:.3f}"
+def write_files(folder: Path, report: Report, summary: Summary) -> None:
+    """Write records.jsonl, summary.json and checkpoints into `folder`, which exists."""
+    from safetensors.torch import save_file
+
+    lines = "".join(json.dumps(record.as_json()) + "\n" for record in report.records)
+    write_output(folder / "records.jsonl", lines.encode("ascii"))
+    text = json.dumps(asdict(summary), indent=2) + "\n"
+    write_output(folder / "summary.json", text.encode("ascii"))
+    for name, tensors in report.checkpoints.items():
+        with appearing(folder / f"{name}.safetensors", replaces=True) as made:
+            save_file(tensors, made)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from tempfile import TemporaryDirectory
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -23,16 +26,16 @@ from deltasync import (
 )
 from deltasync import Policy as SendPolicy
 from deltasync.demo.grpo import group_advantages, grpo_loss
-from deltasync.demo.link import Link, LinkError, Message
 from deltasync.demo.policy import Policy, PolicySize, has_fast_bf16
-from deltasync.demo.processes import TransportName, rollout_process, send_transport, use_few_threads
-from deltasync.demo.records import Checkpoint, Evaluation, Score, Summary, VersionRecord, WarmUpStep
+from deltasync.demo.report import Report, Score, Summary, VersionRecord
+from deltasync.demo.rollout import use_few_threads
 from deltasync.demo.task import SortTask
+from deltasync.errors import PeerLost
 from deltasync.observe.run_log import RunLog
-from deltasync.store.sender import PublishStats, StoreSender
-from deltasync.transports.address import Address
+from deltasync.store.sender import StoreSender
+from deltasync.transports.address import Address, listen
 
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S, EXIT_TIMEOUT_S = 120.0, 10.0
 # Index and value of a changed element take as many bytes as three elements of a dense patch. The
 # default policy sends dense patches sooner, to save time, which hardly matters for a small model.
 FEWEST_BYTES = SenderOptions(policy=SendPolicy(dense_above=1 / 3), report_density="layer")
@@ -58,7 +61,7 @@ class DemoConfig:
     steps: int
     seed: int
     learning_rate: float
-    transport: TransportName
+    transport: Literal["shared_memory", "gloo"]
     task: SortTask = field(default_factory=SortTask)
     size: PolicySize = field(default_factory=PolicySize)
     warm_up_steps: int = 120
@@ -84,70 +87,80 @@ class DemoConfig:
         return cls(**(small | changes))
 
 
-@dataclass(frozen=True, slots=True)
-class Rollouts:
-    """What process B generated for one batch of prompts; B rows, T tokens of answer.
+class RolloutProcess:
+    """Process B, and what A asks it. It ends with the block, however the block ends.
 
-    Attributes:
-        prompts: int64[B, prompt_length]; the rows of a group are adjacent.
-        answers: int64[B, T].
-        log_probs: float32[B, T], of the answers under the policy that B held.
-        rewards: float32[B].
-        seconds: Duration of the generation.
+    B is in a session of its own, so that Ctrl-C reaches A alone. Calls raise PeerLost if B is gone.
     """
 
-    prompts: Tensor
-    answers: Tensor
-    log_probs: Tensor
-    rewards: Tensor
-    seconds: float
+    def __init__(self, config: DemoConfig, address: Address) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "deltasync.demo.rollout"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        seed = config.seed + 1  # other weights than A's, until the full sync
+        made = {"num_digits": config.task.num_digits, "size": asdict(config.size), "seed": seed}
+        self._tell(made | {"address": address.model_dump()})
 
+    def __enter__(self) -> Self:
+        return self
 
-class RolloutClient:
-    """The requests of process A to process B."""
-
-    def __init__(self, link: Link, config: DemoConfig, address: Address) -> None:
-        self._link = link
-        start = {
-            "num_digits": config.task.num_digits,
-            "size": asdict(config.size),
-            "seed": config.seed + 1,  # other weights than A's, until the full sync
-            "address": address.model_dump(),
-        }
-        link.send(Message("start", start))
-
-    def receive_weights(self) -> None:
-        """Let it wait for a sync, which must follow."""
-        self._link.send(Message("receive_weights"))
-
-    def generate(self, prompts: Tensor, seed: int | None) -> Rollouts:
-        """Answers sampled with `seed`, or greedy ones for None, and their rewards."""
-        request = Message("generate", {"seed": seed, "prompts": prompts.tolist()})
-        answer = self._link.request(request)
+    def __exit__(self, *_: object) -> None:
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with suppress(OSError):
+                pipe.close()
         try:
-            answers, log_probs, rewards = (
-                torch.tensor(answer.values[name]) for name in ("answers", "log_probs", "rewards")
-            )
-            return Rollouts(prompts, answers, log_probs, rewards, answer.values["seconds"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise LinkError(f"not rollouts: {answer.kind}") from error
+            self._process.wait(EXIT_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
-    def sha256(self) -> str:
-        """Return the SHA-256 of the weights that it holds."""
-        return str(self._link.request(Message("sha256")).values["hex"])
+    def ask(self, prompts: Tensor, seed: int, *, syncs: bool) -> None:
+        """Let it answer prompts, int64[B, prompt_length].
+
+        Args:
+            prompts: The prompts.
+            seed: Of the sampler.
+            syncs: Whether it first waits for a sync, which must follow.
+        """
+        self._tell({"prompts": prompts.tolist(), "seed": seed, "syncs": syncs})
+
+    def answer(self) -> dict[str, Any]:
+        """Return the answer to the last `ask`.
+
+        Returns:
+            Lists of B: "answers" of int64[T], their "log_probs" of float32[T] under the policy that
+            B holds, and "rewards"; the "seconds" that it took, and the "sha256" of B's weights.
+        """
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line.endswith("\n"):
+            raise PeerLost("the rollout process is gone")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def _tell(self, request: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        try:
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+        except OSError as error:
+            raise PeerLost("the rollout process is gone") from error
 
 
 class Trainer:
     """The policy in fp32, and what trains it."""
 
-    def __init__(self, config: DemoConfig, client: RolloutClient) -> None:
+    def __init__(self, config: DemoConfig, rollout: RolloutProcess, report: Report) -> None:
         torch.manual_seed(config.seed)
-        self.config = config
-        self.client = client
+        self.config, self.rollout, self.report = config, rollout, report
         self.policy = Policy(config.task, config.size)
         self.generator = torch.Generator().manual_seed(config.seed)
 
-    def warm_up(self) -> Iterator[WarmUpStep]:
+    def warm_up(self) -> None:
         """Train on solutions, until the policy finds a good part of them itself."""
         config, steps = self.config, self.config.warm_up_steps
         optimizer = torch.optim.AdamW(
@@ -160,56 +173,60 @@ class Trainer:
             loss = -self._log_probs(prompts, config.task.solutions(prompts)).mean()
             self._step(optimizer, loss)
             schedule.step()
-            yield WarmUpStep(step + 1, steps, loss.item())
+            self.report.warm_up(step + 1, steps, loss.item())
 
-    def train(
-        self, sender: WeightSender, first: SyncStats, publish: Callable[[], PublishStats | None]
-    ) -> Iterator[VersionRecord]:
+    def train(self, sender: WeightSender, first: SyncStats) -> None:
         """GRPO: each version generates the rollouts of the step that makes the next version.
 
         Args:
             sender: Has sent the weights as they are.
             first: What that sync did.
-            publish: Publishes the weights as they are to a store, if there is one.
         """
         optimizer = torch.optim.AdamW(
             self.policy.parameters(), self.config.learning_rate, betas=BETAS, weight_decay=0.0
         )
         schedule = LinearLR(optimizer, start_factor=0.1, total_iters=10)
-        handle = sync_after_step(optimizer, sender, on_error="raise")
+        publisher = None
+        if (store := self.config.store) is not None:
+            changes = {"compression": "gap", "wire_dtypes": {"*": "bfloat16"}}
+            options = FEWEST_BYTES.model_copy(update=changes)
+            publisher = StoreSender(ModuleSource(self.policy), store, options=options)
+        hook = sync_after_step(optimizer, sender, on_error="raise")
+        prompts = self._ask(syncs=False)
         for step in range(self.config.steps + 1):
-            rollouts = self._rollouts()
-            reward = rollouts.rewards.mean().item()
-            stats = handle.last_stats or first
-            same = self.client.sha256() == self.policy.sha256()
-            yield VersionRecord(
-                stats=stats,
-                reward=reward,
-                verified=same,
-                rollout_s=rollouts.seconds,
-                published=publish(),
+            found = self.rollout.answer()
+            rewards = torch.tensor(found["rewards"])
+            self.report.version(
+                VersionRecord(
+                    stats=hook.last_stats or first,
+                    reward=rewards.mean().item(),
+                    verified=found["sha256"] == self.policy.sha256(),
+                    rollout_s=found["seconds"],
+                    published=None if publisher is None else publisher.publish(),
+                )
             )
             if step == self.config.steps:  # the last version is only evaluated
                 return
-            advantages = group_advantages(rollouts.rewards, self.config.group_size)
-            log_probs = self._log_probs(rollouts.prompts, rollouts.answers)
-            loss = grpo_loss(log_probs, rollouts.log_probs, advantages)
-            self.client.receive_weights()  # the hook sends them, in the optimizer's step
-            self._step(optimizer, loss)
+            advantages = group_advantages(rewards, self.config.group_size)
+            log_probs = self._log_probs(prompts, torch.tensor(found["answers"]))
+            loss = grpo_loss(log_probs, torch.tensor(found["log_probs"]), advantages)
+            prompts = self._ask(syncs=True)
+            self._step(optimizer, loss)  # in which the hook sends the weights
             schedule.step()
 
-    def evaluate(self) -> Evaluation:
-        """Scores of the weights that process B holds, always on the same prompts."""
+    def _ask(self, *, syncs: bool) -> Tensor:
+        """Let process B answer new prompts. Returns them, the rows of a group adjacent."""
+        prompts = self.config.task.sample_prompts(self.config.num_prompts, self.generator)
+        prompts = prompts.repeat_interleave(self.config.group_size, dim=0)
+        seed = int(torch.randint(NUM_SEEDS, (), generator=self.generator))
+        self.rollout.ask(prompts, seed, syncs=syncs)
+        return prompts
+
+    def ask_evaluation(self, *, syncs: bool) -> None:
+        """Let process B answer the prompts of the evaluation, which are always the same."""
         generator = torch.Generator().manual_seed(EVALUATION_SEED)
         prompts = self.config.task.sample_prompts(self.config.num_evaluation_prompts, generator)
-        sampled = self.client.generate(prompts, EVALUATION_SEED)
-        greedy = self.client.generate(prompts, None)
-        return Evaluation(Score.of(sampled.rewards), Score.of(greedy.rewards))
-
-    def _rollouts(self) -> Rollouts:
-        prompts = self.config.task.sample_prompts(self.config.num_prompts, self.generator)
-        seed = int(torch.randint(NUM_SEEDS, (), generator=self.generator))
-        return self.client.generate(prompts.repeat_interleave(self.config.group_size, dim=0), seed)
+        self.rollout.ask(prompts, EVALUATION_SEED, syncs=syncs)
 
     def _log_probs(self, prompts: Tensor, answers: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=has_fast_bf16()):
@@ -222,54 +239,36 @@ class Trainer:
         optimizer.step()
 
 
-def run(config: DemoConfig) -> Generator[WarmUpStep | Checkpoint | VersionRecord | Summary]:
-    """Run the whole demo and yield its events. Close it to end both processes."""
+def run(config: DemoConfig, report: Report) -> Summary:
+    """Run the whole demo. Both processes have ended when it returns or raises."""
     use_few_threads()
     started = time.perf_counter()
-    with (
-        _logged(config.log),
-        send_transport(config.transport) as (transport, address),
-        rollout_process() as link,
-    ):
-        client = RolloutClient(link, config, address)
-        trainer = Trainer(config, client)
-        yield from trainer.warm_up()
+    with ExitStack() as stack:
+        if config.log is not None:
+            stack.enter_context(subscribe(stack.enter_context(RunLog(config.log))))
+        folder = stack.enter_context(TemporaryDirectory(prefix="deltasync-"))
+        transport, address = listen(config.transport, path=Path(folder) / "weights.sock")
+        stack.enter_context(transport)
+        rollout = stack.enter_context(RolloutProcess(config, address))
+        trainer = Trainer(config, rollout, report)
+        trainer.warm_up()
         warm = time.perf_counter()
         source = ModuleSource(trainer.policy)
         with WeightSender(source, transport, options=FEWEST_BYTES) as sender:
-            client.receive_weights()
+            trainer.ask_evaluation(syncs=True)
             sender.wait_for_receivers(1, timeout_s=START_TIMEOUT_S)
-            first = sender.send_weights()
-            yield Checkpoint("first", trainer.policy.weights())
-            before = trainer.evaluate()
-            yield from trainer.train(sender, first, _publisher(source, config))
-            yield Checkpoint("last", trainer.policy.weights())
-            after = trainer.evaluate()
-        yield Summary(
-            before=before,
-            after=after,
+            stats = sender.send_weights()
+            first = rollout.answer()
+            report.checkpoints["first"] = trainer.policy.weights()
+            trainer.train(sender, stats)
+            report.checkpoints["last"] = trainer.policy.weights()
+            trainer.ask_evaluation(syncs=False)
+            last = rollout.answer()
+        return Summary(
+            before=Score.of(first["rewards"]),
+            after=Score.of(last["rewards"]),
             trainer_sha256=trainer.policy.sha256(),
-            rollout_sha256=client.sha256(),
+            rollout_sha256=last["sha256"],
             warm_up_s=warm - started,
             training_s=time.perf_counter() - warm,
         )
-
-
-@contextmanager
-def _logged(path: Path | None) -> Iterator[None]:
-    """Inside, every sync of this process is logged."""
-    if path is None:
-        yield
-        return
-    with RunLog(path) as log, subscribe(log):
-        yield
-
-
-def _publisher(source: ModuleSource, config: DemoConfig) -> Callable[[], PublishStats | None]:
-    """Publishes the source to the demo's store, as a run of its own."""
-    if config.store is None:
-        return lambda: None
-    options = FEWEST_BYTES.model_copy(
-        update={"compression": "gap", "wire_dtypes": {"*": "bfloat16"}}
-    )
-    return StoreSender(source, config.store, options=options).publish

@@ -50,8 +50,7 @@ def test_json_is_one_object_a_version(transport: str, tmp_path: Path) -> None:
         assert 0 < delta["nnz"] < 0.3 * delta["numel"]
         assert delta["payload_bytes"] < delta["dense_bytes"]
     assert (out / "records.jsonl").read_text() == done.stdout
-    assert json.loads((out / "summary.json").read_text())["before"]["sampled"]["num_prompts"] >= 256
-    assert (out / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((out / "summary.json").read_text())["before"]["num_prompts"] >= 256
     first, last = (load_file(out / f"{name}.safetensors") for name in ("first", "last"))
     changes = sum(int((last[name] != first[name]).sum()) for name in first)
     assert max(delta["nnz"] for delta in records[1:]) <= changes

@@ -152,7 +152,6 @@ def test_a_page_goes_through_a_pipe_and_to_stdout(log: Path) -> None:
 
 @pytest.mark.parametrize("name", ["run.jsonl", "first.safetensors"])
 def test_files_of_a_demo_take_the_place_of_files_alone(tmp_path: Path, name: str) -> None:
-    pytest.importorskip("matplotlib")
     victim = tmp_path / "victim"
     victim.write_text("mine")
     (tmp_path / "out").mkdir()
