@@ -1,0 +1,41 @@
+"""Every mutant still fits the code and its tests; `python -m tests.mutants` runs them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+
+import pytest
+
+from tests.mutants.entries import ROOT, Mutant, read_mutants
+
+MUTANTS = read_mutants()
+
+
+def test_names_are_unique_and_in_kebab_case() -> None:
+    counts = Counter(mutant.name for mutant in MUTANTS)
+    assert [name for name, count in counts.items() if count > 1] == []
+    assert [name for name in counts if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name)] == []
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_mutant_applies_and_names_tests_that_exist(mutant: Mutant) -> None:
+    assert mutant.file.startswith("deltasync/")
+    assert mutant.promise
+    text = (ROOT / mutant.file).read_text(encoding="utf-8")
+    applied = mutant.applied(text)
+    assert ast.dump(ast.parse(applied)) != ast.dump(ast.parse(text)), "it changes no statement"
+    assert mutant.tests
+    for test in mutant.tests:
+        path, *names = test.partition("[")[0].split("::")
+        assert names, f"{test} names no function"
+        assert names[0] in defined(path), f"{path} has no {names[0]}"
+
+
+def defined(path: str) -> set[str]:
+    """Names of functions and classes of a test file; a class may inherit its tests."""
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    return {
+        node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
