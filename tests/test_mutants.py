@@ -5,12 +5,16 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
+from functools import cache
+from pathlib import Path
 
 import pytest
 
 from tests.mutants.entries import ROOT, Mutant, read_mutants
 
 MUTANTS = read_mutants()
+CONTRACTS = (*ROOT.glob("deltasync/testing/*.py"), *ROOT.glob("tests/**/*contract.py"))
+"""What test classes inherit from."""
 
 
 def test_names_are_unique_and_in_kebab_case() -> None:
@@ -30,12 +34,15 @@ def test_a_mutant_applies_and_names_tests_that_exist(mutant: Mutant) -> None:
     for test in mutant.tests:
         path, *names = test.partition("[")[0].split("::")
         assert names, f"{test} names no function"
-        assert names[0] in defined(path), f"{path} has no {names[0]}"
+        assert names[0] in defined(ROOT / path), f"{path} has no {names[0]}"
+        places = [ROOT / path, *(CONTRACTS if len(names) > 1 else ())]
+        assert names[-1] in set().union(*map(defined, places)), f"{test} is not defined"
 
 
-def defined(path: str) -> set[str]:
-    """Names of functions and classes of a test file; a class may inherit its tests."""
-    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+@cache
+def defined(path: Path) -> set[str]:
+    """Names of functions and classes of a file."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
     return {
         node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)
     }

@@ -7,7 +7,7 @@ import pytest
 
 from deltasync import dtypes
 from deltasync.delta.codecs.blocks import BlockCodec, Shape, decode_indices, encode_indices
-from deltasync.errors import WireError
+from deltasync.errors import InvalidIndices, WireError
 from tests.delta.row_codec_contract import RowCodecContract, row_of, weights
 
 BF16 = dtypes.BY_NAME["bfloat16"]
@@ -43,6 +43,16 @@ def test_a_full_block_can_be_counted() -> None:
     indices = np.arange(512, dtype=np.int32)
     block = np.frombuffer(encode_indices(indices, Shape.of(indices, 512), 512), np.uint8)
     assert np.array_equal(decode_indices(block, 512, 512), indices)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_blocks_that_count_other_changes_are_refused(count: int) -> None:
+    """The index block has three changes, and offsets for them."""
+    indices = np.array([1, 2, 300], np.int32)
+    block = bytearray(encode_indices(indices, Shape(8, 8), 512))
+    block[4] = count - 1
+    with pytest.raises(InvalidIndices):
+        decode_indices(np.frombuffer(block, np.uint8), 3, 512)
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from deltasync.errors import (
 from deltasync.testing.bits import random_bits
 from deltasync.testing.payloads import payloads
 from deltasync.wire.codecs import IndexCodec
+from deltasync.wire.coded import CodedPayload
 from deltasync.wire.messages import ParameterSpec
 from tests.delta.codec_contract import CodecContract, Runs, Specs, assert_same
 from tests.strategies import DTYPES, SEEDS
@@ -270,6 +271,18 @@ def test_w29_w30_each_lie_is_refused(at: int, kind: str, value: int, error: type
     made = encoded(near(specs, 0.02, 3), specs, IndexCodec.GAP, compressed=False)
     with pytest.raises(error):
         decoded(_broken(made[0], at, kind, value), *made[1:], specs)
+
+
+def test_w30_a_dense_row_has_no_indices() -> None:
+    specs = one_spec()
+    bits = flats_of(specs)[0].line ^ 1
+    made, *sizes = encoded([(0, Run(0, 5000, None, bits))], specs, IndexCodec.GAP)
+    coded = CodedPayload.from_bytes(memoryview(made), num_rows=sizes[0], raw_bytes=sizes[1])
+    rows = coded.rows.copy()
+    rows["index_bytes"] = 4
+    lying = CodedPayload(rows, coded.digests, np.zeros(4, np.uint8), coded.value)
+    with pytest.raises(InvalidTable, match="no indices"):
+        decoded(lying.to_bytes(compressed=False), *sizes, specs)
 
 
 @pytest.mark.parametrize("codec", CODECS)

@@ -103,6 +103,13 @@ def test_w28_steps_are_zigzagged_and_far_ones_are_new_bits() -> None:
     assert value.hex() == "02" + "01" + "01" + "ff" + "c17f"
 
 
+@pytest.mark.parametrize(("new", "value"), [(0x3FFF, "fe"), (0x3F00, "ff003f"), (0x4000, "ff0040")])
+def test_w28_the_largest_step_is_254(new: int, value: str) -> None:
+    bits = np.array([new], np.uint16), np.array([0x3F80], np.uint16)
+    row = SparseRow(np.zeros(1, np.int32), *bits, 1, BY_NAME["bfloat16"])
+    assert CODEC.encode([row])[0][1].hex() == value
+
+
 @pytest.mark.parametrize("value", ["", "0000", "000000ff", "0000ff", "000000c17f", "ffffff0000"])
 def test_w28_value_blocks_of_another_length_are_refused(value: str) -> None:
     coded = CodedRow(_block(b"\x01\0\0\0"), _block(bytes.fromhex(value)), 3, 9, BY_NAME["float16"])

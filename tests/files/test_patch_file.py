@@ -213,6 +213,16 @@ def test_a_coded_patch_makes_the_new_checkpoint(tmp_path: Path, codec: Coding) -
     assert not (tmp_path / "other").exists()
 
 
+def test_what_a_codec_makes_longer_is_written_as_it_is(tmp_path: Path) -> None:
+    old = save({"w": torch.zeros(100)}, tmp_path / "old")
+    new = save({"w": torch.eye(10).view(100)}, tmp_path / "new")
+    sizes = []
+    for codec in ("none", "gap"):
+        write_patch(Checkpoint(old), Checkpoint(new), tmp_path / codec, codec=codec)
+        sizes.append((tmp_path / codec).stat().st_size)
+    assert sizes[1] == sizes[0]
+
+
 @pytest.mark.parametrize("codec", ["gap", "block", "class"])
 @given(at=st.integers(min_value=0), bit=st.integers(0, 7))
 def test_one_wrong_bit_of_a_coded_patch_is_found_before_anything_is_written(

@@ -1,4 +1,4 @@
-"""The files of mutants: each entry is one small fault of the product, and the tests that find it."""
+"""Reads files of mutants: each entry is a small fault of the product, and the tests that find it."""
 
 from __future__ import annotations
 

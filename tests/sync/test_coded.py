@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,9 +12,10 @@ from deltasync import ModuleSource, SenderOptions, TrainerRank, WeightSender
 from deltasync.delta.codecs.coding import Coding
 from deltasync.delta.policy import Policy
 from deltasync.errors import ConfigError, SyncAborted, WrongBase
+from deltasync.sync.protocol.round import SyncPhase
 from deltasync.transports import inprocess
 from deltasync.transports.base import Capabilities
-from tests.sync.harness import Model, ThroughSender, bits_equal, fleet, until
+from tests.sync.harness import Model, Receivers, ThroughSender, bits_equal, fleet, until
 
 ONLY_SPARSE, ALL_DENSE = Policy(dense_above=1.0), Policy(dense_above=0.0)
 
@@ -110,6 +113,32 @@ def test_a_change_that_gaps_do_not_pay_for_stays_raw_in_a_coded_payload() -> Non
         stats = here.sender.send_weights()
         assert bits_equal(source, target)
         assert any("raw" in name for name in stats.bytes_by_codec), stats.bytes_by_codec
+
+
+def test_what_an_aborted_sync_overwrote_is_not_coded_against() -> None:
+    """With nothing held, the snapshot has the new bits as soon as they are packed."""
+    source, target = model(1), model(1)
+    failures = [RuntimeError("not yet")]
+
+    def on_phase(phase: SyncPhase) -> None:
+        if phase.version == 3 and failures:
+            raise failures.pop()
+
+    link = inprocess.Sender()
+    options = SenderOptions(compression="gap", policy=ALL_DENSE, max_inflight_bytes=0)
+    with closing(Receivers([link])) as here:
+        here.sender = WeightSender(ModuleSource(source), link, options=options, on_phase=on_phase)
+        here.add(target)
+        here.wait(1)
+        here.sender.send_weights()
+        generator = torch.Generator().manual_seed(2)
+        nudged(source.get_parameter("a").data, 0.1, generator)
+        here.sender.send_weights()
+        nudged(source.get_parameter("a").data, 0.1, generator)
+        with pytest.raises(RuntimeError, match="not yet"):
+            here.sender.send_weights()
+        assert here.sender.send_weights().full_synced == 0
+        assert bits_equal(source, target)
 
 
 def test_a_codec_that_this_build_has_not_is_refused() -> None:

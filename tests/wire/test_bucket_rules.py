@@ -173,6 +173,7 @@ def test_w12_bounds(changes: dict[str, int]) -> None:
         ({"parameter": 1, "span": 2**31, "value_bytes": 16}, "2\\^31"),
         (DENSE | {"span": 5}, "dense"),
         (DENSE | {"start": 97}, "start"),
+        ({"start": 2**64 - 10}, "start"),
     ],
 )
 def test_w12_bounds_alone_are_broken(changes: dict[str, int], rule: str) -> None:

@@ -291,6 +291,12 @@ def test_w08_lanes_and_a_connection_go_together(name: str, fields: dict[str, Any
         decode(header_of(MESSAGES[name] | fields))
 
 
+@pytest.mark.parametrize("rank", [1, 2])
+def test_w08_a_rank_is_one_of_its_world(rank: int) -> None:
+    with exactly(MalformedMessage):
+        decode(header_of(MESSAGES["hello"] | {"rank": rank, "world": 1}))
+
+
 RAW = bytes(range(256)) * 4
 
 
