@@ -12,7 +12,7 @@ from types import FunctionType
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 from deltasync.cli import COMMANDS
 
@@ -22,6 +22,15 @@ for _name, _examples in {"dev": 50, "ci": 200, "nightly": 5000}.items():
     settings.register_profile(
         _name, max_examples=_examples, deadline=None, derandomize=_name == "ci"
     )
+# Where it is enough that something fails: not made smaller, which takes longer than to find it.
+settings.register_profile(
+    "mutants",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    max_examples=50,
+    phases=[Phase.explicit, Phase.generate],
+)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
 
 

@@ -15,6 +15,7 @@ from tests.mutants.entries import ROOT, Mutant, read_mutants
 MUTANTS = read_mutants()
 CONTRACTS = (*ROOT.glob("deltasync/testing/*.py"), *ROOT.glob("tests/**/*contract.py"))
 """What test classes inherit from."""
+NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def test_names_are_unique_and_in_kebab_case() -> None:
@@ -35,14 +36,18 @@ def test_a_mutant_applies_and_names_tests_that_exist(mutant: Mutant) -> None:
         path, *names = test.partition("[")[0].split("::")
         assert names, f"{test} names no function"
         assert names[0] in defined(ROOT / path), f"{path} has no {names[0]}"
-        places = [ROOT / path, *(CONTRACTS if len(names) > 1 else ())]
-        assert names[-1] in set().union(*map(defined, places)), f"{test} is not defined"
+        for name in names[1:]:  # of a class, which may inherit it
+            places = map(methods, (ROOT / path, *CONTRACTS))
+            assert name in set().union(*places), f"{test} is not defined"
 
 
 @cache
 def defined(path: Path) -> set[str]:
     """Names of functions and classes of a file."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    return {
-        node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)
-    }
+    return {node.name for node in ast.parse(path.read_text()).body if isinstance(node, NAMED)}
+
+
+@cache
+def methods(path: Path) -> set[str]:
+    """Names of the functions of all its classes."""
+    return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, NAMED)}

@@ -225,6 +225,29 @@ def test_float32_is_rounded_as_elsewhere(seed: int, dense_above: float) -> None:
     assert torch.equal(as_bits(both.replica["w"].cpu()), plain)
 
 
+@pytest.mark.parametrize("dense_above", [0.0, 1.0])
+def test_float32_between_two_numbers_goes_to_the_even_one(dense_above: float) -> None:
+    halves = (torch.arange(0x3F00, 0x4000, dtype=torch.int32) << 16) + 0x8000
+    both = bf16_ends(torch.zeros(2 * len(halves), device=DEVICE))
+    both.policy = Policy(chunk_numel=3000, dense_above=dense_above)
+    both.source["w"].copy_(torch.cat([halves.view(torch.float32), -halves.view(torch.float32)]))
+    delta = both.compare(bucket_bytes=1 << 16, max_held_bytes=1 << 20)
+    assert both.staged(delta).commit() == delta.ledger.total
+    assert equal(both.replica, {"w": both.source["w"].bfloat16()})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_negative_zero_is_a_change_in_whole_blocks_and_in_the_last(dtype: torch.dtype) -> None:
+    model = {"w": torch.zeros(4096 + 9, dtype=dtype)}
+    both = Ends(placed(model), placed(model), Policy(chunk_numel=1 << 20, dense_above=1.0), 1000)
+    for at in (0, 1, 4095, 4096, 4104):
+        both.source["w"][at] = -0.0
+    delta = both.compare(bucket_bytes=1 << 16, max_held_bytes=1 << 20)
+    assert delta.nnz == 5
+    assert both.staged(delta).commit() == delta.ledger.total
+    assert equal(both.replica, both.source)
+
+
 def test_what_kernels_cannot_read_in_place_is_read_through_copies() -> None:
     source = {
         "strided": torch.randn(30, 20, device=DEVICE).t(),

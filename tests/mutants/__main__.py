@@ -21,13 +21,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
+from threading import Event
 
 from tests.mutants.entries import ROOT, Mutant, read_mutants
 
-# Each example of hypothesis is the same one in each run.
-PYTEST = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
+PYTEST = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
 TIMEOUT_S = 240.0
 KILLED = {1: "killed", None: "killed by timeout"}
+stopping = Event()
 
 
 def run_tests(tree: Path, tests: Iterable[str], timeout_s: float) -> tuple[int | None, str]:
@@ -36,21 +37,28 @@ def run_tests(tree: Path, tests: Iterable[str], timeout_s: float) -> tuple[int |
         process = subprocess.Popen(
             [sys.executable, *PYTEST, *tests],
             cwd=tree,
-            env=os.environ | {"PYTHONPATH": str(tree)},
+            env=os.environ | {"PYTHONPATH": str(tree), "HYPOTHESIS_PROFILE": "mutants"},
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
         try:
-            code: int | None = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            code = None
+            code = ended(process, timeout_s)
         finally:
             with suppress(ProcessLookupError):  # tests may leave processes too
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         output.seek(0)
         return code, output.read()
+
+
+def ended(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
+    """The exit code; None if it took too long, or this program is to stop."""
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end and not stopping.is_set():
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(0.2)
+    return None
 
 
 def judge(mutant: Mutant, tree: Path) -> str:
@@ -110,12 +118,17 @@ def judge_all(mutants: list[Mutant], folder: Path, jobs: int) -> Counter[str]:
             verdict = judge(mutant, tree)
         finally:
             trees.put(tree)
-        print(f"{mutant.name}: {verdict}, {time.monotonic() - begin:.0f} s", flush=True)
+        if not stopping.is_set():
+            print(f"{mutant.name}: {verdict}, {time.monotonic() - begin:.0f} s", flush=True)
         return verdict
 
     with ThreadPoolExecutor(jobs) as pool:
         verdicts = pool.map(in_some_tree, mutants)
-        return Counter(verdict.split()[0].strip(":") for verdict in verdicts)
+        try:
+            return Counter(verdict.split()[0].strip(":") for verdict in verdicts)
+        finally:  # after an interrupt, too
+            stopping.set()
+            pool.shutdown(cancel_futures=True)
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Reads files of mutants: each entry is a small fault of the product, and the tests that find it."""
+"""Reads the files of mutants: each entry is a small fault, and the tests that must find it."""
 
 from __future__ import annotations
 
