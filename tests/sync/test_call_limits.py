@@ -6,24 +6,43 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
 
 from deltasync import (
+    ModuleSource,
     ModuleTarget,
     Policy,
     SenderOptions,
     StagingThread,
     WeightReceiver,
+    WeightSender,
     sync_after_step,
 )
-from deltasync.errors import ConfigError, ReceiversLost, StepApplied, SyncAborted, TransportTimeout
+from deltasync.errors import (
+    ConfigError,
+    ReceiversLost,
+    StepApplied,
+    SyncAborted,
+    TransportError,
+    TransportTimeout,
+)
 from deltasync.transports import inprocess, shared_memory
 from deltasync.transports.base import ReceiveTransport
 from tests.sync.groups import rows_of, trainer_of
-from tests.sync.harness import Fleet, Model, ThroughReceiver, bits_equal, fleet, random_model
+from tests.sync.harness import (
+    Fleet,
+    Model,
+    Receivers,
+    ThroughReceiver,
+    ThroughSender,
+    bits_equal,
+    fleet,
+    random_model,
+)
 
 SHAPES = {"a": (8, 4), "b": (6,)}
 
@@ -119,6 +138,38 @@ def test_a_receiver_that_answers_slowly_each_time_cannot_exceed_the_total(decide
         link.delay_s = 0.0
         here.wait(1)
         assert here.sender.send_weights(timeout_s=5).receivers == 1
+        assert bits_equal(source, replica)
+
+
+class Overtime(ThroughSender):
+    """A link on which answers are there when their time is over."""
+
+    is_slow = False
+
+    def collect_replies(self, *, timeout_s: float) -> dict[int, bytes | TransportError]:
+        replies = super().collect_replies(timeout_s=timeout_s)
+        if self.is_slow:
+            time.sleep(timeout_s)
+        return replies
+
+
+def test_nothing_is_decided_once_the_time_for_the_call_has_passed() -> None:
+    source, replica = random_model(SHAPES, 0), random_model(SHAPES, 1)
+    inner = inprocess.Sender()
+    link = Overtime(inner)
+    with closing(Receivers([inner])) as here:
+        here.sender = WeightSender(ModuleSource(source), link)
+        here.add(replica)
+        here.wait(1)
+        version = here.sender.send_weights(timeout_s=5).version
+        nudge(source)
+        link.is_slow = True
+        with pytest.raises(TransportTimeout, match="total_timeout_s has passed"):
+            here.sender.send_weights(timeout_s=5, total_timeout_s=1)
+        assert here.sender.version == version
+        link.is_slow = False
+        here.wait(1)
+        assert here.sender.send_weights(timeout_s=5).version == version + 1
         assert bits_equal(source, replica)
 
 

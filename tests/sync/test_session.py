@@ -121,6 +121,16 @@ def test_buckets_come_once_and_in_order() -> None:
         session.on(Prepare(version=2, num_buckets=2))
 
 
+def test_all_is_there_when_each_connection_has_said_so() -> None:
+    session = ready(1)
+    session.lanes = 3
+    session.on(begin(2, 1))
+    for lane in (0, 2, 1):
+        assert session.state is ReceiverState.STAGING
+        session.on(Prepare(version=2, num_buckets=0), lane=lane)
+    assert session.state is ReceiverState.PREPARED
+
+
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_a_lost_payload_leaves_only_an_abort(lanes: int) -> None:
     session = ready(1)
@@ -170,6 +180,16 @@ def test_breaking_off_in_place_is_dirty_until_a_version_is_kept() -> None:
     session.on("committed")
     session.on(Finish(version=2, undo=()))
     assert not session.dirty
+
+
+def test_an_undo_leaves_what_was_dirty_before_dirty() -> None:
+    session = ReceiverSession("a", dirty=True, half_written=True)
+    for event in ("greeted", layout(2), Welcome(full_sync=("a",)), begin(2, None)):
+        session.on(event)
+    for event in (Prepare(version=2, num_buckets=0), Commit(version=2), "writing", "restored"):
+        session.on(event)
+    assert session.dirty
+    assert session.half_written
 
 
 def test_the_ranks_of_an_engine_wait_for_each_other() -> None:

@@ -103,6 +103,17 @@ def test_nothing_changed_is_a_version_without_payload() -> None:
         assert (second.version, second.nnz, second.payload_bytes) == (first.version + 1, 0, 0)
 
 
+def test_what_was_sent_is_not_sent_again() -> None:
+    source = model()
+    with fleet(source) as here:
+        here.add(model())
+        here.wait(1)
+        here.sender.send_weights()
+        nudge(source)
+        assert here.sender.send_weights().payload_bytes > 0
+        assert here.sender.send_weights().payload_bytes == 0
+
+
 def test_a_late_joiner_alone_gets_a_full_sync() -> None:
     source, early, late = model(), model(), model(2)
     with fleet(source) as here:
@@ -210,6 +221,25 @@ def test_an_engine_of_two_ranks_joins_whole_and_commits_whole() -> None:
         assert here.sender.send_weights().receivers == 2
         nudge(source)
         assert here.sender.send_weights().receivers == 2
+        assert all(holds_the_same(source, half) for half in halves)
+
+
+def test_an_engine_that_loses_a_rank_between_syncs_is_no_member() -> None:
+    source, other = model(), model(3)
+    halves = [Half(other, ["embed", "norm"]), Half(other, ["layer", "norm"])]
+    with fleet(source) as here:
+        for rank, half in enumerate(halves):
+            here.add(half, rank=rank, world=2)
+        here.wait(2)
+        version = here.sender.send_weights().version
+        here.serving.pop("engine/1").stop()
+        with pytest.raises(SyncAborted, match=r"engine\[0/2\].*engine\[1/2\]"):
+            here.sender.send_weights()
+        assert here.sender.num_receivers == 0
+        here.add(halves[1], rank=1, world=2)
+        here.wait(2)
+        nudge(source)
+        assert here.sender.send_weights().version == version + 1
         assert all(holds_the_same(source, half) for half in halves)
 
 

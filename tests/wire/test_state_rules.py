@@ -232,6 +232,21 @@ def test_w26_a_sender_goes_where_its_table_says(
         assert [rule.then for rule in rules] == [session.phase]
 
 
+def test_w26_what_a_sender_checks_before_it_goes_on() -> None:
+    session = SenderSession(version=3, members={0: member(0)})
+    with pytest.raises(CallOrderError, match="members would miss"):
+        session.captured(4)
+    with pytest.raises(CallOrderError, match="v2 after v3"):
+        session.begin([member(0), member(1)], version=2)
+    session.begin([member(0), member(1)], version=4)
+    for peer in (0, 1):
+        with pytest.raises(CallOrderError, match="not every participant"):
+            session.decide()
+        session.prepared(peer)
+    session.decide()
+    assert session.version == 4
+
+
 def test_the_tables_name_what_there_is() -> None:
     kinds = [rule.on for rule in RECEIVER_RULES]
     assert {on for on in kinds if isinstance(on, str)} == set(EVENTS)
