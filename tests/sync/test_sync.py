@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ from deltasync.errors import (
 )
 from deltasync.sync.protocol.receiver_session import ReceiverState
 from deltasync.transports import inprocess
-from deltasync.transports.base import Frame, ReceiveTransport
+from deltasync.transports.base import Capabilities, Frame, ReceiveTransport
 from deltasync.wire.frame import decode
 from tests.sync.harness import (
     Fleet,
@@ -46,6 +47,7 @@ from tests.sync.harness import (
     Serving,
     Stubborn,
     ThroughReceiver,
+    ThroughSender,
     bits_equal,
     fleet,
     random_model,
@@ -148,22 +150,43 @@ def test_the_others_go_on_when_one_is_lost() -> None:
         assert bits_equal(source, stays)
 
 
+class WaitsForOne(ThroughSender):
+    """A link on which payloads reach all or none: it gives peer 1 up at the next one, late."""
+
+    is_waiting = False
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, outlives_losses=False)
+
+    def send(self, frame: Frame, *, timeout_s: float) -> None:
+        if self.is_waiting and frame.payload is not None:
+            self.is_waiting = False
+            time.sleep(3.5)
+            self.drop(1)
+            raise TransportTimeout("peer 1 was not ready in time")
+        super().send(frame, timeout_s=timeout_s)
+
+
 def test_a_receiver_waits_for_the_second_try_however_long_the_first_took() -> None:
     source, replica = model(), model(1)
-    with closing(inprocess.Sender()) as link, ThreadPoolExecutor(2) as pool:
-        sender = WeightSender(ModuleSource(source), link)
+    with closing(inprocess.Sender()) as inner, ThreadPoolExecutor(2) as pool:
+        link = WaitsForOne(inner)
+        sender, joined = WeightSender(ModuleSource(source), link), list[Future[int]]()
         stays, absent = (
-            WeightReceiver(ModuleTarget(target), link.receiver(), engine=name)
+            WeightReceiver(ModuleTarget(target), inner.receiver(), engine=name)
             for name, target in {"stays": replica, "absent": model(2)}.items()
         )
-        joined = [pool.submit(one.receive_weights, timeout_s=20) for one in (stays, absent)]
-        sender.wait_for_receivers(2, timeout_s=20)
+        for one in (stays, absent):
+            joined.append(pool.submit(one.receive_weights, timeout_s=20))
+            sender.wait_for_receivers(len(joined), timeout_s=20)
         sender.send_weights(timeout_s=20)
         assert [one.result(20) for one in joined] == [1, 1]
         nudge(source)
-        received = pool.submit(stays.receive_weights, timeout_s=2)
-        stats = sender.send_weights(timeout_s=3)
-        assert (stats.receivers, list(stats.lost)) == (1, ["absent[0/1]"])
+        link.is_waiting = True
+        received = pool.submit(stays.receive_weights, timeout_s=3)
+        stats = sender.send_weights(timeout_s=20)
+        assert (stats.receivers, list(stats.lost), stats.attempts) == (1, ["absent[0/1]"], 2)
         assert received.result(20) == stats.version
         assert bits_equal(source, replica)
 
@@ -617,6 +640,7 @@ def test_a_sync_too_large_to_stage_is_written_in_place_by_commit() -> None:
     class Paused(Serving):
         def _turn(self) -> None:
             assert receiver.stage(timeout_s=10)
+            assert receiver.state is ReceiverState.STAGING  # nothing is kept for `commit`
             now = list(replica.parameters())
             assert all(torch.equal(a, b) for a, b in zip(before, now, strict=True))
             self.versions.append(receiver.commit())
