@@ -182,6 +182,29 @@ def test_s03_a_writer_that_slept_between_upload_and_manifest_publishes_nothing(
     assert _are_whole(place)
 
 
+def test_s03_an_upload_that_was_altered_before_its_manifest_is_not_named(
+    broken: tuple[Place, Place, Faults], tmp_path: Path
+) -> None:
+    place, bad, faults = broken
+    model = Model()
+    sender = sender_of(model, bad)
+    sender.publish()
+    model.step(1)
+    altered: list[str] = []
+
+    def alter(method: str, path: str) -> None:
+        if method == "HEAD" and "-delta-" in path and not altered:
+            altered.append(f"{keys.OBJECTS}/{path.rpartition('/')[2]}")
+            run_of(place).objects.put(altered[0], b"half")
+
+    faults.choose = alter
+    with pytest.raises(ObjectDamaged, match="publish again"):
+        sender.publish()
+    assert run_of(place).versions() == [1]
+    assert sender.publish().version == 2
+    assert_holds(run_of(place), 2, weights_of(model), tmp_path)
+
+
 def test_s03_an_upload_that_is_named_while_gc_runs_stays(
     broken: tuple[Place, Place, Faults], tmp_path: Path
 ) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from deltasync import ModuleSource, ModuleTarget, SenderOptions
+from deltasync import ModuleSource, ModuleTarget, ReceiverOptions, SenderOptions
 from deltasync.errors import (
     CallOrderError,
     ConfigError,
@@ -293,5 +293,20 @@ def test_a_fork_changes_nothing(publisher: Publisher) -> None:
             os._exit(status)
     wait_until(lambda: os.waitpid(child, os.WNOHANG)[0] == child, timeout_s=30)
     assert follower.receiver.commit() == 4
+    assert_right(publisher, follower)
+    follower.receiver.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_fork_leaves_what_its_parent_has_fetched(publisher: Publisher) -> None:
+    """In place, a version is written from files."""
+    follower = Follower(publisher.place, options=ReceiverOptions(max_staged_bytes=0))
+    follower.receiver.stage(timeout_s=10)
+    child = os.fork()
+    if child == 0:
+        follower.receiver.close()
+        os._exit(0)
+    wait_until(lambda: os.waitpid(child, os.WNOHANG)[0] == child, timeout_s=60)
+    follower.receiver.commit()
     assert_right(publisher, follower)
     follower.receiver.close()

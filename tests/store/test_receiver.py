@@ -28,7 +28,7 @@ from deltasync.store.receiver import StoreReceiver
 from deltasync.sync.target.copied import CopiedTarget
 from deltasync.transports import inprocess
 from deltasync.wire.codecs import IndexCodec
-from tests.store.published import Follower, Publisher, change, small_model, state_of
+from tests.store.published import RUN, Follower, Publisher, change, small_model, state_of
 from tests.store.stores import Place, local_place, memory_place, wait_until
 from tests.strategies import same_bits
 
@@ -87,6 +87,22 @@ def test_an_anchor_is_taken_where_the_chain_costs_more() -> None:
     assert reader.receiver.progress.total_bytes < 5 * whole
 
 
+def test_an_anchor_that_costs_more_than_the_deltas_is_passed_by() -> None:
+    place = memory_place()
+    trainer = Publisher(place, anchor_every=2)
+    trainer.publish(1)
+    reader = Follower(place)
+    reader.receiver.fetch(timeout_s=10)
+    stats = []
+    for _ in range(3):
+        change(trainer.model)
+        stats.append(trainer.sender.publish())
+    assert any(one.anchor_bytes for one in stats)
+    reader.receiver.fetch(timeout_s=10)
+    assert reader.receiver.progress.total_bytes == sum(one.delta_bytes for one in stats)
+    assert reader.holds(state_of(trainer.model))
+
+
 def test_a_reader_begins_at_the_version_that_its_weights_have() -> None:
     place = memory_place()
     trainer = Publisher(place)
@@ -122,6 +138,22 @@ def test_a_version_is_staged_while_the_old_one_serves() -> None:
     assert reader.holds(trainer.states[1])
     assert reader.receiver.commit() == 2
     assert reader.holds(trainer.states[2])
+
+
+def test_half_written_weights_are_written_as_a_whole_whatever_their_digest() -> None:
+    """What the engine derives from them may be of another version."""
+    place = memory_place()
+    trainer = Publisher(place)
+    trainer.publish(2)
+    engine = small_model(1)
+    engine.load_state_dict(trainer.states[2])
+    target = ModuleTarget(engine)
+    with StoreReceiver(target, place.url, run=RUN, store=place.options, half_written=True) as found:
+        assert found.is_dirty
+        assert found.stage(timeout_s=10)
+        assert found.commit() == 2
+        assert not found.is_dirty
+        assert found.progress.total_bytes > sum(p.nbytes for p in engine.parameters())
 
 
 @pytest.mark.parametrize("start", [None, 1])

@@ -41,7 +41,7 @@ from deltasync.store.objects import StoreOptions
 from deltasync.store.receiver import StoreReceiver
 from deltasync.store.sender import StoreSender
 from deltasync.sync.protocol.one_way import one_way_frames
-from tests.store.published import RUN, Follower, Publisher
+from tests.store.published import RUN, Follower, Publisher, state_of
 from tests.store.stores import Place, local_place, s3_place, s3_server
 from tests.sync.harness import Model, bits_equal, random_model, step
 from tests.sync.test_parts import CHECKPOINT, SHAPES, Rank, rank_of
@@ -214,6 +214,19 @@ def test_a_digest_that_lies_is_found_before_anything_is_written(
             reader.receiver.fetch(to, timeout_s=10)
         assert reader.holds(states[1])
         assert not reader.receiver.is_dirty
+
+
+def test_an_anchor_of_another_digest_is_found_before_anything_is_written(
+    run_of: tuple[Path, States],
+) -> None:
+    run, _ = run_of
+    rewrite(run, 1, digest="0123456789abcdef")
+    reader = reader_of(run)
+    before = state_of(reader.model)
+    with pytest.raises(DigestMismatch):
+        reader.receiver.fetch(1, timeout_s=10)
+    assert reader.holds(before)
+    assert not reader.receiver.is_dirty
 
 
 def test_s05_a_delta_of_another_version_is_refused(run_of: tuple[Path, States]) -> None:
