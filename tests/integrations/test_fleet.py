@@ -236,6 +236,18 @@ def test_a_version_that_too_few_could_stage_is_aborted(tmp_path: Path) -> None:
         assert here.servers["2"].holds(here.source)
 
 
+def test_a_server_of_which_one_worker_could_not_stage_is_not_counted(tmp_path: Path) -> None:
+    with fleet_of(tmp_path, 2, kind=Split, shapes=SPLIT_SHAPES, min_engines=2) as here:
+        here.send()
+        half = here.servers["1"]
+        assert isinstance(half, Split)
+        next(half.models[0].parameters()).data[0] += 1  # which no sync has written
+        here.step()
+        with pytest.raises(SyncAborted, match="1 of at least 2 servers"):
+            here.send()
+        assert here.fleet.sender.version == 1
+
+
 def test_the_first_version_waits_for_enough_servers(tmp_path: Path) -> None:
     with fleet_of(tmp_path, 1, min_engines=2, timeout_s=6.0) as here:
         with pytest.raises(SyncAborted, match="1 of at least 2 servers"):

@@ -132,10 +132,11 @@ def test_an_engine_that_was_restarted_is_free() -> None:
         assert is_of(engine, second)
 
 
-def test_a_pause_of_who_has_lost_the_engine_is_the_new_trainers_affair() -> None:
+@pytest.mark.parametrize("call", ["write", "continue_generation"])
+def test_a_pause_of_who_has_lost_the_engine_is_the_new_trainers_affair(call: str) -> None:
     with trainers(1, 2, take_over=True) as (engine, (first, second)):
         first.send()
-        engine.fails.add("write")
+        engine.fails.add(call)
         assert isinstance(outcome(first.send), Exception)
         engine.fails.clear()
         assert engine.is_paused
