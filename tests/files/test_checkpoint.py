@@ -61,6 +61,13 @@ def test_only_what_an_index_names_is_taken(tmp_path: Path) -> None:
     assert holds(folder, tensors)
 
 
+def test_a_tensor_is_taken_from_the_file_that_the_index_names(tmp_path: Path) -> None:
+    for number, name in enumerate("ab"):
+        save({"x": torch.full((3,), float(number)), name: torch.ones(2)}, tmp_path / name)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"x": "b", "a": "a", "b": "b"}}))
+    assert Checkpoint(tmp_path).tensor("x").tolist() == [1.0, 1.0, 1.0]
+
+
 def test_what_is_written_stays_in_memory_unless_it_is_writable(tmp_path: Path) -> None:
     path = save(model(), tmp_path / "a.safetensors")
     before = path.read_bytes()

@@ -74,6 +74,15 @@ def test_the_first_are_shown_in_order(tmp_path: Path) -> None:
     assert compare_bits(old, new, limit=0).first == []
 
 
+def test_bits_are_compared_and_not_values(tmp_path: Path) -> None:
+    bits = {"old": [0x0000, 0x7FC0, 0x7F81], "new": [-0x8000, 0x7FC1, 0x7F82]}
+    old, new = (
+        Checkpoint(save({"a": torch.tensor(b, dtype=torch.int16).view(torch.bfloat16)}, path))
+        for path, b in ((tmp_path / name, each) for name, each in bits.items())
+    )
+    assert compare_bits(old, new).different == {"a": 3}
+
+
 def test_other_layouts_are_refused(tmp_path: Path) -> None:
     old = Checkpoint(save(model(), tmp_path / "old"))
     other = Checkpoint(save({"a": torch.ones(3)}, tmp_path / "other"))

@@ -95,6 +95,8 @@ def test_a_rollout_is_given_what_it_does_not_have(link: Any) -> None:
             assert_same(found, {"a": weights["a"]})
             assert metrics["checkpoint_engine/changed_elems"] == 8
         assert update()[1] == {}
+        rollout.forget()
+        assert_same(update()[1], weights)
 
 
 def test_workers_of_an_engine_are_given_the_same_after_an_update_that_reached_one_of_them() -> None:

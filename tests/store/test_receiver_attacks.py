@@ -35,11 +35,13 @@ from deltasync.errors import (
 from deltasync.files.checkpoint import Checkpoint
 from deltasync.files.frame_file import FrameFile, write_frames
 from deltasync.store.catalogue import Run
+from deltasync.store.checkpoints import fetch_checkpoint
 from deltasync.store.manifest import Manifest, canonical
 from deltasync.store.merged import MergedDeltas, flats_of
 from deltasync.store.objects import StoreOptions
 from deltasync.store.receiver import StoreReceiver
 from deltasync.store.sender import StoreSender
+from deltasync.store.verifying import verify_run
 from deltasync.sync.protocol.one_way import one_way_frames
 from tests.store.published import RUN, Follower, Publisher, state_of
 from tests.store.stores import Place, local_place, s3_place, s3_server
@@ -217,7 +219,7 @@ def test_a_digest_that_lies_is_found_before_anything_is_written(
 
 
 def test_an_anchor_of_another_digest_is_found_before_anything_is_written(
-    run_of: tuple[Path, States],
+    run_of: tuple[Path, States], tmp_path: Path
 ) -> None:
     run, _ = run_of
     rewrite(run, 1, digest="0123456789abcdef")
@@ -227,6 +229,10 @@ def test_an_anchor_of_another_digest_is_found_before_anything_is_written(
         reader.receiver.fetch(1, timeout_s=10)
     assert reader.holds(before)
     assert not reader.receiver.is_dirty
+    with pytest.raises(DigestMismatch):
+        fetch_checkpoint(run, tmp_path / "out", to=1)
+    assert not (tmp_path / "out").exists()
+    assert (1, "anchor") in {(fault.version, fault.what) for fault in verify_run(run).faults}
 
 
 def test_s05_a_delta_of_another_version_is_refused(run_of: tuple[Path, States]) -> None:

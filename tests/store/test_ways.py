@@ -98,6 +98,14 @@ def test_verify_reads_each_anchor_though_it_begins_as_another(
     assert found.proved == [1, 2, 3, 4], "by the delta"
 
 
+def test_verify_finds_a_version_that_does_not_name_the_one_before(tmp_path: Path) -> None:
+    published(tmp_path, "zstd", 3)
+    path = tmp_path / f"run/manifests/{2:016}.json"
+    path.write_bytes(bytes_of(read(path) | {"written_at": "2026"}))
+    found = verify_run(tmp_path)
+    assert [(fault.version, fault.what) for fault in found.faults] == [(3, "manifest")]
+
+
 def test_verify_says_of_a_full_disk_that_it_is_one(tmp_path: Path) -> None:
     """In a process of its own: all files of this one would be limited."""
     published(tmp_path, "gap", 4, anchor_every=3)
