@@ -14,10 +14,11 @@ from benchmarks.timing import cold_cache, interleave
 from benchmarks.workload import Flip, Scale, bits_of, copy_of, decoder, num_elements
 from deltasync import Policy, apply_patch
 from deltasync.delta.backend import Backend, snapshot_of
-from deltasync.delta.bits import Flat, Run, WireReader, dtype_of
+from deltasync.delta.bits import Flat, Run, dtype_of
 from deltasync.delta.diff import find_runs
 from deltasync.delta.host.staging import Lines, Staging
 from deltasync.delta.patch import CHUNK_NUMEL, Patch
+from deltasync.delta.readers import WireReader
 from deltasync.delta.shard import whole
 from deltasync.testing.payloads import stage_runs
 from deltasync.wire.messages import ParameterSpec

@@ -10,10 +10,11 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.codec.pairs import Pair
-from deltasync.delta.bits import Flat, Run, WireReader, as_bits
+from deltasync.delta.bits import Flat, Run, as_bits
 from deltasync.delta.codecs.base import Bits, Indices, unsigned_dtype
 from deltasync.delta.diff import find_runs
 from deltasync.delta.policy import Policy
+from deltasync.delta.readers import WireReader
 from deltasync.dtypes import Dtype
 from deltasync.wire.messages import ParameterSpec
 

@@ -15,21 +15,18 @@ from typing import Literal, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from deltasync.delta.bits import Flat, Live, Reader, torch_dtype
+from deltasync.delta.bits import Flat, Live, torch_dtype
 from deltasync.delta.bucket import ReadBucket
-from deltasync.delta.codecs.coding import Coded
+from deltasync.delta.codecs.coding import Payload
 from deltasync.delta.codecs.decoding import Decoder
-from deltasync.delta.codecs.old import OldRows
 from deltasync.delta.codes import Codes
-from deltasync.delta.computation import kept_dtype
 from deltasync.delta.digests import DigestLedger, Ints
 from deltasync.delta.host.backend import HostBackend
 from deltasync.delta.policy import Policy
+from deltasync.delta.readers import Reader, kept_dtype
 from deltasync.delta.shard import Share
 from deltasync.errors import ConfigError
-from deltasync.wire.codecs import IndexCodec
 
 Kernels = Literal["auto", "triton", "torch"]
 """What compares and writes: Triton's kernels, torch's operations, or what fits the device best."""
@@ -47,46 +44,6 @@ class Digests(Protocol):
 
     def digest_of(self, copies: NDArray[np.uint64] | None) -> int:
         """Of uint64[parameters] copies of each parameter together; None for one of each."""
-        ...
-
-
-Encode = Callable[[Tensor], Coded | None]
-"""(uint8[n], a payload as it was written on its device) -> its coded form there; None if that is
-not shorter."""
-
-
-class Payload(Protocol):
-    """One bucket that can be packed."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Its length."""
-        ...
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of its table."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """Where it is packed, if it is coded next."""
-        ...
-
-    @property
-    def old(self) -> OldRows | None:
-        """What its rows change; None if nothing of it is known. Ask before `write` returns."""
-        ...
-
-    def encoder(self, codec: IndexCodec) -> Encode | None:
-        """What codes it on `device`; None if the host has to. Call it before `write` returns."""
-        ...
-
-    def write(self, payload: Tensor, written: Callable[[], None] | None = None) -> None:
-        """Write it into uint8[num_bytes].
-
-        Calls `written` when it stands there, and before what it changes is overwritten.
-        """
         ...
 
 

@@ -8,9 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from deltasync import dtypes
-from deltasync.delta.bits import Flat, Reader
-from deltasync.dtypes import Dtype
+from deltasync.delta.bits import Flat
 
 Block = tuple[int | None, int | None]
 """Rows and columns that have a scale together; None for all of them."""
@@ -68,15 +66,3 @@ class Computation:
     part: Literal["codes", "scales", "total"]
     scales: Flat | None
     total: Total | None
-
-
-def kept_dtype(reader: Reader) -> Dtype:
-    """The dtype of what kernels read for it, codes aside."""
-    if reader.flat is not None:
-        return reader.flat.dtype
-    computation = reader.computation
-    if computation is None or computation.part == "codes":
-        return reader.dtype
-    if computation.part == "scales" and computation.scales is not None:
-        return computation.scales.dtype
-    return dtypes.BY_NAME["float32"]

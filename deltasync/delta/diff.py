@@ -6,10 +6,11 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from deltasync.delta.bits import Flat, Run, WireReader, dtype_of
+from deltasync.delta.bits import Flat, Run, dtype_of
 from deltasync.delta.host.backend import changed_runs, merged
 from deltasync.delta.patch import Patch, check_runs, patch_from_runs, runs_of, values_of
 from deltasync.delta.policy import Policy
+from deltasync.delta.readers import WireReader
 from deltasync.errors import LayoutMismatch
 
 

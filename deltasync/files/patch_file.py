@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deltasync.delta.bits import Flat, Reader, WireReader
+from deltasync.delta.bits import Flat
 from deltasync.delta.bucket import ReadBucket
 from deltasync.delta.codecs.coding import Coding, policy_for
 from deltasync.delta.digests import DigestLedger, digest_text
 from deltasync.delta.host.backend import Change, HostBackend
 from deltasync.delta.host.staging import Lines, Staging
 from deltasync.delta.policy import Policy
+from deltasync.delta.readers import Reader, WireReader
 from deltasync.delta.shard import whole
 from deltasync.errors import ConfigError, DigestMismatch, ProtocolViolation
 from deltasync.files.checkpoint import Checkpoint, check_same_tensors

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from deltasync import dtypes
-from deltasync.delta.bits import Flat, WireReader, as_bits, integer_dtype, torch_dtype
+from deltasync.delta.bits import Flat, as_bits, integer_dtype, torch_dtype
 from deltasync.delta.computation import Computation
+from deltasync.delta.readers import WireReader
 from deltasync.delta.shard import ShardSpec
 from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError

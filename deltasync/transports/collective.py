@@ -57,7 +57,8 @@ from deltasync.transports.control.connection import (
     check_size,
     failure,
 )
-from deltasync.transports.control.endpoints import Gate, Server
+from deltasync.transports.control.endpoints import Server
+from deltasync.transports.control.gate import Gate
 from deltasync.transports.control.tcp import check_network, listen_tcp, warn_of_strangers
 from deltasync.transports.process_group import (
     GroupSpec,

@@ -37,7 +37,8 @@ from deltasync.transports.control.connection import (
     Pace,
     busy_s,
 )
-from deltasync.transports.control.endpoints import Client, Gate
+from deltasync.transports.control.endpoints import Client
+from deltasync.transports.control.gate import Gate
 from deltasync.transports.control.tcp import check_network, dial_tcp
 from deltasync.transports.process_group import (
     Broadcast,

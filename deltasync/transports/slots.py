@@ -32,7 +32,8 @@ from deltasync.transports.control.connection import (
     check_size,
     failure,
 )
-from deltasync.transports.control.endpoints import Client, Gate, Server
+from deltasync.transports.control.endpoints import Client, Server
+from deltasync.transports.control.gate import Gate
 
 NUM_SLOTS = 2
 NO_SLOT = 0xFF  # a frame without a payload

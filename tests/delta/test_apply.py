@@ -16,12 +16,13 @@ from torch import Tensor
 
 from deltasync import dtypes
 from deltasync.delta.backend import snapshot_of
-from deltasync.delta.bits import Flat, Live, Run, WireReader
+from deltasync.delta.bits import Flat, Live, Run
 from deltasync.delta.bucket import MIN_BUCKET_BYTES, staged_bytes_of
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.host.backend import DeltaPlan
 from deltasync.delta.host.staging import Lines, Staging
 from deltasync.delta.policy import Policy
+from deltasync.delta.readers import WireReader
 from deltasync.delta.shard import whole
 from deltasync.errors import DigestMismatch, InvalidIndices, LimitExceeded
 from deltasync.testing.bits import specs_of

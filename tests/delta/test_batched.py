@@ -22,9 +22,10 @@ from deltasync.delta.batched.masks import Masks
 from deltasync.delta.batched.staging import BatchedStaging, _Dense, _Sparse
 from deltasync.delta.batched.warm_up import sync_tiny_models
 from deltasync.delta.batched.weights import BatchedWeights
-from deltasync.delta.bits import Flat, WireReader, as_bits
+from deltasync.delta.bits import Flat, as_bits
 from deltasync.delta.bucket import BucketReader
 from deltasync.delta.digests import DigestLedger
+from deltasync.delta.readers import WireReader
 from deltasync.delta.shard import whole
 from deltasync.errors import ConfigError, DigestMismatch, InvalidIndices, LimitExceeded
 from deltasync.quant.block_fp8 import BlockFp8

@@ -13,19 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deltasync import dtypes
-from deltasync.delta.bits import (
-    Flat,
-    Run,
-    WireReader,
-    are_equal,
-    as_bits,
-    dtype_of,
-    integer_dtype,
-    torch_dtype,
-)
+from deltasync.delta.bits import Flat, Run, are_equal, as_bits, dtype_of, integer_dtype, torch_dtype
 from deltasync.delta.diff import find_runs
 from deltasync.delta.patch import CHUNK_NUMEL
 from deltasync.delta.policy import Policy
+from deltasync.delta.readers import WireReader
 from tests import strategies as own
 
 HUGE = (1 << 31) + 5

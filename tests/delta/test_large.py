@@ -14,11 +14,12 @@ from deltasync import Policy, dtypes
 from deltasync.delta.backend import Applier, Kernels, Plan, snapshot_of
 from deltasync.delta.batched.staging import BatchedStaging
 from deltasync.delta.batched.weights import BatchedWeights
-from deltasync.delta.bits import Flat, Live, Run, WireReader
+from deltasync.delta.bits import Flat, Live, Run
 from deltasync.delta.bucket import BucketReader
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.host.packing import buckets
 from deltasync.delta.host.staging import Lines, Staging
+from deltasync.delta.readers import WireReader
 from deltasync.delta.region import unpaired
 from deltasync.delta.route import Part, Piece
 from deltasync.delta.shard import ShardSpec, Share, rows_of, whole

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from deltasync.delta.backend import Delta, Kernels, Plan, snapshot_of
 from deltasync.delta.batched.backend import BatchedBackend
-from deltasync.delta.bits import Flat, WireReader
+from deltasync.delta.bits import Flat
 from deltasync.delta.bucket import BucketReader
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.host.backend import HostBackend
 from deltasync.delta.host.staging import Lines, Staging
 from deltasync.delta.policy import Policy
+from deltasync.delta.readers import WireReader
 from deltasync.delta.shard import ShardSpec, Share, rows_of, share_out, whole
 from deltasync.testing.bits import specs_of
 from deltasync.wire.digest import MASK

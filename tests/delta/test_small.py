@@ -13,11 +13,12 @@ from torch import Tensor
 
 from deltasync import dtypes
 from deltasync.delta.backend import snapshot_of
-from deltasync.delta.bits import Flat, Reader, WireReader, as_bits, torch_dtype
+from deltasync.delta.bits import Flat, as_bits, torch_dtype
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.host import backend, small
 from deltasync.delta.host.backend import DeltaPlan, HostBackend
 from deltasync.delta.policy import Policy
+from deltasync.delta.readers import Reader, WireReader
 from deltasync.delta.shard import whole
 from deltasync.testing.bits import specs_of
 from tests import strategies as own

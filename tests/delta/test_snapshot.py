@@ -14,11 +14,12 @@ from torch import Tensor
 
 from deltasync import dtypes
 from deltasync.delta.backend import Backend, snapshot_of
-from deltasync.delta.bits import Flat, Run, WireReader, torch_dtype
+from deltasync.delta.bits import Flat, Run, torch_dtype
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.host.backend import DeltaPlan, HostBackend
 from deltasync.delta.host.staging import Lines, Staging
 from deltasync.delta.policy import Policy
+from deltasync.delta.readers import WireReader
 from deltasync.delta.shard import whole
 from deltasync.testing.bits import specs_of
 from deltasync.testing.payloads import stage_runs

@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deltasync.delta.backend import Plan, snapshot_of
-from deltasync.delta.bits import Flat, WireReader, as_bits
+from deltasync.delta.bits import Flat, as_bits
 from deltasync.delta.codecs.coding import Coding
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.host.staging import Lines, Staging
 from deltasync.delta.policy import Policy
+from deltasync.delta.readers import WireReader
 from deltasync.delta.shard import whole
 from deltasync.sync.protocol.one_way import OneWayReader, one_way_frames
 from deltasync.testing.bits import specs_of

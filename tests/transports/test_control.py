@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from deltasync.errors import ConfigError, PeerLost, TransportTimeout
 from deltasync.testing.links import PROMPT_S, background, within
 from deltasync.transports.control.connection import BrokenProtocol, Connection, Deadline, Kind
-from deltasync.transports.control.endpoints import Client, Gate, Server
+from deltasync.transports.control.endpoints import Client, Server
+from deltasync.transports.control.gate import Gate
 from tests.descriptors import open_below
 
 HEADER = struct.Struct("<2sBxI")

@@ -21,7 +21,8 @@ from deltasync.testing.links import PROMPT_S, background, within
 from deltasync.transports import collective, shared_memory
 from deltasync.transports.address import Address
 from deltasync.transports.control.connection import Connection, Deadline, Kind
-from deltasync.transports.control.endpoints import Client, Gate, Server
+from deltasync.transports.control.endpoints import Client, Server
+from deltasync.transports.control.gate import Gate
 
 HEADER = struct.Struct("<2sBxI")
 SECRET = b"shared"

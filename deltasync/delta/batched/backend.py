@@ -16,9 +16,10 @@ from deltasync.delta.batched.plans import BatchedDelta, BatchedFull
 from deltasync.delta.batched.source import BatchedSource, LiveSource
 from deltasync.delta.batched.staging import BatchedStaging
 from deltasync.delta.batched.weights import BatchedWeights, device_of
-from deltasync.delta.bits import Live, Reader, copy_read
+from deltasync.delta.bits import Live
 from deltasync.delta.digests import DigestLedger, Ints
 from deltasync.delta.policy import Policy
+from deltasync.delta.readers import Reader, copy_read
 from deltasync.wire.codecs import INDEX_ITEM_BYTES
 
 _LEAST_ROOM_BYTES = 16 << 20

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deltasync.delta.backend import Encode
 from deltasync.delta.batched.encoding import Packed, encode
 from deltasync.delta.batched.masks import Masks
 from deltasync.delta.batched.packing import UNCHANGED, PlannedBucket, plan_buckets
@@ -27,6 +26,8 @@ from deltasync.delta.batched.weights import (
     segments_in,
     upload,
 )
+from deltasync.delta.bits import Live
+from deltasync.delta.codecs.coding import Encode
 from deltasync.delta.codecs.old import SnapshotOld
 from deltasync.delta.digests import DigestLedger, Ints
 from deltasync.delta.kernels import triton as kernels
@@ -35,8 +36,14 @@ from deltasync.wire.codecs import INDEX_ITEM_BYTES, IndexCodec
 from deltasync.wire.table import ALIGNMENT as PAYLOAD_ALIGNMENT
 from deltasync.wire.table import RowKind, Rows
 
-if TYPE_CHECKING:
-    from deltasync.delta.batched.backend import BatchedBackend
+
+class Snapshot(Protocol):
+    """What a delta was made against, and keeps up to date."""
+
+    weights: BatchedWeights
+    flats: Mapping[int, Live]
+    ledger: DigestLedger
+    ahead: NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +69,7 @@ class BatchedDelta:
 
     def __init__(
         self,
-        backend: BatchedBackend,
+        backend: Snapshot,
         source: BatchedSource,
         masks: Masks,
         *,

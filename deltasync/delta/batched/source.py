@@ -13,11 +13,12 @@ from torch import Tensor
 from deltasync import dtypes
 from deltasync.delta.batched.matrices import Quantized, can_compute, read_as
 from deltasync.delta.batched.weights import ALIGNMENT, BatchedWeights, upload
-from deltasync.delta.bits import Flat, Reader, copy_read, integer_dtype
+from deltasync.delta.bits import Flat, integer_dtype
 from deltasync.delta.computation import Computation
 from deltasync.delta.digests import Ints, cut
 from deltasync.delta.kernels import triton as kernels
 from deltasync.delta.kernels.reads import AS_IS, FORM, ROUNDED, WIDE, codes_of
+from deltasync.delta.readers import Reader, copy_read
 from deltasync.dtypes import Dtype
 
 _COPIED = 1 << 24  # elements at once: positions of strided ones take 24 bytes each

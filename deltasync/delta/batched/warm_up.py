@@ -11,13 +11,14 @@ from torch import Tensor
 from deltasync.delta.batched.backend import BatchedBackend
 from deltasync.delta.batched.staging import BatchedStaging
 from deltasync.delta.batched.weights import device_of
-from deltasync.delta.bits import Flat, Live, Reader, WireReader, integer_dtype, torch_dtype
+from deltasync.delta.bits import Flat, Live, integer_dtype, torch_dtype
 from deltasync.delta.bucket import BucketReader
 from deltasync.delta.codes import Codes
 from deltasync.delta.computation import Computation, KernelForm, Total
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.kernels.reads import codes_of
 from deltasync.delta.policy import Policy
+from deltasync.delta.readers import Reader, WireReader
 from deltasync.delta.region import Region
 from deltasync.delta.route import Piece
 from deltasync.delta.shard import Share, whole

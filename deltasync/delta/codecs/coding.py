@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -16,9 +17,6 @@ from deltasync.delta.policy import Policy
 from deltasync.wire.codecs import IndexCodec
 from deltasync.wire.coded import Lengths
 from deltasync.wire.compression import Compression, compress
-
-if TYPE_CHECKING:
-    from deltasync.delta.backend import Payload
 
 Coding = Literal["none", "zstd", "gap", "block", "class"]
 """What is done to a payload: nothing, zstd, or a codec of its rows."""
@@ -45,6 +43,46 @@ class Coded:
 
     data: Tensor
     bytes_by_codec: dict[str, int]
+
+
+Encode = Callable[[Tensor], Coded | None]
+"""(uint8[n], a payload as it was written on its device) -> its coded form there; None if that is
+not shorter."""
+
+
+class Payload(Protocol):
+    """One bucket that can be packed."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Its length."""
+        ...
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of its table."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is packed, if it is coded next."""
+        ...
+
+    @property
+    def old(self) -> OldRows | None:
+        """What its rows change; None if nothing of it is known. Ask before `write` returns."""
+        ...
+
+    def encoder(self, codec: IndexCodec) -> Encode | None:
+        """What codes it on `device`; None if the host has to. Call it before `write` returns."""
+        ...
+
+    def write(self, payload: Tensor, written: Callable[[], None] | None = None) -> None:
+        """Write it into uint8[num_bytes].
+
+        Calls `written` when it stands there, and before what it changes is overwritten.
+        """
+        ...
 
 
 @dataclass(slots=True)

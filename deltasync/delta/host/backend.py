@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deltasync.delta.bits import Live, Reader, Run, copy_read
+from deltasync.delta.bits import Live, Run
 from deltasync.delta.bucket import staged_bytes_of
 from deltasync.delta.codecs.old import SnapshotOld
 from deltasync.delta.digests import DigestLedger, Ints
@@ -20,6 +20,7 @@ from deltasync.delta.host.small import SMALL, SmallSource, SmallWeights
 from deltasync.delta.host.staging import Lines, Staging
 from deltasync.delta.kernels import KERNELS
 from deltasync.delta.policy import Policy
+from deltasync.delta.readers import Reader, copy_read
 from deltasync.delta.shard import Share
 from deltasync.wire.table import MAX_SPARSE_SPAN
 

@@ -16,9 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deltasync.delta.bits import Live, Reader, WireReader, dtype_of
+from deltasync.delta.bits import Live, dtype_of
 from deltasync.delta.digests import DigestLedger, Ints
 from deltasync.delta.kernels.host import digest_pieces, unsigned
+from deltasync.delta.readers import Reader, WireReader
 from deltasync.dtypes import Dtype
 
 SMALL = 1 << 12

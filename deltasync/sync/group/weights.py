@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deltasync.delta.backend import Delta, Digests, Payload, Plan
+from deltasync.delta.backend import Delta, Digests, Plan
+from deltasync.delta.codecs.coding import Payload
 from deltasync.delta.digests import Ints
 from deltasync.errors import ConfigError, SourceChanged, SyncAborted
 from deltasync.sync.group import orders

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from deltasync.delta.backend import Payload, Plan
-from deltasync.delta.codecs.coding import Coder, Coding
+from deltasync.delta.backend import Plan
+from deltasync.delta.codecs.coding import Coder, Coding, Payload
 from deltasync.wire.compression import Compression
 from deltasync.wire.messages import Begin, Bucket, Message, Prepare
 

@@ -11,18 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltasync.delta.backend import Delta, Plan
-from deltasync.delta.bits import (
-    Flat,
-    Run,
-    WireReader,
-    check_plain,
-    copy_read,
-    dtype_of,
-    torch_dtype,
-)
+from deltasync.delta.bits import Flat, Run, check_plain, dtype_of, torch_dtype
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.host.backend import Change, DeltaPlan, HostBackend
 from deltasync.delta.modes import in_plain_mode
+from deltasync.delta.readers import WireReader, copy_read
 from deltasync.delta.shard import whole
 from deltasync.errors import ConfigError, SourceChanged
 from deltasync.sync.options import SenderOptions, leaves_out

@@ -11,7 +11,8 @@ from typing import Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from deltasync.delta.bits import PartReader, Reader, WidenedReader, check_plain, dtype_of
+from deltasync.delta.bits import check_plain, dtype_of
+from deltasync.delta.readers import PartReader, Reader, WidenedReader
 from deltasync.delta.shard import ShardSpec, is_sharded, local_of, narrowed, overlap, shard_of
 from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from deltasync.delta.backend import Backend, Delta, Digests, Plan, snapshot_of
 from deltasync.delta.batched.streams import OwnStream, own_stream
-from deltasync.delta.bits import Reader, WireReader, identity, torch_dtype
+from deltasync.delta.bits import identity, torch_dtype
 from deltasync.delta.bucket import MIN_BUCKET_BYTES
 from deltasync.delta.codecs.coding import policy_for
 from deltasync.delta.digests import Ints
 from deltasync.delta.policy import Policy
+from deltasync.delta.readers import Reader, WireReader
 from deltasync.delta.shard import (
     ShardSpec,
     Share,

@@ -12,13 +12,10 @@ import resource
 import socket
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 from deltasync.transports import forks
 from deltasync.transports.control.connection import Connection, Deadline, Kind
-
-if TYPE_CHECKING:
-    from deltasync.transports.control.endpoints import Gate
+from deltasync.transports.control.gate import Gate
 
 MAX_GREETING_BYTES = 16 << 20  # a hello names every parameter: 100,000 take about 10 MB
 _MAX_NEWCOMERS = 128

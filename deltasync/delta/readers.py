@@ -1,0 +1,174 @@
+"""What gives the elements that are sent of one parameter, in the dtype that they are sent in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from deltasync import dtypes
+from deltasync.delta.bits import (
+    Flat,
+    Live,
+    as_bits,
+    torch_dtype,
+)
+from deltasync.delta.computation import Computation
+from deltasync.dtypes import Dtype
+from deltasync.errors import ConfigError
+
+
+class Reader(Protocol):
+    """Reads what is sent of a parameter as the bits of its wire dtype.
+
+    Attributes:
+        dtype: The wire dtype.
+        flat: The elements themselves, if they are sent as they are, or rounded. None if what is
+            sent is computed from other tensors.
+        computation: How kernels compute it; None if they do not.
+    """
+
+    @property
+    def dtype(self) -> Dtype: ...
+
+    @property
+    def flat(self) -> Flat | None: ...
+
+    @property
+    def computation(self) -> Computation | None: ...
+
+    @property
+    def numel(self) -> int:
+        """Elements that are sent."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are read."""
+        ...
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """int[stop - start]: the bits there, on `device`; read only."""
+        ...
+
+
+def copy_read(reader: Reader, flat: Live, *, step: int) -> None:
+    """Write all that a reader reads to `flat`, `step` elements at once."""
+    for start in range(0, reader.numel, step):
+        flat.write(start, reader.read(start, min(start + step, reader.numel)))
+
+
+@dataclass(frozen=True, slots=True)
+class WireReader:
+    """Reads a source tensor as the bits of its wire dtype, rounding where that is narrower.
+
+    A NaN that changes its dtype loses its payload.
+    """
+
+    flat: Flat
+    dtype: Dtype
+    numel: int
+    device: torch.device
+    computation: None = None
+
+    @classmethod
+    def of(cls, tensor: Tensor, dtype: Dtype, *, name: str) -> WireReader:
+        """Raises ConfigError when the source's dtype cannot be told as `dtype`."""
+        flat = Flat.of(tensor, name=name)
+        if flat.dtype != dtype and not (flat.dtype.is_floating and dtype.is_floating):
+            raise ConfigError(f"{name}: {flat.dtype.name} cannot be sent as {dtype.name}")
+        return cls(flat, dtype, flat.numel, flat.line.device)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """int[stop - start]: bits of the wire dtype there; read only."""
+        bits = self.flat.read(start, stop)
+        if self.flat.dtype == self.dtype:
+            return bits
+        return _rounded(bits.view(self.flat.tensor.dtype), torch_dtype(self.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class PartReader:
+    """Reads a run of what another one computes.
+
+    Attributes:
+        whole: The other one.
+        begin: Where the run begins in it.
+        numel: Its elements.
+    """
+
+    whole: Reader
+    begin: int
+    numel: int
+    flat: None = None
+    computation: None = None
+
+    @property
+    def dtype(self) -> Dtype:
+        return self.whole.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.whole.device
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """int[stop - start]: bits of the wire dtype there; read only."""
+        return self.whole.read(self.begin + start, self.begin + stop)
+
+
+@dataclass(frozen=True, slots=True)
+class WidenedReader:
+    """Reads bfloat16 that another one computes as float32, which has all of its values.
+
+    Attributes:
+        narrow: The other one.
+    """
+
+    narrow: Reader
+    dtype: Dtype = dtypes.BY_NAME["float32"]
+    flat: None = None
+
+    @property
+    def computation(self) -> Computation | None:
+        """That of the other one: kernels keep scales as float32."""
+        return self.narrow.computation
+
+    @property
+    def numel(self) -> int:
+        return self.narrow.numel
+
+    @property
+    def device(self) -> torch.device:
+        return self.narrow.device
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """int[stop - start]: bits of float32; read only."""
+        return self.narrow.read(start, stop).to(torch.int32) << 16
+
+
+def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """int[n]: the bits of floating `values` in another floating dtype, and one NaN for all NaNs.
+
+    Which NaN torch makes of a NaN depends on how the vector loop falls over the tensor, so that
+    another slice of the same weights would have other bits.
+    """
+    bits = as_bits(values.to(dtype))
+    # A sum costs a tenth of isnan; no sum of one-byte floats exists.
+    if values.element_size() == 1 or values.sum().isnan():
+        nan = torch.full((1,), torch.nan, dtype=dtype, device=values.device)
+        bits = torch.where(values.isnan(), as_bits(nan), bits)
+    return bits
+
+
+def kept_dtype(reader: Reader) -> Dtype:
+    """The dtype of what kernels read for it, codes aside."""
+    if reader.flat is not None:
+        return reader.flat.dtype
+    computation = reader.computation
+    if computation is None or computation.part == "codes":
+        return reader.dtype
+    if computation.part == "scales" and computation.scales is not None:
+        return computation.scales.dtype
+    return dtypes.BY_NAME["float32"]
