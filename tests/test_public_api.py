@@ -110,6 +110,7 @@ UNNAMED = {
     "Piece": "likewise",
     "Computed": "made by ServedSource",
     "Address": "where a trainer listens, in what an EngineSync gives to workers",
+    "Held": "what `hold` gives `export_weights`",
     "HostBackend": "of StreamedWeights, for senders",
     "SentLayout": "likewise",
     "Staging": "what a WeightReceiver and a StoreReceiver have in common",

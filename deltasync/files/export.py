@@ -15,7 +15,6 @@ from deltasync.files.comparing import Advance, measure_digests
 from deltasync.files.output import appearing, refuse_existing
 from deltasync.files.patch_file import Phase, no_phase
 from deltasync.files.shards import index_of, shards_of
-from deltasync.sync.held import proved
 from deltasync.sync.receiver import WeightReceiver
 from deltasync.sync.target.base import some_of
 from deltasync.wire.messages import ParameterSpec
@@ -78,7 +77,7 @@ def export_weights(
     refuse_existing(out)
     with appearing(out) as made:
         made.mkdir()
-        with proved(receiver) as held:
+        with receiver.hold() as held:
             specs, flats = held.backend.ledger.specs, held.backend.flats
             check_whole(specs, flats)
             digest = held.backend.ledger.total

@@ -32,9 +32,8 @@ from deltasync.integrations.trainer_info import (
     WithoutRoutes,
     Work,
 )
-from deltasync.sync.engine_calls import addresses_of_ranks
+from deltasync.sync.engine_sender import EngineSender
 from deltasync.sync.protocol.round import SyncPhase
-from deltasync.sync.sender import WeightSender
 from deltasync.transports import forks
 from deltasync.transports.address import Address
 from deltasync.wire.messages import ParameterSpec
@@ -131,12 +130,12 @@ class Engine:
             failed.set_exception(EngineFailed(f"{self} cannot be asked: {error}"))
             return failed
 
-    def info(self, name: str, specs: Sequence[ParameterSpec], sender: WeightSender) -> TrainerInfo:
+    def info(self, name: str, specs: Sequence[ParameterSpec], sender: EngineSender) -> TrainerInfo:
         """All that its workers need to connect, by this name.
 
         Raises ConfigError if they cannot reach a rank.
         """
-        terms, others = self.terms, addresses_of_ranks(sender)
+        terms, others = self.terms, sender.addresses_of_ranks()
         me = f"process {os.getpid()} on {socket.gethostname()}, stream {sender.stream_id}"
         self._holder = f"{me}, from {terms.address} to {terms.label} ({terms.sender[:8]})"
         return TrainerInfo(

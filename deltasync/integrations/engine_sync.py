@@ -22,11 +22,11 @@ from deltasync.integrations.engine import (
     reachable,
 )
 from deltasync.integrations.trainer_info import Server, Unproved, WithoutRoutes
-from deltasync.sync.engine_calls import check_newcomers, declared
+from deltasync.sync.engine_sender import EngineSender
 from deltasync.sync.group.group import TrainerGroup
 from deltasync.sync.options import SenderOptions
 from deltasync.sync.protocol.links import CallTimeout, OneCaller, check_seconds
-from deltasync.sync.sender import WeightSender, one_call
+from deltasync.sync.sender import one_call
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.source.weights import LocalWeights
 from deltasync.sync.stats import OnLost, SyncStats, judged, reasons
@@ -107,7 +107,7 @@ class EngineSync(Closing):
         self._limit = CallTimeout(timeout_s)  # of the call in progress
         self._caller = OneCaller("a sync is under way; an EngineSync is used by one thread")
         self._is_behind = True  # workers have to reconnect
-        self.sender = WeightSender(
+        self.sender = EngineSender(
             source,
             transport,
             options=options,
@@ -159,7 +159,7 @@ class EngineSync(Closing):
     def _let_connect(self) -> None:
         """Raises as `connect`."""
         engine = self._engine
-        specs = declared(self.sender, self._limit.wait_s)
+        specs = self.sender.declared(self._limit.wait_s)
         trainer = engine.info(engine.name, specs, self.sender)
         try:
             engine.connect(trainer)
@@ -170,7 +170,7 @@ class EngineSync(Closing):
             self.sender.wait_for_receivers(engine.workers, timeout_s=self._limit.wait_s)
         except EngineFailed as error:
             raise engine.typed(error) from None
-        check_newcomers(self.sender, specs)
+        self.sender.check_newcomers(specs)
 
     def _hear_why(self, error: DeltaSyncError) -> None:
         """Raise a worker's own report: engines pass on no types, and not always a text."""

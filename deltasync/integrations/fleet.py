@@ -16,19 +16,12 @@ from deltasync.errors import ConfigError, EngineTaken, NoReceivers, SyncAborted
 from deltasync.integrations.engine import Terms, check_threads_can_start, reachable
 from deltasync.integrations.fleet_engine import FleetEngine, ServerState
 from deltasync.integrations.trainer_info import Server, Unproved, WithoutRoutes
-from deltasync.sync.engine_calls import (
-    declared,
-    ended_as,
-    holders,
-    let_go_of_strangers,
-    listen,
-    lost,
-)
+from deltasync.sync.engine_sender import EngineSender
 from deltasync.sync.group.group import TrainerGroup
 from deltasync.sync.options import SenderOptions
 from deltasync.sync.protocol.links import CallTimeout, OneCaller, check_seconds
 from deltasync.sync.protocol.round import SyncPhase
-from deltasync.sync.sender import WeightSender, one_call
+from deltasync.sync.sender import one_call
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.source.weights import LocalWeights
 from deltasync.sync.stats import OnLost, SyncStats, judged, reasons
@@ -115,7 +108,7 @@ class EngineFleet(Closing):
         self._slow = set[Future[None]]()  # updates that were waited for in vain
         self._ranks = Counter[str]()  # here, by the names of their engines
         self._specs: tuple[ParameterSpec, ...] | None = None
-        self.sender = WeightSender(
+        self.sender = EngineSender(
             source,
             transport,
             options=options,
@@ -296,7 +289,7 @@ class EngineFleet(Closing):
             self._hear(_TURN_S)
         for engine in engines:
             engine.end_wait()
-        let_go_of_strangers(self.sender, "its server reconnects, or was removed")
+        self.sender.let_go_of_strangers("its server reconnects, or was removed")
 
     def _is_awaited(self, engines: Sequence[FleetEngine]) -> bool:
         """Whether a server may come soon, or has to, because without it they are too few."""
@@ -306,7 +299,7 @@ class EngineFleet(Closing):
         return not all(engine.is_settled for engine in engines)
 
     def _hear(self, timeout_s: float) -> None:
-        self._ranks, declined = listen(self.sender, timeout_s=timeout_s)
+        self._ranks, declined = self.sender.listen(timeout_s=timeout_s)
         for failed in declined:
             engine = self._engine_of(failed.reason.partition(": ")[0])
             if engine is not None:
@@ -317,7 +310,7 @@ class EngineFleet(Closing):
         if self._specs is None:
             if not may_ask_source:  # it may change now
                 raise SyncAborted("the servers have to connect; the next sync connects them")
-            self._specs = declared(self.sender, self._limit.wait_s)
+            self._specs = self.sender.declared(self._limit.wait_s)
         engine.start_connecting(self._specs, self.sender)
 
     def _present(self) -> list[FleetEngine]:
@@ -415,7 +408,7 @@ class EngineFleet(Closing):
 
     def _give_up(self, engines: Sequence[FleetEngine], error: BaseException) -> None:
         """No version was sent. Servers that were asked to write one learn it."""
-        were_asleep, said, held = self.sender.were_asleep, lost(self.sender), holders(self.sender)
+        were_asleep, said, held = self.sender.were_asleep, self.sender.lost(), self.sender.holders()
         for engine in engines:
             engine.give_up(error, said, held)
         if were_asleep:  # no worker has written, or left
@@ -424,7 +417,7 @@ class EngineFleet(Closing):
 
     def _end_sync(self, engines: Sequence[FleetEngine], stats: SyncStats) -> SyncStats:
         """Let servers name the version that they hold, and note which do not."""
-        ranks, version = holders(self.sender), stats.version
+        ranks, version = self.sender.holders(), stats.version
         for engine in engines:
             is_held = engine.count(ranks, ranks) == engine.workers
             engine.end_sync(version if is_held else None, stats.lost)
@@ -441,4 +434,4 @@ class EngineFleet(Closing):
         others = {who: why for who, why in stats.lost.items() if not who.startswith(names)}
         lost = {**others, **{engine.label: engine.why for engine in behind}}
         hold = tuple(e.label for e in present if e.state(version).state == "current")
-        return ended_as(self.sender, replace(stats, lost=lost, engines=hold))
+        return self.sender.ended_as(replace(stats, lost=lost, engines=hold))

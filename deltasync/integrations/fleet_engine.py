@@ -20,8 +20,8 @@ from deltasync.errors import (
 )
 from deltasync.integrations.engine import Engine, Terms, new_name
 from deltasync.integrations.trainer_info import Server, TrainerInfo
+from deltasync.sync.engine_sender import EngineSender
 from deltasync.sync.protocol.round import SyncPhase
-from deltasync.sync.sender import WeightSender
 from deltasync.sync.stats import reasons
 from deltasync.wire.messages import Failed, ParameterSpec
 
@@ -146,7 +146,7 @@ class FleetEngine(Engine):
             return here < self.workers and time.monotonic() > self._missing_until_s
         return True
 
-    def start_connecting(self, specs: Sequence[ParameterSpec], sender: WeightSender) -> None:
+    def start_connecting(self, specs: Sequence[ParameterSpec], sender: EngineSender) -> None:
         """Ask it to connect, in its thread. Raises as `info`."""
         name = new_name()
         trainer, now = self.info(name, specs, sender), time.monotonic()

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import ClassVar
 
+from deltasync.delta.backend import Backend
 from deltasync.delta.batched.streams import OwnStream
-from deltasync.errors import DirtyReceiver
+from deltasync.errors import CallOrderError, DirtyReceiver
 from deltasync.sync.options import ReceiverOptions
 from deltasync.sync.protocol.links import OneCaller
 from deltasync.sync.protocol.receiver_session import ReceiverSession, ReceiverState
@@ -15,6 +19,20 @@ from deltasync.sync.target.base import WeightTarget
 from deltasync.sync.target.bound import BoundWeights
 from deltasync.transports import forks
 from deltasync.transports.base import Closing
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Weights whose digests are those of a version.
+
+    Attributes:
+        stream_id, version: Of which training run, and which version.
+        backend: The weights and their digests. Not owned.
+    """
+
+    stream_id: str
+    version: int
+    backend: Backend
 
 
 class BaseReceiver(Closing):
@@ -95,6 +113,26 @@ class BaseReceiver(Closing):
         """Raise DirtyReceiver if the weights must not serve. Costs nothing: call it often."""
         if self._session.dirty:
             raise DirtyReceiver(f"the weights mix two versions; {self._cure} before serving")
+
+    @contextmanager
+    def hold(self) -> Iterator[Held]:
+        """Inside, the weights of the version held stay as they are: syncs, and `detach`, wait.
+
+        Raises:
+            DirtyReceiver: The weights may mix two versions.
+            CallOrderError: No version is held, or it is not known for certain now which one is.
+        """
+        with self._lock:
+            self.check_serving()
+            session, weights = self._session, self._weights
+            if session.version is None or session.stream_id is None:
+                raise CallOrderError(f"{self.name} holds no version yet: receive one first")
+            if session.detached or weights.may_differ:
+                raise CallOrderError(f"the weights of {self.name} are detached: attach and rejoin")
+            if session.state is ReceiverState.COMMITTED or not weights.are_proved:
+                raise CallOrderError(f"{self.name} is between two versions: try again after it")
+            self._synchronize()
+            yield Held(session.stream_id, session.version, weights.backend)
 
     def digests(self) -> dict[str, int]:
         """Return the digest of each parameter held, by each of its names. Raises DirtyReceiver."""
