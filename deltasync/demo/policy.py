@@ -42,18 +42,8 @@ class Task(Protocol):
     def answer_length(self) -> int: ...
 
 
-class Cache:
-    """The keys and values that one layer has seen."""
-
-    def __init__(self) -> None:
-        self._keys_values: Tensor | None = None
-
-    def extend(self, keys_values: Tensor) -> Tensor:
-        """Append [2, B, H, T, D] and return all of it, [2, B, H, T so far, D]."""
-        if self._keys_values is not None:
-            keys_values = torch.cat([self._keys_values, keys_values], dim=3)
-        self._keys_values = keys_values
-        return keys_values
+Cache = list[Tensor]
+"""The keys and values that one layer has seen, [2, B, H, T so far, D]; empty at first."""
 
 
 class Attention(nn.Module):
@@ -69,7 +59,11 @@ class Attention(nn.Module):
         """[B, T, W] to [B, T, W]. With a cache, T is the whole prompt or one token."""
         batch, length, width = x.shape
         qkv = self.qkv(x).view(batch, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
-        keys, values = qkv[1:] if cache is None else cache.extend(qkv[1:])
+        keys_values = qkv[1:]
+        if cache is not None:
+            keys_values = torch.cat([*cache, keys_values], dim=3)
+            cache[:] = [keys_values]
+        keys, values = keys_values
         y = F.scaled_dot_product_attention(qkv[0], keys, values, is_causal=length > 1)
         out: Tensor = self.out(y.transpose(1, 2).reshape(batch, length, width))
         return out
@@ -130,7 +124,7 @@ class Policy(nn.Module):
         Returns:
             int64[B, answer_length] tokens and float32[B, answer_length] their log-probabilities.
         """
-        caches = [Cache() for _ in self.blocks]
+        caches: list[Cache] = [[] for _ in self.blocks]
         tokens, start = prompts, 0
         answers, log_probs = [], []
         for _ in range(self.answer_length):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any, Self
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
@@ -20,25 +19,13 @@ from deltasync.delta.digests import digest_text
 from deltasync.files.output import appearing, write_output
 from deltasync.store.sender import PublishStats
 
-HEADINGS = {  # and the width of each column
-    "version": 7,
-    "kind": 5,
-    "reward": 6,
-    "density": 7,
-    "sent": 8,
-    "of dense": 8,
-    "diff": 8,
-    "transfer": 8,
-    "commit": 8,
-    "digest": 7,
-}
 _OF_STATS = (
     *("version", "kind", "nnz", "numel", "density", "payload_bytes", "dense_bytes"),
     *("diff_s", "transfer_s", "commit_s"),
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class VersionRecord:
     """One version of the weights: how it was synced, and how good it is.
 
@@ -46,20 +33,18 @@ class VersionRecord:
         stats: Of the sync.
         reward: Mean reward of the rollouts that this version generated.
         verified: The SHA-256 of the bytes that the rollout process holds equals the trainer's.
-        rollout_s: Time to generate the rollouts.
         published: What came into the store, if there is one.
     """
 
     stats: SyncStats
     reward: float
     verified: bool
-    rollout_s: float
     published: PublishStats | None = None
 
     def as_json(self) -> dict[str, Any]:
         """What is written of it."""
         found = {name: getattr(self.stats, name) for name in _OF_STATS}
-        found |= {name: getattr(self, name) for name in ("reward", "verified", "rollout_s")}
+        found |= {"reward": self.reward, "verified": self.verified}
         if (published := self.published) is not None:
             size = published.delta_bytes + published.anchor_bytes
             digest = digest_text(published.digest)
@@ -108,21 +93,18 @@ class Summary:
         return self.trainer_sha256 == self.rollout_sha256
 
 
-def cells(record: VersionRecord) -> tuple[str, ...]:
-    """One row of the table."""
-    stats = record.stats
-    return (
-        str(stats.version),
-        stats.kind,
-        f"{record.reward:.3f}",
-        f"{stats.density:.1%}",
-        f"{stats.payload_bytes / 1e6:.2f} MB",
-        f"{stats.payload_bytes / stats.dense_bytes:.1%}",
-        f"{stats.diff_s * 1e3:.1f} ms",
-        f"{stats.transfer_s * 1e3:.1f} ms",
-        f"{stats.commit_s * 1e3:.1f} ms",
-        "agrees" if record.verified else "DIFFERS",
-    )
+_COLUMNS: tuple[tuple[str, int, Callable[[VersionRecord], str]], ...] = (  # title, width, text
+    ("version", 7, lambda record: str(record.stats.version)),
+    ("kind", 5, lambda record: record.stats.kind),
+    ("reward", 6, lambda record: f"{record.reward:.3f}"),
+    ("density", 7, lambda record: f"{record.stats.density:.1%}"),
+    ("sent", 8, lambda record: f"{record.stats.payload_bytes / 1e6:.2f} MB"),
+    ("of dense", 8, lambda r: f"{r.stats.payload_bytes / r.stats.dense_bytes:.1%}"),
+    ("diff", 8, lambda record: f"{record.stats.diff_s * 1e3:.1f} ms"),
+    ("transfer", 8, lambda record: f"{record.stats.transfer_s * 1e3:.1f} ms"),
+    ("commit", 8, lambda record: f"{record.stats.commit_s * 1e3:.1f} ms"),
+    ("digest", 7, lambda record: "agrees" if record.verified else "DIFFERS"),
+)
 
 
 class Report:
@@ -154,11 +136,11 @@ class Report:
             print(json.dumps(record.as_json()), flush=True)
             return
         if len(self.records) == 1:
-            titles = (name.rjust(width) for name, width in HEADINGS.items())
+            titles = (title.rjust(width) for title, width, _ in _COLUMNS)
             self._line(Text("  ".join(titles), "bold"))
-        *row, digest = map(str.rjust, cells(record), HEADINGS.values())
-        style = "green" if record.verified else "bold red"
-        self._line(Text("  ").join([*map(Text, row), Text(digest, style)]))
+        *row, digest = (text(record).rjust(width) for _, width, text in _COLUMNS)
+        line = Text("  ".join([*row, ""]))
+        self._line(line.append(digest, "green" if record.verified else "bold red"))
 
     def _line(self, line: Text) -> None:
         self._console.print(line, soft_wrap=True)
@@ -166,13 +148,9 @@ class Report:
 
 def print_summary(console: Console, summary: Summary, records: Sequence[VersionRecord]) -> None:
     """Print the summary under the table."""
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="bold", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for label, value in summary_lines(summary, records):
-        grid.add_row(label, Text(value))
     console.print()
-    console.print(grid)
+    for label, value in summary_lines(summary, records):
+        console.print(Text(label.ljust(17), "bold").append(value, "not bold"), soft_wrap=True)
 
 
 def summary_lines(summary: Summary, records: Sequence[VersionRecord]) -> list[tuple[str, str]]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from contextlib import suppress
 from copy import deepcopy
 from typing import Any
@@ -25,11 +24,6 @@ from deltasync.transports.address import Address
 
 SYNC_TIMEOUT_S = 120.0
 MAX_THREADS = 4  # the policy is small: more slow it down
-
-
-def use_few_threads() -> None:
-    """Let torch use few threads in this process."""
-    torch.set_num_threads(min(MAX_THREADS, torch.get_num_threads()))
 
 
 class Rollout:
@@ -55,7 +49,6 @@ class Rollout:
             if self.sampler is not self.policy:
                 self.sampler.load_state_dict(self.policy.state_dict())
         self.receiver.check_serving()
-        started = time.perf_counter()
         generator = torch.Generator().manual_seed(seed)
         answers, log_probs = self.sampler.sample(torch.tensor(prompts), generator)
         rewards = self.task.rewards(torch.tensor(prompts), answers)
@@ -63,14 +56,13 @@ class Rollout:
             "answers": answers.tolist(),
             "log_probs": log_probs.tolist(),
             "rewards": rewards.tolist(),
-            "seconds": time.perf_counter() - started,
             "sha256": self.policy.sha256(),
         }
 
 
 def main() -> None:
     """Serve until process A closes stdin or dies."""
-    use_few_threads()
+    torch.set_num_threads(min(MAX_THREADS, torch.get_num_threads()))
     if not (start := sys.stdin.readline()):
         return
     with suppress(PeerLost):

@@ -28,7 +28,7 @@ from deltasync import Policy as SendPolicy
 from deltasync.demo.grpo import group_advantages, grpo_loss
 from deltasync.demo.policy import Policy, PolicySize, has_fast_bf16
 from deltasync.demo.report import Report, Score, Summary, VersionRecord
-from deltasync.demo.rollout import use_few_threads
+from deltasync.demo.rollout import MAX_THREADS
 from deltasync.demo.task import SortTask
 from deltasync.errors import PeerLost
 from deltasync.observe.run_log import RunLog
@@ -134,7 +134,7 @@ class RolloutProcess:
 
         Returns:
             Lists of B: "answers" of int64[T], their "log_probs" of float32[T] under the policy that
-            B holds, and "rewards"; the "seconds" that it took, and the "sha256" of B's weights.
+            B holds, and "rewards"; and the "sha256" of B's weights.
         """
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
@@ -196,15 +196,10 @@ class Trainer:
         for step in range(self.config.steps + 1):
             found = self.rollout.answer()
             rewards = torch.tensor(found["rewards"])
-            self.report.version(
-                VersionRecord(
-                    stats=hook.last_stats or first,
-                    reward=rewards.mean().item(),
-                    verified=found["sha256"] == self.policy.sha256(),
-                    rollout_s=found["seconds"],
-                    published=None if publisher is None else publisher.publish(),
-                )
-            )
+            same = found["sha256"] == self.policy.sha256()
+            published = None if publisher is None else publisher.publish()
+            stats, reward = hook.last_stats or first, rewards.mean().item()
+            self.report.version(VersionRecord(stats, reward, same, published))
             if step == self.config.steps:  # the last version is only evaluated
                 return
             advantages = group_advantages(rewards, self.config.group_size)
@@ -241,7 +236,7 @@ class Trainer:
 
 def run(config: DemoConfig, report: Report) -> Summary:
     """Run the whole demo. Both processes have ended when it returns or raises."""
-    use_few_threads()
+    torch.set_num_threads(min(MAX_THREADS, torch.get_num_threads()))
     started = time.perf_counter()
     with ExitStack() as stack:
         if config.log is not None:

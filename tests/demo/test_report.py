@@ -37,7 +37,7 @@ def record(version: int, nnz: int) -> VersionRecord:
         receiver_bytes=0,
         snapshot_bytes=0,
     )
-    return VersionRecord(stats=stats, reward=0.25, verified=True, rollout_s=0.5)
+    return VersionRecord(stats=stats, reward=0.25, verified=True)
 
 
 RECORDS = [record(1, 1000), record(2, 10), record(3, 30)]
