@@ -47,7 +47,7 @@ def test_a_line_of_text_counts_without_its_break_and_anything_else_as_it_is(
 def test_a_file_that_is_missing_or_empty_is_named(tmp_path: Path, words: tuple[str, ...]) -> None:
     if words[0] == "export":
         out = str(tmp_path / "out")
-        words = ("export", "--connect", "gloo://127.0.0.1:1", "--out", out, words[1])
+        words = ("export", "gloo://127.0.0.1:1", "--out", out, words[1])
     path = tmp_path / "key"
     assert f"{path}: No such file" in refused(*words, path)
     path.write_bytes(b"\n")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from deltasync.cli.terminal import AsJson, FilePath, count, make_console, phases, print_json, size
+from deltasync.cli.terminal import AsJson, FilePath, phases, print_json, print_written
 
 
 def apply(
@@ -33,5 +33,4 @@ def apply(
     if as_json:
         print_json({"out": str(out), "digest": digest_text(digest), "bytes": base.num_bytes})
         return
-    made = f"{size(base.num_bytes)} in {count(len(base.specs))} tensors"
-    make_console().print(f"{out}: {made}, state digest {digest_text(digest)}", soft_wrap=True)
+    print_written(out, base.num_bytes, len(base.specs), digest)

@@ -5,15 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from deltasync.cli.stores import Config, KeyFile, RunName, StoreUrl, store_options
-from deltasync.cli.terminal import AsJson, count, make_console, phases, print_json, size
-
-if TYPE_CHECKING:
-    from deltasync.store.objects import StoreOptions
+from deltasync.cli.terminal import AsJson, phases, print_json, print_written, size
 
 To = Annotated[
     str | None,
@@ -40,46 +37,28 @@ def fetch(
     It comes over the fewest bytes. What is fetched is checked against the manifests, and what was
     written is read again.
     """
-    write(url, out, to, base, run, options=store_options(config, key_file), as_json=as_json)
-
-
-def write(
-    url: str,
-    out: Path,
-    to: str | None,
-    base: Path | None,
-    run: str | None,
-    *,
-    options: StoreOptions,
-    as_json: bool,
-) -> None:
-    """Write the checkpoint and report it."""
     from deltasync.delta.digests import digest_text
     from deltasync.files.checkpoint import Checkpoint
     from deltasync.store.checkpoints import fetch_checkpoint
 
-    version = _version(to)
+    options = store_options(config, key_file)
     with phases() as phase:
         found = fetch_checkpoint(
             url,
             out,
-            to=version,
+            to=_version(to),
             run=run,
             base=None if base is None else Checkpoint(base),
             options=options,
             phase=phase,
         )
-    digest = digest_text(found.digest)
     if as_json:
-        print_json({"out": str(out), **asdict(found), "digest": digest})
+        print_json({"out": str(out), **asdict(found), "digest": digest_text(found.digest)})
         return
-    made = f"{size(found.num_bytes)} in {count(found.num_tensors)} tensors"
     ways = " + ".join(_grouped(found.ways)) or "nothing"
-    make_console().print(
-        f"{out}: v{found.version} of run {found.run}, {made}, state digest {digest}; fetched "
-        f"{ways}, {size(found.fetched_bytes)}",
-        soft_wrap=True,
-    )
+    what = f"v{found.version} of run {found.run}, "
+    more = f"; fetched {ways}, {size(found.fetched_bytes)}"
+    print_written(out, found.num_bytes, found.num_tensors, found.digest, what=what, more=more)
 
 
 def _version(text: str | None) -> int | None:

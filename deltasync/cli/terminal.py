@@ -113,6 +113,17 @@ def print_json(found: dict[str, Any]) -> None:
     print(json.dumps(found))
 
 
+def print_written(
+    out: Path, num_bytes: int, num_tensors: int, digest: int, *, what: str = "", more: str = ""
+) -> None:
+    """Print which checkpoint was written."""
+    from deltasync.delta.digests import digest_text
+
+    made = f"{what}{size(num_bytes)} in {count(num_tensors)} tensors"
+    line = f"{out}: {made}, state digest {digest_text(digest)}{more}"
+    make_console().print(line, soft_wrap=True)
+
+
 def make_table(*columns: str, names: int = 1) -> Table:
     """A table whose first columns are names, and whose others are numbers; bars have no title."""
     table = Table(box=SIMPLE_HEAD)

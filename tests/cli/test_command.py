@@ -100,7 +100,7 @@ def test_ctrl_c_at_any_moment_ends_quietly(name: str, takes_s: float, tmp_path: 
         "demo": ["--quick", "--steps", "100000"],
         "diff": [old, new, "--out", tmp_path / "out"],
         "doctor": [],
-        "export": ["--connect", f"shared_memory:{tmp_path}/none", "--out", tmp_path / "out"],
+        "export": [f"shared_memory:{tmp_path}/none", "--out", tmp_path / "out"],
         "fetch": [tmp_path / "store", "--out", tmp_path / "out"],
         "gc": [tmp_path / "store"],
         "log": [tmp_path / "store"],

@@ -171,8 +171,8 @@ def test_a_store_has_every_version_bit_for_bit(tmp_path: Path) -> None:
     newest.unlink()
     assert call("fetch", store, "--out", tmp_path / "none").returncode == 2
     for to in range(1, 5):
-        made = tmp_path / f"export{to}"
-        assert call("export", store, "--to", f"v{to}", "--out", made).returncode == 0
+        made = tmp_path / f"again{to}"
+        assert call("fetch", store, "--to", f"v{to}", "--out", made).returncode == 0
         assert call("verify", made, tmp_path / f"v{to}").returncode == 0
     base, late = tmp_path / "v2", tmp_path / "late"
     assert call("fetch", store, "--to", "v4", "--base", base, "--out", late).returncode == 0

@@ -1,4 +1,4 @@
-"""`deltasync export --connect`: from a live sender to a checkpoint."""
+"""`deltasync export`: from a live sender to a checkpoint."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_live_sender_is_exported(tmp_path: Path) -> None:
     step(source, torch.Generator().manual_seed(0), 0.5)
     address, out = f"shared_memory:{tmp_path / 'socket'}", tmp_path / "model"
     with sending(source, address):
-        assert told("export", "--connect", address, "--out", out)["out"] == str(out)
+        assert told("export", address, "--out", out)["out"] == str(out)
     assert_same(out, source)
 
 
@@ -62,19 +62,19 @@ def test_a_live_sender_is_exported_over_a_network_with_a_secret(tmp_path: Path) 
     secret.write_text("of both\n")
     with sending(source, "gloo://127.0.0.1:0", secret=b"of both") as address:
         out = tmp_path / "model"
-        told("export", "--connect", address, "--out", out, "--secret", secret)
+        told("export", address, "--out", out, "--secret", secret)
     assert_same(out, source)
 
 
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (("--connect", "nowhere", "--out"), "is no address"),
-        (("--connect", "gloo://host:1:2", "--out"), "is no address"),
-        (("--connect", "gloo://host:1", "--timeout", "inf", "--out"), "--timeout"),
-        (("--connect", "gloo://host:1", "--timeout", "1000001", "--out"), "--timeout"),
-        (("--connect", "gloo://127.0.0.1:1", "--name", "x" * 257, "--out"), "engine"),
-        (("--connect", "shared_memory:/none/here", "--timeout", "0.2", "--out"), "Timeout"),
+        (("nowhere", "--out"), "is no address"),
+        (("gloo://host:1:2", "--out"), "is no address"),
+        (("gloo://host:1", "--timeout", "inf", "--out"), "--timeout"),
+        (("gloo://host:1", "--timeout", "1000001", "--out"), "--timeout"),
+        (("gloo://127.0.0.1:1", "--name", "x" * 257, "--out"), "engine"),
+        (("shared_memory:/none/here", "--timeout", "0.2", "--out"), "Timeout"),
     ],
 )
 def test_what_cannot_be_exported(tmp_path: Path, words: tuple[str, ...], problem: str) -> None:

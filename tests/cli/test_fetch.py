@@ -53,12 +53,9 @@ def assert_is(path: Path, state: dict[str, Tensor]) -> None:
     assert all(same_bits(found.tensor(name), state[name]) for name in found.specs)
 
 
-@pytest.mark.parametrize("command", ["fetch", "export"])
 @pytest.mark.parametrize("to", [1, 3, 4, 5])
-def test_every_version_is_written_bit_for_bit(
-    trainer: Publisher, tmp_path: Path, command: str, to: int
-) -> None:
-    found = told(command, trainer.place.url, "--to", f"v{to}", "--out", tmp_path / "out")
+def test_every_version_is_written_bit_for_bit(trainer: Publisher, tmp_path: Path, to: int) -> None:
+    found = told("fetch", trainer.place.url, "--to", f"v{to}", "--out", tmp_path / "out")
     assert_is(tmp_path / "out", trainer.states[to])
     assert (found["run"], found["version"]) == (RUN, to)
     assert found["ways"][0] == "anchor"

@@ -96,8 +96,7 @@ def test_what_is_made_anew_takes_the_place_of_nothing(tmp_path: Path, kind: str)
         ("diff", old, new),
         ("apply", tmp_path / "patch", old),
         ("fetch", tmp_path / "store"),
-        ("export", tmp_path / "store"),
-        ("export", "--connect", f"shared_memory:{tmp_path}/none"),
+        ("export", f"shared_memory:{tmp_path}/none"),
     ):
         assert f"{out} exists" in refused(*words, "--out", out)
     assert before.items() <= state(tmp_path).items()
