@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.cli.command import call, refused, run_forked, told
+from tests.cli.command import call, refused, run, run_forked, told
 from tests.observe.test_report import Page
 
 
@@ -43,3 +44,11 @@ def test_what_cannot_be_drawn_or_written_is_refused(log: Path, tmp_path: Path) -
     assert "no line of it is of a log" in refused("report", __file__, "--out", tmp_path / "x")
     assert "is the log itself" in refused("report", log, "--out", log)
     assert "No such file" in refused("report", log, "--out", tmp_path / "gone" / "x.html")
+
+
+def test_without_matplotlib_it_says_what_to_install(log: Path) -> None:
+    code = "import sys; sys.modules['matplotlib'] = None; from deltasync.cli import main; main()"
+    done = run(sys.executable, "-c", code, "report", log)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.strip().endswith("pip install matplotlib")
+    assert len(done.stderr.splitlines()) == 1
