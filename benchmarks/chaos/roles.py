@@ -24,7 +24,7 @@ from benchmarks.chaos.weights import Model, Truth, fingerprint
 from benchmarks.descriptors import descriptors
 from deltasync import ModuleSource, ModuleTarget, ReceiverOptions, SenderOptions
 from deltasync.delta.codecs.coding import Coding
-from deltasync.errors import RunUnknown, StoreError, TransportTimeout, WriterConflict
+from deltasync.errors import ObjectDamaged, RunUnknown, StoreError, TransportTimeout, WriterConflict
 from deltasync.store.anchors import PublishOptions
 from deltasync.store.catalogue import Run
 from deltasync.store.objects import StoreOptions
@@ -142,7 +142,11 @@ def _write(setting: Setting, diary: Diary, chance: random.Random) -> None:
     truth.go(min(_newest(setting) + chance.choice((0, 1)), setting.versions) or 1)
     while diary.goes_on:
         truth.write(model)
-        stats = sender.publish()
+        try:
+            stats = sender.publish()
+        except ObjectDamaged as error:  # it took so long that the collector deleted its uploads
+            diary.note("refused", why=type(error).__name__, text=str(error))
+            continue
         truth.go(stats.version)
         if fingerprint(model) != truth.fingerprint():
             raise ChaosFailed(f"v{stats.version} was published from the weights of another one")

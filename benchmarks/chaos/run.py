@@ -226,7 +226,7 @@ def run_chaos(
         for part in ("spool", "tmp", "store"):
             (folder / part).mkdir()
         where = url or str(folder / "store")
-        setting = Setting(where, config or {}, folder, versions, seed, keep_s=20.0)
+        setting = Setting(where, config or {}, folder, versions, seed, keep_s=5.0)
         chaos, began = Chaos(setting, timeout_s), time.monotonic()
         failures: list[str] = []
         try:

@@ -45,8 +45,12 @@ class Faults:
             piece = data[start : start + (1 << 16)]
             with self._link:
                 self.down_bytes += len(piece)
-                if self.bytes_per_s is not None:
-                    time.sleep(len(piece) / self.bytes_per_s)
+                began = time.monotonic()
+                while (rate := self.bytes_per_s) is not None:  # it may change meanwhile
+                    left_s = began + len(piece) / rate - time.monotonic()
+                    if left_s <= 0:
+                        break
+                    time.sleep(min(left_s, 0.1))
             write(piece)
 
     def at_random(self, seed: int, share: float, kinds: tuple[str, ...] = FAULTS) -> None:

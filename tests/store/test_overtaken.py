@@ -6,17 +6,24 @@ import hashlib
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from deltasync import ModuleSource, SenderOptions, StoreSender
+from deltasync.errors import ObjectDamaged
+from deltasync.files.checkpoint import Checkpoint
 from deltasync.store.anchors import PublishOptions
+from deltasync.store.checkpoints import fetch_checkpoint
+from deltasync.store.retention import gc
 from tests.cli.command import COMMAND, ENVIRONMENT
 from tests.store.faulty import Faults, faulty
-from tests.store.stores import Place, s3_place
+from tests.store.published import Publisher
+from tests.store.stores import Place, local_place, s3_place
+from tests.strategies import same_bits
 
 SIDE = 2048
 READER = """
@@ -98,7 +105,7 @@ def test_a_slow_reader_goes_on_with_the_newest_version(
     def choose(method: str, path: str) -> None:
         """Bring next to nothing, once the object is asked for."""
         if method == "GET" and ("-anchor-" if held is None else f"{held + 1:016}-delta-") in path:
-            faults.bytes_per_s = 10_000
+            faults.bytes_per_s = 1_000
             asked.set()
 
     faults.choose = choose
@@ -130,3 +137,31 @@ def held_until(lines: Iterator[list[str]], trainer: Trainer, version: int) -> li
         if versions[-1] == version:
             break
     return versions
+
+
+@pytest.mark.parametrize("to", [None, 2])
+def test_a_checkpoint_is_the_newest_version_or_the_one_that_was_asked_for(
+    tmp_path: Path, to: int | None
+) -> None:
+    """The objects of the version are deleted when they are about to be fetched."""
+    place = local_place(tmp_path / "store")
+    trainer = Publisher(place, anchor_every=2)
+    trainer.publish(2)
+
+    def phase(name: str, num_bytes: int) -> Callable[[int], None]:
+        if name == "fetching" and max(trainer.states) == 2:
+            trainer.publish(4)
+            gc(place.url, keep=1, keep_s=0)
+        return lambda count: None
+
+    out = tmp_path / "out"
+    if to is not None:
+        with pytest.raises(ObjectDamaged, match="missing"):
+            fetch_checkpoint(place.url, out, to=to, phase=phase)
+        assert not out.exists()
+        return
+    assert fetch_checkpoint(place.url, out, phase=phase).version == 6
+    written = Checkpoint(out)
+    assert set(trainer.states[6]) - set(written.specs) == {"3.weight"}, "which is tied"
+    for name in written.specs:
+        assert same_bits(written.tensor(name), trainer.states[6][name])
