@@ -26,6 +26,7 @@ class Engine:
 
     Attributes:
         calls: What it was asked, in order.
+        ended: What of that was done, or refused.
         before: Called before each call, with its name.
         loses: How answers get lost, by call.
         fails: Calls that are not done.
@@ -36,6 +37,7 @@ class Engine:
         self.module, self.worker = module, Worker()
         self.is_paused, self.version = False, ""
         self.calls: list[str] = []
+        self.ended: list[str] = []
         self.before: Callable[[str], object] = lambda call: None
         self.loses: dict[str, str] = {}
         self.fails: set[str] = set()
@@ -97,6 +99,7 @@ class Handler(BaseHTTPRequestHandler):
             said = json.dumps(self.engine.do(call, body)).encode()
         except Exception as error:  # noqa: BLE001 - which the trainer is told
             status, said = 400, f"{type(error).__name__}: {error}".encode()
+        self.engine.ended.append(call)
         lost = self.engine.loses.get(call, "")
         if lost == "silence":
             self.engine.goes_on.wait(60)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from threading import Event
 
@@ -199,24 +199,35 @@ def taking(url: str, seed: int, steps: int, path: Path | None, take_over: bool) 
     time.sleep(600)
 
 
-def kills(engine: Engine, call: str, child: Child, then: Callable[[], object]) -> Event:
-    """Kill a trainer when it asks for this. What it asked for is done, after something else.
+def kill_at(
+    engine: Engine,
+    call: str,
+    seed: int,
+    then: Callable[[], object],
+    *,
+    steps: int = 1,
+    path: Path | None = None,
+    take_over: bool = False,
+) -> None:
+    """Kill a trainer when it asks for this in its last step, and do something else first.
 
-    Returns what is set when that is done.
+    Returns when what was asked for is done, or refused.
     """
-    over = Event()
+    children, did, asked = list[Child](), list[object](), list[str]()
 
-    def kill(asked: str) -> None:
-        if asked == call:
+    def kill(now: str) -> None:
+        asked.append(now)
+        if asked.count(call) == steps and now == call:
             engine.before = lambda call: None
-            child.kill()
-            try:
-                then()
-            finally:
-                over.set()
+            until(lambda: bool(children), timeout_s=60.0)
+            children[0].kill()
+            did.append(then())
 
     engine.before = kill
-    return over
+    with Child(taking, engine.url, seed, steps, path, take_over) as child:
+        children.append(child)
+        until(lambda: bool(did), timeout_s=120.0)
+        until(lambda: sorted(engine.ended) == sorted(engine.calls), timeout_s=60.0)
 
 
 CALLS = ["connect", "pause_generation", "write", "name", "continue_generation"]
@@ -229,20 +240,11 @@ def test_the_engine_of_a_winner_that_was_killed_comes_back_to_who_asks(call: str
         first = Trainer(engine, 1)
         with first.sync:
             first.send()
-            with Child(taking, engine.url, 2, 1, None, True) as second:
-                assert kills(engine, call, second, lambda: None).wait(120)
-            until(lambda: engine.worker._last is not None and ", from " in holder(engine))
-            until(lambda: holder(engine) != first.sync._engine._holder, timeout_s=60.0)
-            for _ in range(2):
-                with suppress(EngineTaken):  # until its end is noticed
-                    first.sync.disconnect()
+            kill_at(engine, call, 2, lambda: None, take_over=True)
+            with pytest.raises(EngineTaken):
+                first.sync.disconnect()
             until(lambda: isinstance(outcome(first.send), str), timeout_s=60.0)
             assert is_of(engine, first)
-
-
-def holder(engine: Engine) -> str:
-    last = engine.worker._last
-    return "" if last is None else last.holder
 
 
 @pytest.mark.parametrize("call", CALLS[1:])
@@ -253,15 +255,11 @@ def test_calls_of_a_loser_that_was_killed_change_nothing_when_they_arrive(
     """But for a pause, which says nobody's name. It ends with the next version."""
     with served(Engine(model(9))) as engine:
         second = Trainer(engine, 2, take_over=True)
-        with second.sync, Child(taking, engine.url, 1, steps, None, False) as first:
-            if steps == 2:
-                until(lambda: engine.version == "1" and not engine.is_paused, timeout_s=60.0)
-            over = kills(engine, call, first, second.send)
-            assert over.wait(120)
-            with engine._turn:
-                assert bits_equal(second.source, engine.module)
-            until(lambda: engine.is_paused == (call == "pause_generation"), timeout_s=60.0)
+        with second.sync:
+            kill_at(engine, call, 1, second.send, steps=steps)
+            assert bits_equal(second.source, engine.module)
             assert engine.version == "1"
+            assert engine.is_paused == (call == "pause_generation")
             assert second.send() == "delta"
             assert is_of(engine, second)
 
@@ -269,8 +267,8 @@ def test_calls_of_a_loser_that_was_killed_change_nothing_when_they_arrive(
 def test_a_connect_of_a_trainer_that_was_killed_is_no_loss_for_good() -> None:
     with served(Engine(model(9))) as engine:
         second = Trainer(engine, 2)
-        with second.sync, Child(taking, engine.url, 1, 1, None, True) as first:
-            assert kills(engine, "connect", first, second.send).wait(120)
+        with second.sync:
+            kill_at(engine, "connect", 1, second.send, take_over=True)
             until(lambda: isinstance(outcome(second.send), str), timeout_s=60.0)
             assert is_of(engine, second)
 
@@ -287,14 +285,15 @@ def test_late_calls_of_a_killed_trainer_are_not_taken_for_its_successors(
         def succeed() -> None:
             trainer = Trainer(engine, 2, path=path)
             stack.enter_context(trainer.sync)
-            for _ in range(3):
+            until(lambda: isinstance(outcome(trainer.send), str), timeout_s=60.0)
+            while trainer.sync.sender.version < 3:
                 trainer.send()
             successors.append(trainer)
 
-        with Child(taking, engine.url, 1, 1, path, False) as first:
-            assert kills(engine, call, first, succeed).wait(120)
+        kill_at(engine, call, 1, succeed, path=path)
         (second,) = successors
-        until(lambda: "write" in engine.calls, timeout_s=60.0)
+        assert bits_equal(second.source, engine.module)
+        assert engine.version == "3"
         assert second.send() == "delta"
         assert is_of(engine, second)
 
