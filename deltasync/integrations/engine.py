@@ -21,7 +21,6 @@ from deltasync.errors import (
     EngineFailed,
     EngineTaken,
     SyncAborted,
-    TransportError,
     TransportTimeout,
 )
 from deltasync.integrations.trainer_info import (
@@ -180,6 +179,7 @@ class Engine:
         try:
             asked(call, *arguments, self._holder)
         except EngineTaken as error:
+            logger.warning("%s is left as it is: %s", self, error)
             self.refused(error)
             raise
 
@@ -278,35 +278,28 @@ class Engine:
         return any(not update.done() for update in self.updates)
 
     def close(self) -> Sequence[Future[None]]:
-        """Make no more calls, and `part`, in its thread after an update in flight.
+        """Make no more calls, and `leave`, in its thread after an update in flight.
 
         Returns what may be waited for: not for that update, which may hang.
         """
         for update in self._updates.values():
             update.cancel()
-        if self.pause.is_on and not threading.main_thread().is_alive():  # no thread can start
-            with suppress(EngineTaken):
-                self.part()
+        if not threading.main_thread().is_alive():  # no thread can start, or is left
+            self.leave()
         is_busy = self._is_busy
-        left = [self.submit(self.part)] if is_busy or self.pause.is_on else []
+        left = [self.submit(self.leave)] if is_busy or self.pause.is_on else []
         self._calls.shutdown(wait=False)
         return [] if is_busy else left
 
-    def part(self) -> None:
-        """Let workers disconnect, and `leave`. Raises EngineTaken."""
-        try:
-            with suppress(EngineFailed, TransportError):  # it may be gone
-                self.disconnect()
-        finally:
-            self.leave()
-
     def leave(self) -> None:
-        """Resume generation if it is paused and the weights are whole; else log why not."""
+        """Resume generation if it is paused, this trainer's, and whole; else log why not."""
         if self._is_parents or self._is_given_up or not self.pause.is_on:
             return
         why = "was closed after an update that failed: its weights may mix two versions"
         if self.is_whole or (self.outcome.done() and self.outcome.exception() is None):
             try:
+                with suppress(DeltaSyncError):  # it may be gone
+                    self.disconnect()  # and forget the pause if it is another trainer's by now
                 self.pause.end()
                 return
             except DeltaSyncError as error:

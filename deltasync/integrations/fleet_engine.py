@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
@@ -24,8 +23,6 @@ from deltasync.sync.engine_sender import EngineSender
 from deltasync.sync.protocol.round import SyncPhase
 from deltasync.sync.stats import reasons
 from deltasync.wire.messages import Failed, ParameterSpec
-
-logger = logging.getLogger(__name__)
 
 _RETURN_S = 0.3  # workers that failed in a sync connect again by themselves
 _NOT_JOINED = "it has not joined yet"
@@ -304,11 +301,12 @@ class FleetEngine(Engine):
 
     def _part(self) -> None:
         try:
-            self.part()
-        except EngineTaken as error:
-            logger.warning("%s was removed, and not disconnected: %s", self, error)
-            raise
+            self.disconnect()
+        except DeltaSyncError as error:  # it may be gone
+            if isinstance(error, EngineTaken):
+                raise
         finally:
+            self.leave()
             self.has_left = True
 
     def hang_up(self) -> Future[None]:

@@ -80,7 +80,7 @@ def trained_engines(worker: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) ->
             config = WeightTransferConfig(backend="deltasync")
             engine = own.Trained(config, vllm_config, torch.device("cpu"), model)
             open_syncs.callback(engine.sync.close)
-            open_syncs.callback(engine.disconnect)
+            open_syncs.callback(engine.sync.disconnect)
             engine.init_transfer_engine(None)
             return engine
 

@@ -30,6 +30,11 @@ def test_it_is_told_when_it_disconnects() -> None:
         engine.calls.clear()
         first.sync.disconnect()  # it knows
         assert engine.calls == []
+        second.sync.close()
+        first.send()
+        assert is_of(engine, first)
+        first.sync.disconnect()
+        assert not engine.worker.is_connected
 
 
 def test_who_never_had_the_engine_disconnects_nobody() -> None:
@@ -120,7 +125,7 @@ def test_a_fleet_is_told_when_it_removes_a_server(
         there.catch_up()
         with pytest.raises(EngineTaken, match=there.fleet.sender.stream_id):
             here.fleet.remove("1").result(60)
-        (said,) = [one.message for one in caplog.records if "was removed" in one.message]
+        (said,) = [one.message for one in caplog.records if "is left" in one.message]
         assert there.fleet.sender.stream_id in said
         there.step()
         stats = there.send()

@@ -257,7 +257,7 @@ def test_an_engines_worker_takes_the_next_try_within_the_update_that_was_asked_f
         try:
             threads.submit(dying.stage, timeout_s=5)
             sender.wait_for_receivers(2, timeout_s=5)
-            update = threads.submit(worker.commit, 1)
+            update = threads.submit(worker.commit, 1, to.holder)
             link.before = lambda kind: dying.close() if kind == "begin" else None
             assert sender.send_weights(timeout_s=5).receivers == 1
             update.result(5)
