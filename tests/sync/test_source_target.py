@@ -570,6 +570,8 @@ def test_target_notices_every_way_to_move_storage() -> None:
     moved(r"norm\.bias")
     model.embed.weight.data = model.embed.weight.data.T.contiguous().T
     moved(r"embed\.weight', 'head\.weight")
+    model.embed.weight.data = model.embed.weight.data.as_strided((6, 4), (4, 1))
+    moved(r"embed\.weight', 'head\.weight")
     model.saved = model.saved.clone()
     moved("saved")
     model.register_buffer("late", torch.zeros(1))

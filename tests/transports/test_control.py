@@ -360,6 +360,15 @@ def test_a_changed_byte_is_noticed(wire: Wire, position: int) -> None:
     assert wire.server.take() is None
 
 
+def test_another_kind_is_noticed(wire: Wire) -> None:
+    wire.client.write(Kind.REPLY, b"hello")
+    data = bytearray(wire.sent_by_client())
+    data[2] = Kind.FRAME
+    wire.to_server(bytes(data))
+    assert wire.server.lost is not None
+    assert wire.server.take() is None
+
+
 def test_a_replayed_message_is_noticed(wire: Wire) -> None:
     wire.client.write(Kind.REPLY, b"once")
     data = wire.sent_by_client()
@@ -376,7 +385,12 @@ def test_reordered_messages_are_noticed(wire: Wire) -> None:
     assert wire.server.take() is None
 
 
-def test_a_reflected_message_is_noticed(wire: Wire) -> None:
+@pytest.mark.parametrize("heard", range(3))
+def test_a_reflected_message_is_noticed(wire: Wire, heard: int) -> None:
+    for _ in range(heard):
+        wire.server.write(Kind.FRAME, b"down")
+        wire.to_client(wire.sent_by_server())
+        assert wire.client.take() is not None
     wire.client.write(Kind.REPLY, b"echo")
     wire.to_client(wire.sent_by_client())
     assert wire.client.lost is not None

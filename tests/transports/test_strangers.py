@@ -295,6 +295,15 @@ def test_who_does_not_know_the_secret_is_not_heard(make_place: MakePlace) -> Non
         pass
 
 
+def test_who_does_not_know_the_secret_announces_no_more_than_a_nonce(make_place: MakePlace) -> None:
+    place = make_place(SECRET)
+    sock = place.stranger(message(Kind.NONCE, bytes(33))[:-33])
+    place.server.poll(Deadline(0.1))
+    sock.settimeout(5)
+    while sock.recv(1 << 16):  # until it is turned away, without waiting for the rest
+        pass
+
+
 def test_half_greetings_are_bounded_together(make_place: MakePlace) -> None:
     place = make_place()
     half = HEADER.pack(b"dS", Kind.GREETING, 16 << 20) + bytes((16 << 20) - 1)
