@@ -276,13 +276,13 @@ def test_w29_w30_each_lie_is_refused(at: int, kind: str, value: int, error: type
 def test_w30_a_dense_row_has_no_indices() -> None:
     specs = one_spec()
     bits = flats_of(specs)[0].line ^ 1
-    made, *sizes = encoded([(0, Run(0, 5000, None, bits))], specs, IndexCodec.GAP)
-    coded = CodedPayload.from_bytes(memoryview(made), num_rows=sizes[0], raw_bytes=sizes[1])
+    made, num_rows, raw_bytes = encoded([(0, Run(0, 5000, None, bits))], specs, IndexCodec.GAP)
+    coded = CodedPayload.from_bytes(memoryview(made), num_rows=num_rows, raw_bytes=raw_bytes)
     rows = coded.rows.copy()
     rows["index_bytes"] = 4
     lying = CodedPayload(rows, coded.digests, np.zeros(4, np.uint8), coded.value)
     with pytest.raises(InvalidTable, match="no indices"):
-        decoded(lying.to_bytes(compressed=False), *sizes, specs)
+        decoded(lying.to_bytes(compressed=False), num_rows, raw_bytes, specs)
 
 
 @pytest.mark.parametrize("codec", CODECS)

@@ -184,10 +184,13 @@ def test_breaking_off_in_place_is_dirty_until_a_version_is_kept() -> None:
 
 def test_an_undo_leaves_what_was_dirty_before_dirty() -> None:
     session = ReceiverSession("a", dirty=True, half_written=True)
-    for event in ("greeted", layout(2), Welcome(full_sync=("a",)), begin(2, None)):
-        session.on(event)
-    for event in (Prepare(version=2, num_buckets=0), Commit(version=2), "writing", "restored"):
-        session.on(event)
+    session.on("greeted")
+    session.on(layout(2))
+    session.on(Welcome(full_sync=("a",)))
+    for message in (begin(2, None), Prepare(version=2, num_buckets=0), Commit(version=2)):
+        session.on(message)
+    session.on("writing")
+    session.on("restored")
     assert session.dirty
     assert session.half_written
 
