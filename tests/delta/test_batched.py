@@ -340,6 +340,15 @@ def test_a_sync_larger_than_declared_is_refused() -> None:
     staging.stage_bucket(reader.open(payload, 1))
 
 
+@pytest.mark.parametrize(("max_bytes", "in_place"), [(12, False), (11, True)])
+def test_a_sync_is_written_in_place_if_it_does_not_fit(max_bytes: int, *, in_place: bool) -> None:
+    backend = bf16_ends(torch.zeros(8, device=DEVICE)).snapshot
+    staging = backend.stage(
+        sparse_bytes=8, dense_bytes=4, max_bytes=max_bytes, writing=lambda: None
+    )
+    assert staging.in_place == in_place
+
+
 def test_weights_that_do_not_keep_what_is_written_are_found() -> None:
     both, payload, reader = payload_of([1, 2, 3])
     staging = BatchedStaging(both.weights, both.ledger)
