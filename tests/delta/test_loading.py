@@ -89,3 +89,25 @@ def test_a_tensor_that_comes_twice_is_refused_before_it_is_loaded_again(
     with pytest.raises(InvalidTable, match="a: a full sync brings some of it twice"):
         stage_runs(applier, [dense(0) if again == "whole" else part], SPECS)
     assert loader.names == before
+
+
+class InPairs(Loaded):
+    """A loader that needs `a` and `b` in one call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: list[list[int]] = []
+
+    def load(self, weights: Iterable[tuple[str, Tensor]], /) -> None:
+        self.values += [tensor.tolist() for _, tensor in weights]
+
+    def together(self) -> Sequence[Sequence[str]]:
+        return (("a", "b"),)
+
+
+def test_what_waits_for_another_tensor_outlives_its_payload() -> None:
+    loader = InPairs()
+    applier = loading(loader, [])
+    for number in (0, 1):  # each in a payload that is overwritten
+        stage_runs(applier, [dense(number)], SPECS)
+    assert loader.values == [[1] * 4, [1] * 4]
