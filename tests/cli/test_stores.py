@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +95,14 @@ def test_gc_deletes_what_nobody_needs(store: Path) -> None:
     assert "deleted 3 versions" in done.stdout
     assert "v4 to v5 stay" in done.stdout
     assert [entry["version"] for entry in told("log", store)["versions"]] == [5, 4]
+
+
+def test_uploads_of_no_version_go_after_hours(store: Path) -> None:
+    left = store / f"one/objects/{5:016}-delta-{0:016}.dsyn"
+    left.write_bytes(b"half")
+    os.utime(left, (time.time() - 2 * 3600,) * 2)
+    for hours, count in ((3, 0), (1, 1)):
+        assert told("gc", store, "--unfinished-after", str(hours))["unfinished"] == count
 
 
 def test_several_runs_have_to_be_named(store: Path) -> None:
