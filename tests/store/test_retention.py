@@ -14,7 +14,7 @@ from deltasync.errors import ConfigError, ManifestInvalid, StoreRefused
 from deltasync.store import keys
 from deltasync.store.retention import GcStats, gc
 from tests.store.replay import assert_holds
-from tests.store.stores import Place
+from tests.store.stores import Place, memory_place
 from tests.store.test_sender import Model, run_of, sender_of, weights_of
 
 History = dict[int, dict[str, Tensor]]
@@ -103,6 +103,19 @@ def test_s11_an_anchor_with_a_missing_file_is_none(
     stats = collect(place, keep=2)
     assert stats.oldest == 4
     assert_holds(run, 6, history[6], tmp_path)
+
+
+def test_s11_an_anchor_that_lacks_one_of_its_files_is_none() -> None:
+    place, model = memory_place(), Model()
+    sender = sender_of(model, place, anchor_every=3, anchor_file_bytes=1)
+    for number in range(4):
+        sender.publish()
+        model.step(number)
+    run = run_of(place)
+    (anchor,) = run.later_ways(run.require(4))
+    assert len(anchor.files) > 2
+    run.objects.delete(anchor.files[0].key)
+    assert collect(place, keep=1).oldest == 1
 
 
 def test_uploads_of_no_version_go_when_they_are_old(place: Place, history: History) -> None:
