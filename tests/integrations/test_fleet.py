@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from threading import Thread
 
 import pytest
 
+from deltasync import ModuleTarget
 from deltasync.errors import ConfigError, NoReceivers, ReceiversLost, SyncAborted
 from deltasync.integrations.fleet import Pauses
-from tests.integrations.fleets import SHAPES, OneCall, Server, Split, fleet_of, model, outcome
-from tests.sync.harness import until
+from deltasync.integrations.trainer_info import TrainerInfo
+from deltasync.integrations.worker import Worker
+from tests.integrations.fleets import CPU, SHAPES, OneCall, Server, Split, fleet_of, model, outcome
+from tests.sync.harness import Model, until
 from tests.sync.test_parts import SHAPES as SPLIT_SHAPES
 
 ALL = ("0", "1", "2")
@@ -236,12 +240,26 @@ def test_a_version_that_too_few_could_stage_is_aborted(tmp_path: Path) -> None:
         assert here.servers["2"].holds(here.source)
 
 
+class Replicas(Server):
+    """An engine of two workers, each of which holds all weights."""
+
+    world = 2
+
+    def __init__(self, module: Model) -> None:
+        self.models = [module, deepcopy(module)]
+        super().__init__(module)
+
+    def let_connect(self, worker: Worker, to: TrainerInfo, rank: int) -> None:
+        target = ModuleTarget(self.models[rank])
+        worker.connect(to, target, CPU, rank=0, world=1, replica=str(rank))
+
+
 def test_a_server_of_which_one_worker_could_not_stage_is_not_counted(tmp_path: Path) -> None:
-    with fleet_of(tmp_path, 2, kind=Split, shapes=SPLIT_SHAPES, min_engines=2) as here:
+    with fleet_of(tmp_path, 2, kind=Replicas, min_engines=2) as here:
         here.send()
         half = here.servers["1"]
-        assert isinstance(half, Split)
-        next(half.models[0].parameters()).data[0] += 1  # which no sync has written
+        assert isinstance(half, Replicas)
+        half.models[1].get_parameter("a").data[0, 0] += 1  # which no sync has written
         here.step()
         with pytest.raises(SyncAborted, match="1 of at least 2 servers"):
             here.send()
