@@ -336,9 +336,10 @@ class EngineFleet(Closing):
         self, workers: Collection[str], besides: Collection[str]
     ) -> Sequence[Collection[str]]:
         """The `Turns` of the sender. Its engines are the replicas of servers."""
-        able = self._whole(workers)
-        self._check_number({*able, *self._whole(besides)})
-        turns = [{worker for worker in workers if engine.has(worker)} for engine in able]
+        able = self._whole({*workers, *besides})
+        self._check_number(able)
+        here = [{worker for worker in workers if engine.has(worker)} for engine in able]
+        turns = [turn for turn in here if turn]
         return turns if self._pauses == "rolling" else [set().union(*turns)]
 
     def _check_number(self, able: Collection[FleetEngine]) -> None:

@@ -14,7 +14,7 @@ from deltasync.integrations.fleet import Pauses
 from deltasync.integrations.trainer_info import TrainerInfo
 from deltasync.integrations.worker import Worker
 from tests.integrations.fleets import CPU, SHAPES, OneCall, Server, Split, fleet_of, model, outcome
-from tests.sync.harness import Model, until
+from tests.sync.harness import Model, bits_equal, until
 from tests.sync.test_parts import SHAPES as SPLIT_SHAPES
 
 ALL = ("0", "1", "2")
@@ -264,6 +264,8 @@ def test_a_server_of_which_one_worker_could_not_stage_is_not_counted(tmp_path: P
         with pytest.raises(SyncAborted, match="1 of at least 2 servers"):
             here.send()
         assert here.fleet.sender.version == 1
+        here.catch_up()
+        assert all(bits_equal(here.source, one) for one in half.models)
 
 
 def test_the_first_version_waits_for_enough_servers(tmp_path: Path) -> None:
