@@ -84,7 +84,8 @@ def compare_checkpoints(
     Args:
         old: What receivers hold.
         new: What they are to get.
-        exponents, encodings: As in `sparsity`.
+        exponents: As in `sparsity`.
+        encodings: Likewise.
         advance: Called to report progress.
 
     Raises:

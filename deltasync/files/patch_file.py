@@ -68,7 +68,8 @@ def write_patch(
     """Write the patch file that makes `old` bit-identical to `new`.
 
     Args:
-        old, new: Of the same names, shapes and dtypes.
+        old: What the patch applies to.
+        new: What it makes, of the same names, shapes and dtypes.
         path: The new file; it appears when everything is written.
         phase: Called to report progress.
         codec: How payloads become short.

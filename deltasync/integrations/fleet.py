@@ -64,7 +64,12 @@ class EngineFleet(Closing):
             the others generate meanwhile. Servers that take a full sync, or a delta too large to
             stage, pause while it arrives; in a rolling fleet full syncs come one by one, too, once
             `min_engines` hold the version.
-        without_routes, keep, unproved, max_staged_bytes, options, group: As of `EngineSync`.
+        without_routes: As of `EngineSync`.
+        keep: Likewise.
+        unproved: Likewise.
+        max_staged_bytes: Likewise.
+        options: Likewise.
+        group: Likewise.
         timeout_s: For each wait, here and in the workers: how long a server may hold up a call.
     """
 

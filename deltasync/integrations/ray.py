@@ -121,7 +121,9 @@ class Rendezvous:
         Args:
             target: The engine's weights.
             engine: Its unique name; by default that of the actor, or its id.
-            rank, world, options: As of `WeightReceiver`.
+            rank: As of `WeightReceiver`.
+            world: Likewise.
+            options: Likewise.
             device: Where payloads live; by default the CPU or the current GPU.
             timeout_s: For the first version to arrive; None for no limit. Ray does not restart an
                 actor whose `__init__` raises.

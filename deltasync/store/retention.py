@@ -64,7 +64,8 @@ def gc(
     version goes on with the newest one.
 
     Args:
-        url, run: As of `Run.open`.
+        url: As of `Run.open`.
+        run: Likewise.
         keep: How many of the newest versions stay, at least 1.
         keep_s: Whatever was written less than so many seconds ago stays as well: versions, and
             objects that no manifest names yet. Longer than any upload or fetch of a version takes;
