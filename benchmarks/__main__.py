@@ -1,74 +1,53 @@
-"""`python -m benchmarks`: cpu (the default), gpu, engines, sharded, verl, codec, soak ..."""
+"""`python -m benchmarks`: cpu (the default), gpu, engines, sharded, verl, codec, store, soak ..."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from benchmarks import headlines, live, live_report
-from benchmarks import report as cpu_report
-from benchmarks.cases import GROUPS
-from benchmarks.codec import command as codec_command
-from benchmarks.codec import record as codec_record
-from benchmarks.codec import report as codec_report
+from benchmarks import live
+from benchmarks import report as reports
 from benchmarks.engines import EnginesPlan
 from benchmarks.engines import run as run_engines
-from benchmarks.gpu import report as gpu_report
 from benchmarks.gpu.geometry import GEOMETRIES
 from benchmarks.gpu.setup import Setup
-from benchmarks.gpu.worker import GROUPS as GPU_GROUPS
-from benchmarks.gpu.worker import run_groups
+from benchmarks.gpu.worker import GROUPS, HOST_GROUPS, run_groups
 from benchmarks.record import RESULTS, ROOT, Environment, Result, append_records, read_records
-from benchmarks.runner import GroupFailed, run_group
-from benchmarks.scale import command as scale_command
 from benchmarks.sharded.plan import ShardedPlan
-from benchmarks.sharded.runner import run_ranks
+from benchmarks.sharded.runner import GroupFailed, run_ranks
 from benchmarks.soak import DEFAULT_GEOMETRY, Plan, run_soak
-from benchmarks.store import command as store_command
-from benchmarks.store import record as store_record
-from benchmarks.store import report as store_report
 from benchmarks.verl import VerlPlan
 from benchmarks.verl import run as run_verl
 
-RECORDS = RESULTS / "cpu.jsonl"
-GPU_RECORDS = {"NCCL": RESULTS / "gpu-nccl.jsonl", "CUDA IPC": RESULTS / "gpu-ipc.jsonl"}
-CODEC_GPU_RECORDS = RESULTS / "codec-gpu.jsonl"
-LIVE_RECORDS = {"cpu": RESULTS / "live-cpu.jsonl", "cuda": RESULTS / "live-gpu.jsonl"}
-ENGINE_RECORDS = {"cpu": RESULTS / "engines-cpu.jsonl", "cuda": RESULTS / "engines-gpu.jsonl"}
-SHARDED_RECORDS = {
-    "collective": RESULTS / "sharded-nccl.jsonl",
-    "local": RESULTS / "sharded-ipc.jsonl",
-}
-VERL_RECORDS = RESULTS / "verl-cpu.jsonl"
 IMAGES = ROOT / "docs" / "images"
 PAGE = ROOT / "docs" / "performance.md"
 README = ROOT / "README.md"
 _MODEL = "qwen3-1.7b"
+_GPU_NAMES = {"NCCL": "gpu-nccl", "CUDA IPC": "gpu-ipc"}
 
 app = typer.Typer(add_completion=False, invoke_without_command=True)
-app.command()(codec_command.codec)
-app.command()(store_command.store)
-app.command()(scale_command.scale)
-Records = Annotated[Path, typer.Option("--records", help="Where the records are.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Fewer densities and rounds.")]
 Tiny = Annotated[bool, typer.Option("--tiny", help="Toy size: a smoke test.")]
 Record = Annotated[bool, typer.Option("--record", help="Keep the records in benchmarks/results.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object per case, nothing else.")]
 Out = Annotated[Path | None, typer.Option(help="Append the records to this file.")]
+Only = Annotated[list[str] | None, typer.Option(help="One of them. Repeatable.")]
 Device = Annotated[str | None, typer.Option(help="cuda or cpu; by default cuda if there is one.")]
+Seed = Annotated[int, typer.Option(help="Random seed.")]
 Link = Annotated[
     str | None,
     typer.Option(help="local: one device (CUDA IPC); collective: two (NCCL), the default there."),
+]
+Pairs = Annotated[
+    Path | None,
+    typer.Option("--pairs", help="Pairs that benchmarks.codec.pairs wrote; None: make them."),
 ]
 
 
@@ -79,51 +58,42 @@ def default(context: typer.Context) -> None:
         cpu()
 
 
-@app.command()
+@app.command(help=f"Measure on the CPU, one thread per process: {', '.join(HOST_GROUPS)}.")
 def cpu(
     quick: Quick = False,
     as_json: Json = False,
     out: Out = None,
     record: Record = False,
-    only: Annotated[
-        list[str] | None, typer.Option(help=f"Some of: {', '.join(GROUPS)}. Repeatable.")
-    ] = None,
+    tiny: Tiny = False,
+    only: Only = None,
 ) -> None:
-    """Measure on the CPU, one thread per process; `fleet` apart, under eight minutes, or one."""
-    groups = _chosen(only, GROUPS)
-    results = _measure(groups, "quick" if quick else "full")
-    if record and groups == list(GROUPS):
-        RECORDS.unlink(missing_ok=True)
-    results = _kept(results, RECORDS if record else None, out)
-    with _told_on_failure():
-        _show(results, cpu_report.make_table, as_json=as_json)
+    groups, scale = _chosen(only, HOST_GROUPS), _scale(quick=quick, tiny=tiny)
+    geometry = {"full": "cpu", "quick": "cpu-small", "tiny": "tiny"}[scale]
+    setup = Setup(f"cpu-{scale}", geometry, "cpu", "local")
+    kept = _kept("cpu", replace=groups == list(HOST_GROUPS)) if record else None
+    _run_groups(setup, groups, kept, out, as_json=as_json)
 
 
-@app.command()
+@app.command(help=f"Measure on one or two GPUs, under seven minutes: {', '.join(GROUPS)}.")
 def gpu(
     quick: Quick = False,
     as_json: Json = False,
     out: Out = None,
     record: Record = False,
-    only: Annotated[
-        list[str] | None, typer.Option(help=f"Some of: {', '.join(GPU_GROUPS)}. Repeatable.")
-    ] = None,
+    only: Only = None,
     geometry: Annotated[str, typer.Option(help=f"One of: {', '.join(GEOMETRIES)}.")] = _MODEL,
     device: Device = None,
     link: Link = None,
 ) -> None:
-    """Measure on one or two GPUs; under seven minutes, under two and a half with --quick."""
-    groups = _chosen(only, GPU_GROUPS)
+    groups = _chosen(only, GROUPS)
     setup = _setup("quick" if quick else "full", geometry, device, link)
-    failures: list[str] = []
-    results = run_groups(setup, groups, failures)
-    kept = _gpu_records(setup, groups) if record else None
-    results = _kept(results, kept, out)
-    _show(results, gpu_report.make_table, as_json=as_json)
-    for failure in failures:
-        print(f"failed: {failure}", file=sys.stderr)
-    if failures:
-        raise typer.Exit(1)
+    kept = None
+    if record:
+        if setup.transport not in _GPU_NAMES:
+            raise typer.BadParameter("--record keeps what was measured on GPUs; see --out")
+        is_whole = geometry == _MODEL and groups == list(GROUPS)
+        kept = _kept(_GPU_NAMES[setup.transport], replace=is_whole)
+    _run_groups(setup, groups, kept, out, as_json=as_json)
 
 
 @app.command()
@@ -131,9 +101,7 @@ def engines(
     quick: Quick = False,
     as_json: Json = False,
     out: Out = None,
-    record: Annotated[
-        bool, typer.Option("--record", help="Replace the records in benchmarks/results.")
-    ] = False,
+    record: Record = False,
     tiny: Tiny = False,
     device: Device = None,
     patch_file: Annotated[
@@ -153,26 +121,21 @@ def engines(
     ] = None,
 ) -> None:
     """Measure updates of an engine's model against vLLM's own methods."""
-    if is_live:
-        if unknown := set(only or ()) - live.ENGINES.keys():
-            raise typer.BadParameter(f"--only {min(unknown)}")
-        try:
-            scale = _scale(quick=quick, tiny=tiny)
-            chosen = live.LivePlan.choose(scale, device, link, only or ())
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
-        kept = LIVE_RECORDS[chosen.device.type] if record else None
-        if kept is not None:
-            kept.unlink(missing_ok=True)
-        _show(_kept(live.run(chosen), kept, out), live_report.make_table, as_json=as_json)
+    scale = _scale(quick=quick, tiny=tiny)
+    if not is_live:
+        plan = EnginesPlan.choose(scale, device, patch_file)
+        kind = "gpu" if plan.device.type == "cuda" else "cpu"
+        kept = _kept(f"engines-{kind}", replace=True) if record else None
+        _finish(run_engines(plan), kept, out, as_json=as_json)
         return
-    plan = EnginesPlan.choose(_scale(quick=quick, tiny=tiny), device, patch_file)
-    results: Iterator[Result] = run_engines(plan)
-    kept = ENGINE_RECORDS[plan.device.type] if record else None
-    if kept is not None:
-        kept.unlink(missing_ok=True)
-    results = _kept(results, kept, out)
-    _show(results, gpu_report.make_table, as_json=as_json)
+    chosen = _chosen(only, live.ENGINES)
+    try:
+        plan_of_live = live.LivePlan.choose(scale, device, link, chosen)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    kind = "gpu" if plan_of_live.device.type == "cuda" else "cpu"
+    kept = _kept(f"live-{kind}", replace=True) if record else None
+    _finish(live.run(plan_of_live), kept, out, as_json=as_json)
 
 
 @app.command()
@@ -200,10 +163,8 @@ def sharded(
         raise typer.BadParameter(str(error)) from None
     if record and plan.device_type == "cpu":
         raise typer.BadParameter("--record keeps what was measured on GPUs; see --out")
-    kept = SHARDED_RECORDS[plan.link] if record else None
-    results = _kept(run_ranks(plan), kept, out)
-    with _told_on_failure():
-        _show(results, gpu_report.make_table, as_json=as_json)
+    name = "sharded-nccl" if plan.link == "collective" else "sharded-ipc"
+    _finish(run_ranks(plan), _kept(name) if record else None, out, as_json=as_json)
 
 
 @app.command()
@@ -216,10 +177,44 @@ def verl(
 ) -> None:
     """Measure the checkpoint engine for verl between two processes of one host, over gloo."""
     results = run_verl(VerlPlan.choose(_scale(quick=quick, tiny=tiny)))
-    if record:
-        VERL_RECORDS.unlink(missing_ok=True)
-    results = _kept(results, VERL_RECORDS if record else None, out)
-    _show(results, gpu_report.make_table, as_json=as_json)
+    _finish(results, _kept("verl-cpu", replace=True) if record else None, out, as_json=as_json)
+
+
+@app.command()
+def codec(
+    quick: Quick = False,
+    as_json: Json = False,
+    out: Out = None,
+    record: Record = False,
+    tiny: Tiny = False,
+    only: Annotated[
+        list[str] | None, typer.Option(help="A pair, such as masters-1e-6-k1. Repeatable.")
+    ] = None,
+    folder: Pairs = None,
+) -> None:
+    """Measure bytes and speed of codecs on real training steps; 15 minutes, one with --quick."""
+    from benchmarks.codec.pairs import names
+    from benchmarks.codec.runner import measure
+
+    scale = _scale(quick=quick, tiny=tiny)
+    results = measure(scale, _chosen(only, names(scale)), folder)
+    _finish(results, _kept("codec-cpu", replace=True) if record else None, out, as_json=as_json)
+
+
+@app.command()
+def store(
+    quick: Quick = False,
+    as_json: Json = False,
+    out: Out = None,
+    record: Record = False,
+    tiny: Tiny = False,
+    folder: Pairs = None,
+) -> None:
+    """Measure versions over links of 0.1, 1 and 10 Gbit/s to an S3 server; needs moto[server]."""
+    from benchmarks.store.runner import measure
+
+    results = measure(_scale(quick=quick, tiny=tiny), folder)
+    _finish(results, _kept("store-cpu", replace=True) if record else None, out, as_json=as_json)
 
 
 @app.command()
@@ -235,31 +230,12 @@ def soak(
     ] = DEFAULT_GEOMETRY,
     device: Device = None,
     link: Link = None,
-    ranks: Annotated[
-        int, typer.Option(min=1, help="Of the trainer, and of the engine, some of which die.")
-    ] = 1,
-    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Append that line to this file.")] = None,
+    seed: Seed = 0,
+    out: Out = None,
 ) -> None:
     """Sync for a long time, kill and restart the engine; check bits, memory, descriptors."""
     setup = _setup("full", geometry, device, link)
-    if ranks > 1:
-        from benchmarks.sharded import soak as sharded_soak
-
-        plan = ShardedPlan.of(ranks, setup)
-        found = sharded_soak.run_soak(sharded_soak.Plan(plan, syncs, kill_every, seed))
-    else:
-        found = run_soak(Plan(setup, syncs, kill_every, seed))
-    line = _appended(found, out)
-    if as_json:
-        print(line)
-    else:
-        Console(highlight=False).print("\n".join(f"{key}: {found[key]}" for key in found))
-    for failure in found["failures"]:
-        print(f"failed: {failure}", file=sys.stderr)
-    if found["failures"]:
-        raise typer.Exit(1)
+    _conclude(run_soak(Plan(setup, syncs, kill_every, seed)), out)
 
 
 @app.command()
@@ -267,42 +243,40 @@ def strangers(
     seconds: Annotated[float, typer.Option(min=0.1, help="Duration of the attack.")] = 600.0,
     link: Annotated[str, typer.Option(help="collective, or local: a unix socket.")] = "collective",
     secret: Annotated[bool, typer.Option(help="Whether both ends have a secret.")] = True,
-    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Append the line of JSON to this file.")] = None,
+    seed: Seed = 0,
+    out: Out = None,
 ) -> None:
     """Attack a live trainer; check call times, memory, descriptors and its engine."""
     from benchmarks.strangers import Attack, run
 
     if link not in ("collective", "local"):
         raise typer.BadParameter(f"{link} is neither collective nor local")
-    found = run(Attack(seconds, link, secret and link == "collective", seed))
-    _conclude(found, out)
+    _conclude(run(Attack(seconds, link, secret and link == "collective", seed)), out)
 
 
 @app.command()
 def store_chaos(
     versions: Annotated[int, typer.Option(min=2, help="Number of versions.")] = 200,
-    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    seed: Seed = 0,
     url: Annotated[
         str | None, typer.Option(help="An empty store; by default a temporary folder.")
     ] = None,
     config: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="As of deltasync; repeatable.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Append the line of JSON to this file.")] = None,
+    out: Out = None,
 ) -> None:
     """Kill writer, readers and collector of a store at random; check every version and leftover."""
     from benchmarks.chaos.run import run_chaos
 
     pairs = dict(pair.split("=", 1) for pair in config or ())
-    found = run_chaos(versions=versions, seed=seed, url=url, config=pairs)
-    _conclude(found, out)
+    _conclude(run_chaos(versions=versions, seed=seed, url=url, config=pairs), out)
 
 
 @app.command()
 def fleet_chaos(
     versions: Annotated[int, typer.Option(min=2, help="Number of versions that are sent.")] = 500,
-    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    seed: Seed = 0,
     engines: Annotated[int, typer.Option(min=3, help="Number of engine processes.")] = 8,
     min_engines: Annotated[int, typer.Option(min=1, help="As of EngineFleet.")] = 2,
     rolling: Annotated[bool, typer.Option("--rolling", help="One pause at a time.")] = False,
@@ -310,7 +284,7 @@ def fleet_chaos(
     link: Annotated[
         str, typer.Option(help="shared_memory, gloo, cuda_ipc or nccl.")
     ] = "shared_memory",
-    out: Annotated[Path | None, typer.Option(help="Append the line of JSON to this file.")] = None,
+    out: Out = None,
 ) -> None:
     """Kill, stop, add and remove engines of a fleet at random; check all that they serve."""
     from benchmarks.fleets.chaos import LINKS, run_chaos
@@ -330,101 +304,49 @@ def fleet_chaos(
 
 
 @app.command()
-def table(records: Records = RECORDS) -> None:
-    """Print the records as Markdown."""
-    print(_markdown(records))
+def table(
+    records: Annotated[Path, typer.Option("--records", help="Where the records are.")],
+) -> None:
+    """Print all records of a file."""
+    _show(read_records(records))
 
 
 @app.command()
 def plot(folder: Path = IMAGES) -> None:
-    """Draw all records into a folder; docs/images keeps what pages show."""
-    from benchmarks import live_plots
-    from benchmarks import plots as cpu_plots
-    from benchmarks.codec import plots as codec_plots
-    from benchmarks.gpu import plots as gpu_plots
+    """Draw the pictures that pages show."""
+    from benchmarks import plots
 
-    paths = cpu_plots.draw_all(read_records(RECORDS), folder) if RECORDS.exists() else []
-    for records in filter(Path.exists, (*GPU_RECORDS.values(), *SHARDED_RECORDS.values())):
-        paths += gpu_plots.draw_all(read_records(records), folder, name=records.stem)
-    for records in filter(Path.exists, LIVE_RECORDS.values()):
-        paths += live_plots.draw_all(read_records(records), folder, name=records.stem)
-    if codec_record.RECORDS.exists():
-        paths += codec_plots.draw_all(codec_record.read_records(codec_record.RECORDS), folder)
-    for path in paths:
-        if folder == IMAGES and path.stem not in headlines.IMAGES:
-            path.unlink()
-        else:
-            print(path)
+    for path in plots.draw_all(_results_by_name(), folder):
+        print(path)
 
 
 @app.command()
 def report(page: Path = PAGE, readme: Path = README) -> None:
     """Put what records show into docs/performance.md, and the summary into README.md."""
-    text = page.read_text(encoding="utf-8")
-    kept = (
-        RECORDS,
-        *(r for of in (GPU_RECORDS, SHARDED_RECORDS, ENGINE_RECORDS) for r in of.values()),
-        *LIVE_RECORDS.values(),
-        VERL_RECORDS,
-        codec_record.RECORDS,
-        CODEC_GPU_RECORDS,
-        store_record.RECORDS,
-    )
-    for records in kept:
-        if records.exists() and f"<!-- begin {records.stem} -->" in text:
-            drawn = sorted((page.parent / "images").glob(f"{records.stem}-*.svg"))
-            images = [f"images/{path.name}" for path in drawn if path.stem in headlines.IMAGES]
-            markdown = _markdown(records, only_headlines=True)
-            text = gpu_report.insert(text, records.stem, markdown, images)
+    text, results = page.read_text(encoding="utf-8"), _results_by_name()
+    for name, found in results.items():
+        if f"<!-- begin {name} -->" in text:
+            drawn = sorted((page.parent / "images").glob(f"{name}-*.svg"))
+            images = [f"images/{path.name}" for path in drawn]
+            text = reports.insert(text, name, reports.section(name, found), images)
     page.write_text(text, encoding="utf-8")
-    running = LIVE_RECORDS["cuda"]
-    summary = gpu_report.make_summary(
-        read_records(GPU_RECORDS["NCCL"]), read_records(running) if running.exists() else ()
-    )
-    text = gpu_report.insert(readme.read_text(encoding="utf-8"), "summary", summary)
+    summary = reports.summary(results["gpu-nccl"], results.get("live-gpu", ()))
+    text = reports.insert(readme.read_text(encoding="utf-8"), "summary", summary)
     readme.write_text(text, encoding="utf-8")
 
 
-def _markdown(records: Path, *, only_headlines: bool = False) -> str:
-    if records == codec_record.RECORDS:
-        codecs = codec_record.read_records(records)
-        return codec_report.make_markdown(headlines.of_codecs(codecs) if only_headlines else codecs)
-    if records == store_record.RECORDS:
-        stores = store_record.read_records(records)
-        return store_report.make_markdown(headlines.of_stores(stores) if only_headlines else stores)
-    results = read_records(records)
-    if records in LIVE_RECORDS.values():
-        return live_report.make_markdown(headlines.of_live(results) if only_headlines else results)
-    is_gpu = any(result.model for result in results)
-    make: Callable[[list[Result]], str] = (
-        gpu_report.make_markdown if is_gpu else cpu_report.make_markdown
-    )
-    if only_headlines:
-        return headlines.without_parts(make(headlines.of_results(results)))
-    return make(results)
+def _results_by_name() -> dict[str, list[Result]]:
+    """All records of measurements, by the name of their file."""
+    kinds = ("cpu", "gpu", "sharded", "engines", "live", "verl", "codec", "store")
+    paths = (path for kind in kinds for path in sorted(RESULTS.glob(f"{kind}*.jsonl")))
+    return {path.stem: read_records(path) for path in paths}
 
 
 def _chosen(only: list[str] | None, known: Iterable[str]) -> list[str]:
-    """The groups asked for, in their own order. Raises BadParameter."""
+    """Those asked for, in their own order, or all. Raises BadParameter."""
     if unknown := set(only or ()) - set(known):
         raise typer.BadParameter(f"{sorted(unknown)} are not among {list(known)}")
-    return [group for group in known if not only or group in only]
-
-
-def _appended(found: Mapping[str, Any], out: Path | None) -> str:
-    """What a run has found and where, as a line of JSON, which the file has now, too."""
-    line = json.dumps({**found, "environment": asdict(Environment.here())})
-    if out is not None:
-        with out.open("a", encoding="utf-8") as file:
-            print(line, file=file)
-    return line
-
-
-def _conclude(found: Mapping[str, Any], out: Path | None) -> None:
-    """Keep and show what a run has found. Exits with 1 if it has failed."""
-    print(_appended(found, out))
-    if found["failures"]:
-        raise typer.Exit(1)
+    return [one for one in known if not only or one in only]
 
 
 def _scale(*, quick: bool, tiny: bool) -> str:
@@ -438,65 +360,69 @@ def _setup(scale: str, geometry: str, device: str | None, link: str | None) -> S
         raise typer.BadParameter(str(error)) from None
 
 
-def _gpu_records(setup: Setup, groups: list[str]) -> Path:
-    """Where a run keeps its records: a whole run replaces those before, one of codecs its own."""
-    if setup.transport not in GPU_RECORDS:
-        raise typer.BadParameter("--record keeps what was measured on GPUs; see --out")
-    is_codec = groups == ["codec"]
-    path = CODEC_GPU_RECORDS if is_codec else GPU_RECORDS[setup.transport]
-    if setup.geometry == _MODEL and (is_codec or groups == list(GPU_GROUPS)):
+def _kept(name: str, *, replace: bool = False) -> Path:
+    """Where a run keeps its records, instead of those before if it is to `replace` them."""
+    path = RESULTS / f"{name}.jsonl"
+    if replace:
         path.unlink(missing_ok=True)
     return path
 
 
-def _measure(groups: list[str], scale: str) -> Iterator[Result]:
-    """Records as they come, with progress on stderr."""
-    console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
-        task = progress.add_task("", total=len(groups))
-        for group in groups:
-            progress.update(task, description=group)
-            for result in run_group(group, scale):
-                changed = f"{100 * result.density:.3g} % changed"
-                progress.update(task, description=f"{group}: {changed}")
-                yield result
-            progress.advance(task)
+def _run_groups(
+    setup: Setup, groups: list[str], kept: Path | None, out: Path | None, *, as_json: bool
+) -> None:
+    failures: list[str] = []
+    _finish(run_groups(setup, groups, failures), kept, out, as_json=as_json)
+    for failure in failures:
+        print(f"failed: {failure}", file=sys.stderr)
+    if failures:
+        raise typer.Exit(1)
 
 
-def _kept(results: Iterator[Result], *paths: Path | None) -> Iterator[Result]:
-    """The same records, appended to each file on their way."""
-    for path in filter(None, paths):
+def _finish(
+    results: Iterator[Result], kept: Path | None, out: Path | None, *, as_json: bool
+) -> None:
+    """Append the records to files as they come, and print them or show a table."""
+    for path in filter(None, (kept, out)):
         results = append_records(path, results)
-    return results
-
-
-@contextmanager
-def _told_on_failure() -> Iterator[None]:
-    """The error itself is on stderr already."""
+    done = []
     try:
-        yield
-    except GroupFailed as error:
+        for result in results:
+            done.append(result)
+            if as_json:
+                print(result.to_json(), flush=True)
+            else:
+                case = f"{result.case} {result.way} {result.model}"
+                print(f"{case}, {100 * result.density:.3g} % changed", file=sys.stderr, flush=True)
+    except GroupFailed as error:  # the error itself is on stderr already
         print(error, file=sys.stderr)
         raise typer.Exit(1) from None
+    if not as_json:
+        _show(done)
 
 
-def _show(
-    results: Iterator[Result], make_table: Callable[[list[Result]], Table], *, as_json: bool
-) -> None:
-    if as_json:
-        for result in results:
-            print(result.to_json(), flush=True)
-        return
-    done = list(results)
+def _show(results: list[Result]) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=160)
-    console.print(make_table(done))
-    if done:
-        console.print(cpu_report.describe(done[0].environment))
-    missed = sum(not result.met for result in done)
-    console.print(f"{missed} of {sum(r.goal is not None for r in done)} goals missed.")
+    console.print(reports.make_table(results))
+    for text in dict.fromkeys(reports.describe(result.environment) for result in results):
+        console.print(text, markup=False)
+    missed = sum(not result.met for result in results)
+    console.print(f"{missed} of {sum(r.goal is not None for r in results)} goals missed.")
+
+
+def _conclude(found: Mapping[str, Any], out: Path | None) -> None:
+    """Print what a run has found and where, as a line of JSON. Exits with 1 if it has failed."""
+    line = json.dumps({**found, "environment": asdict(Environment.here())})
+    if out is not None:
+        with out.open("a", encoding="utf-8") as file:
+            print(line, file=file)
+    print(line)
+    for failure in found["failures"]:
+        print(f"failed: {failure}", file=sys.stderr)
+    if found["failures"]:
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,6 @@ from deltasync import (
     WeightSender,
     WeightSource,
 )
-from deltasync.engines.proof.proving import Upkeep
 from deltasync.errors import TransportClosed
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame
@@ -56,7 +55,6 @@ class EnginesPlan:
         geometries: Keys of GEOMETRIES: a plain model, and one of many experts.
         densities: Shares of changed elements.
         rounds: Times that each way takes its turn.
-        proof_widths: Of the models that are proved.
         device: Where the engine and the patches are.
         patch_file: vLLM's checkpoint_weight_patch.py, where vLLM is not installed.
     """
@@ -66,14 +64,13 @@ class EnginesPlan:
     rounds: int
     device: torch.device
     patch_file: Path | None = None
-    proof_widths: tuple[int, ...] = (1536, 3072)  # 270 MiB and 1,080 MiB
 
     @classmethod
     def choose(cls, scale: str, device: str | None, patch_file: Path | None) -> Self:
         """For "full", "quick" or "tiny"."""
         where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if scale == "tiny":
-            return cls(("tiny", "tiny-moe"), (0.01,), 2, where, patch_file, (64,))
+            return cls(("tiny", "tiny-moe"), (0.01,), 2, where, patch_file)
         if where.type == "cuda":
             densities: tuple[float, ...] = (
                 (0.003,) if scale == "quick" else (0.001, 0.003, 0.01, 0.05)
@@ -147,17 +144,16 @@ class Engine:
     Args:
         model: It, with a loader.
         trainer: Whom it follows.
-        upkeep: What has to follow each sync, where a proof found something.
 
     Attributes:
         busy_s: For how long the receiver worked on the last sync.
     """
 
-    def __init__(self, model: Any, trainer: Trainer, *, upkeep: Upkeep | None = None) -> None:
+    def __init__(self, model: Any, trainer: Trainer) -> None:
         self.model, self.trainer = model, trainer
         device = next(iter(trainer.weights.values())).device
         link = inprocess.Sender(device=device)
-        target = target_of(model, trainer.weights, upkeep)
+        target = target_of(model, trainer.weights)
         self.sender = WeightSender(trainer, link)
         self.busy_s, self._link = 0.0, Busy(link)
         options = ReceiverOptions(
@@ -281,12 +277,10 @@ def _recorded(model: Any, weights: dict[str, Tensor], name: str) -> Result:
     )
 
 
-def target_of(model: Any, weights: dict[str, Tensor], upkeep: Upkeep | None = None) -> RoutedTarget:
+def target_of(model: Any, weights: dict[str, Tensor]) -> RoutedTarget:
     """A target that takes weights of these names."""
     checkpoint = [CheckpointTensor(n, tuple(t.shape), t.dtype) for n, t in weights.items()]
-    target = RoutedTarget(model, checkpoint)
-    target.upkeep = upkeep
-    return target
+    return RoutedTarget(model, checkpoint)
 
 
 def _patch(patches: ModuleType, name: str, tensor: Tensor, indices: Tensor) -> Any:

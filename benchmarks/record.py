@@ -27,14 +27,14 @@ RatioIs = Literal[
     "seconds / baseline_seconds",
     "bytes / bound_bytes",
     "microseconds / parameter",
-    "microseconds / sync",
+    "bytes / changed",
 ]
 SPEED_UP: RatioIs = "baseline_seconds / seconds"
 SLOW_DOWN: RatioIs = "seconds / baseline_seconds"
 MEMORY: RatioIs = "bytes / bound_bytes"
 GOAL_NUMEL = 16 << 20  # goals are for models; below this, costs that do not grow stand out
 PER_PARAMETER: RatioIs = "microseconds / parameter"
-PER_SYNC: RatioIs = "microseconds / sync"
+PER_CHANGE: RatioIs = "bytes / changed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +42,7 @@ class Environment:
     """The machine and the software.
 
     `dirty`: the tree differed from `commit`. `gpu`: what GPUs are there and how many, or "".
+    `zstd`: versions of the library and its binding, or "".
     """
 
     cpu: str
@@ -54,6 +55,7 @@ class Environment:
     dirty: bool
     time: str
     gpu: str = ""
+    zstd: str = ""
 
     @classmethod
     @lru_cache(maxsize=1)
@@ -69,6 +71,7 @@ class Environment:
             dirty=bool(_git("status", "--porcelain", "--", ".", *_OUTPUTS)),
             time=datetime.now(UTC).isoformat(timespec="seconds"),
             gpu=_gpu_model(),
+            zstd=_zstd(),
         )
 
 
@@ -87,7 +90,9 @@ class Result:
         goal: None where none is set. `met`: whether it is; True without one.
         bytes: What travelled, or the memory taken. `bound_bytes`: the most it may be, or 0.
         parts: Medians of parts of `seconds`, by name.
-        model, link: On GPUs: which geometry, and what joins the two ends.
+        model: Which geometry, or which pair of versions of a trained model.
+        link: What joins the two ends.
+        way: Which of several ways to do it, where a case has more than one beside the baseline.
     """
 
     case: str
@@ -109,6 +114,7 @@ class Result:
     parts: dict[str, float] = field(default_factory=dict)
     model: str = ""
     link: str = ""
+    way: str = ""
     environment: Environment = field(default_factory=Environment.here)
 
     def to_json(self) -> str:
@@ -154,11 +160,11 @@ def compared(
 
 
 def read_records(path: Path) -> list[Result]:
-    """The last record of each case, model, size and density in a file."""
-    found: dict[tuple[str, str, str, int, float], Result] = {}
+    """The last record of each case, way, model, link, size and density in a file."""
+    found: dict[tuple[object, ...], Result] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         result = Result.from_json(line)
-        key = (result.case, result.model, result.link, result.numel, result.density)
+        key = result.case, result.way, result.model, result.link, result.numel, result.density
         found[key] = result
     return list(found.values())
 
@@ -189,6 +195,15 @@ def _cpu_model() -> str:
         return platform.processor()
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return models[0] if models else platform.machine()
+
+
+def _zstd() -> str:
+    """Such as "1.5.7, zstandard 0.25.0"."""
+    try:
+        import zstandard
+    except ImportError:
+        return ""
+    return ".".join(map(str, zstandard.ZSTD_VERSION)) + f", zstandard {zstandard.__version__}"
 
 
 def _gpu_model() -> str:

@@ -12,7 +12,6 @@ import json
 import os
 import random
 import select
-import subprocess
 import sys
 import time
 import traceback
@@ -29,13 +28,12 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from benchmarks import processes
 from benchmarks.descriptors import descriptors
-from benchmarks.gpu.engine import FAILURES, begin_engine, synchronize
+from benchmarks.gpu.engine import FAILURES, synchronize
 from benchmarks.gpu.links import connect, listen
 from benchmarks.gpu.setup import Setup
-from benchmarks.gpu.workload import mutate
-from benchmarks.workload import bits_of
+from benchmarks.gpu.workload import bits_of, mutate
+from benchmarks.processes import Told, begin
 from deltasync import (
     ModuleSource,
     ModuleTarget,
@@ -46,7 +44,7 @@ from deltasync import (
 )
 from deltasync.errors import NoReceivers, SyncAborted, TransportTimeout
 
-DEFAULT_GEOMETRY = "commit-1x"
+DEFAULT_GEOMETRY = "soak"
 WEIGHTS = {0.0: 10, 0.0001: 25, 0.001: 25, 0.003: 20, 0.01: 13, 0.05: 4, 0.2: 2, 1.0: 1}
 """How often each share of the elements changes, of 100 syncs."""
 _BUCKETS = 16  # of a dense sync, so that both of a transport's slots are full-sized at once
@@ -123,66 +121,6 @@ def fingerprint(module: nn.Module) -> str:
     for bits in bits_of(module):
         hasher.update(bits.cpu().numpy().data)
     return hasher.hexdigest()
-
-
-class Told:
-    """A process of a soak that does what it is told, and answers.
-
-    Args:
-        module: What it runs.
-        words: Its arguments.
-    """
-
-    def __init__(self, module: str, *words: str) -> None:
-        self._process = processes.start(module, *words, is_told=True)
-        self._is_warm = False
-
-    def wait_until_warm(self) -> None:
-        if not self._is_warm:
-            self.answer()
-            self._is_warm = True
-
-    def say(self, words: object) -> None:
-        assert self._process.stdin is not None
-        print(json.dumps(words), file=self._process.stdin, flush=True)
-
-    def answer(self, timeout_s: float = TIMEOUT_S) -> Any:
-        """The answer to what was said last. Raises SoakFailed if there is none."""
-        stdout = self._process.stdout
-        assert stdout is not None
-        if not select.select([stdout], [], [], timeout_s)[0]:
-            raise SoakFailed(f"a process has not answered in {timeout_s} s")
-        line = stdout.readline()
-        if not line:
-            raise SoakFailed("a process ended; its error is above")
-        return json.loads(line)
-
-    def kill(self) -> None:
-        """SIGKILL; the process may still be going when this returns."""
-        self._process.kill()
-
-    def let_go(self) -> None:
-        """Tell it that nothing more is wanted of it."""
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.close()
-
-    def end(self) -> int:
-        """Let it end, and return its exit status."""
-        self.let_go()
-        try:
-            return self._process.wait(timeout=TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            raise SoakFailed("a process did not end when it was asked to") from None
-
-    def bury(self) -> None:
-        """Make sure that nothing is left of it."""
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            with suppress(BrokenPipeError):
-                pipe.close()
 
 
 class Soak:
@@ -437,7 +375,7 @@ def grown(
 def run_engine(setup: Setup) -> None:
     """The engine's process: waits to be told where to connect, then receives until stdin ends."""
     device = setup.device("engine")
-    answers = begin_engine(device)
+    answers = begin(device)
     module = setup.model.build(device)
     for bits in bits_of(module):
         bits.zero_()  # not what the trainer holds, so that only a full sync helps

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -22,8 +21,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from benchmarks import processes
 from benchmarks.engines import Trainer as Source
+from benchmarks.processes import Told
 from benchmarks.record import MEMORY, SLOW_DOWN, Result, compared
 from deltasync import SenderOptions, WeightReceiver, WeightSender
 from deltasync.integrations.verl_ends import Metrics, Options, Rollout, Trainer
@@ -64,23 +63,6 @@ class VerlPlan:
         return {
             f"layers.{n}.weight": torch.randn(each).bfloat16() for n in range(self.numel // each)
         }
-
-
-class Worker:
-    """The rollout's process."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
-
-    def ask(self, what: str, **details: Any) -> None:
-        """Let it do something."""
-        assert self._process.stdin is not None
-        print(json.dumps({"what": what} | details), file=self._process.stdin, flush=True)
-
-    def answer(self) -> Any:
-        """What came of it."""
-        assert self._process.stdout is not None
-        return json.loads(self._process.stdout.readline())
 
 
 def run(plan: VerlPlan) -> Iterator[Result]:
@@ -160,16 +142,16 @@ def _results(
 class _Plain:
     """A sender of the same weights, where they are."""
 
-    def __init__(self, worker: Worker, weights: dict[str, Tensor], sizes: SenderOptions) -> None:
+    def __init__(self, worker: Told, weights: dict[str, Tensor], sizes: SenderOptions) -> None:
         link = collective.Sender()
         self._worker = worker
         self._sender = WeightSender(Source(weights), link, options=sizes)
-        worker.ask("follow", address=_told(link))
+        worker.say({"what": "follow", "address": _told(link)})
         self.sync()
 
     def sync(self) -> float:
         """Seconds of a sync."""
-        self._worker.ask("receive")
+        self._worker.say({"what": "receive"})
         self._sender.wait_for_receivers(1, timeout_s=_TIMEOUT_S)
         began = time.perf_counter()
         self._sender.send_weights(timeout_s=_TIMEOUT_S)
@@ -186,13 +168,13 @@ def _told(link: collective.Sender) -> dict[str, Any]:
     return address.model_dump(mode="json")
 
 
-def _join(worker: Worker, link: collective.Sender) -> None:
-    worker.ask("join", address=_told(link))
+def _join(worker: Told, link: collective.Sender) -> None:
+    worker.say({"what": "join", "address": _told(link)})
     ((peer, _),) = link.poll(timeout_s=_TIMEOUT_S)
     link.open_epoch([peer], timeout_s=_TIMEOUT_S)
 
 
-def _bare(worker: Worker, link: collective.Sender, weights: dict[str, Tensor]) -> float:
+def _bare(worker: Told, link: collective.Sender, weights: dict[str, Tensor]) -> float:
     """Seconds of moving all weights."""
     pieces = [p for t in weights.values() for p in _pieces(t.view(torch.uint8))]
     worker.ask("take", frames=len(pieces), num_bytes=sum(map(len, pieces)))
@@ -210,12 +192,12 @@ def _pieces(line: Tensor) -> Iterator[Tensor]:
         yield line[begin : begin + BUCKET_BYTES]
 
 
-def _update(worker: Worker, trainer: Trainer, weights: dict[str, Tensor]) -> Metrics:
+def _update(worker: Told, trainer: Trainer, weights: dict[str, Tensor]) -> Metrics:
     """One sync, until the rollout has handed over what changed."""
-    worker.ask("prepare")
+    worker.say({"what": "prepare"})
     name = worker.answer()
     address = trainer.address.model_dump(mode="json")
-    worker.ask("update", address=address, members=sorted(trainer.members))
+    worker.say({"what": "update", "address": address, "members": sorted(trainer.members)})
     metrics = trainer.send(weights.items(), [name])
     worker.answer()
     return metrics
@@ -229,16 +211,13 @@ def _flip(weights: dict[str, Tensor], share: float) -> None:
 
 
 @contextmanager
-def _worker() -> Iterator[Worker]:
-    process = processes.start("benchmarks.verl", is_told=True)
+def _worker() -> Iterator[Told]:
+    worker = Told("benchmarks.verl")
     try:
-        yield Worker(process)
+        yield worker
+        worker.end()
     finally:
-        try:
-            process.communicate(timeout=10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        worker.bury()
 
 
 class _Rollout:

@@ -19,7 +19,7 @@ from deltasync.delta.host.packing import buckets
 from deltasync.delta.shard import whole
 from deltasync.wire import frame
 from deltasync.wire.codecs import IndexCodec
-from deltasync.wire.compression import Compression, compress, decompress
+from deltasync.wire.compression import Compression
 from deltasync.wire.messages import Bucket
 
 _BUCKET_BYTES = 64 << 20  # the default of a sender on CPUs
@@ -73,24 +73,15 @@ class Ours:
         return found
 
     def _coded(self, raw: torch.Tensor, num_rows: int, change: Change) -> tuple[Compression, bytes]:
-        compression: Compression
-        if self.codec is not IndexCodec.RAW:
-            old = LiveOld(change.specs, change.flats)
-            coded = encode_payload(raw.numpy(), num_rows, old, self.codec)
-            payload, compression = coded.to_bytes(compressed=self.is_compressed), "coded"
-        elif self.is_compressed:
-            payload, compression = compress(raw.numpy().data), "zstd"
-        else:
-            payload, compression = b"", "none"
-        if 0 < len(payload) < len(raw):
-            return compression, payload
-        return "none", raw.numpy().tobytes()
+        old = LiveOld(change.specs, change.flats)
+        payload = encode_payload(raw.numpy(), num_rows, old, self.codec).to_bytes(
+            compressed=self.is_compressed
+        )
+        return ("coded", payload) if len(payload) < len(raw) else ("none", raw.numpy().tobytes())
 
     def _raw(self, message: Bucket, payload: bytes, change: Change) -> np.ndarray:
         if message.compression != "coded":
-            kind = message.compression
-            data = decompress(payload, compression=kind, raw_bytes=message.raw_bytes)
-            return np.frombuffer(bytearray(data), np.uint8)
+            return np.frombuffer(bytearray(payload), np.uint8)
         return decode_payload(
             memoryview(payload),
             message.num_rows,
@@ -102,10 +93,7 @@ class Ours:
 
 
 OURS: tuple[Ours, ...] = (
-    Ours("raw", IndexCodec.RAW, is_compressed=False),
-    Ours("raw, zstd", IndexCodec.RAW, is_compressed=True),
-    Ours("gap, ulp", IndexCodec.GAP, is_compressed=False),
-    Ours("gap, ulp, zstd", IndexCodec.GAP, is_compressed=True),
-    Ours("block", IndexCodec.BLOCK, is_compressed=False),
-    Ours("class", IndexCodec.CLASS, is_compressed=True),
+    Ours("deltasync: gap, ulp, zstd", IndexCodec.GAP, is_compressed=True),
+    Ours("deltasync: block", IndexCodec.BLOCK, is_compressed=False),
+    Ours("deltasync: class", IndexCodec.CLASS, is_compressed=True),
 )

@@ -5,20 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from benchmarks.codec.bounds import bounds_of
 from benchmarks.codec.change import Change, change_of, same
-from benchmarks.codec.ours import OURS, Ours
+from benchmarks.codec.ours import OURS
 from benchmarks.codec.pairs import Pair, pairs, read_pairs
-from benchmarks.codec.record import CodecRecord
-from benchmarks.codec.shapes import SHAPES
+from benchmarks.codec.shapes import BASELINE, SHAPES
+from benchmarks.record import PER_CHANGE, Result
 from benchmarks.timing import interleave
 
 ROUNDS = {"full": 3, "quick": 3, "tiny": 1}
+GOAL_NUMEL = 100_000_000  # goals are for models of this size or more
+GOALS = {
+    ("deltasync: gap, ulp, zstd", "masters-1e-6-k1"): 1.42,
+    ("deltasync: block", "masters-1e-6-k1"): 2.0,
+    ("deltasync: class", "masters-1e-6-k1"): 1.02,
+    ("deltasync: gap, ulp, zstd", "masters-3e-6-k1"): 1.20,
+    ("deltasync: block", "masters-3e-6-k1"): 1.70,
+    ("deltasync: class", "masters-3e-6-k1"): 0.95,
+}
+"""The most bytes per change, by coder and pair."""
 
 
 class Coder(Protocol):
@@ -40,13 +50,7 @@ class LostBits(RuntimeError):
     """A coder did not give back what it was given."""
 
 
-def coders() -> tuple[Coder, ...]:
-    return (*OURS, *SHAPES)
-
-
-def measure(
-    scale: str, only: Sequence[str] = (), folder: Path | None = None
-) -> Iterator[CodecRecord]:
+def measure(scale: str, only: Sequence[str] = (), folder: Path | None = None) -> Iterator[Result]:
     """Records of all pairs of a scale, or of those named. Raises LostBits.
 
     Pairs are made, or read where `folder` has them already.
@@ -60,35 +64,54 @@ def measure(
         torch.set_num_threads(before)
 
 
-def measure_pair(pair: Pair, rounds: int) -> Iterator[CodecRecord]:
-    """Records of all coders on one pair. Without a change there is nothing to measure."""
+def measure_pair(pair: Pair, rounds: int) -> Iterator[Result]:
+    """Records of all coders on one pair. Without a change there is nothing to measure.
+
+    `samples` are of encoding; `parts` has seconds of decoding, and how many times as fast as the
+    baseline both are, by rounds; `bound_bytes` are those of the weights.
+    """
     change = change_of(pair)
     if not change.count:
         return
-    bounds, chosen = bounds_of(change), coders()
-    coded = {coder.name: coder.encode(change) for coder in chosen}
-    for coder in chosen:
+    coders: tuple[Coder, ...] = (*OURS, *SHAPES)
+    coded = {coder.name: coder.encode(change) for coder in coders}
+    for coder in coders:
         _check(coder, coded[coder.name], change)
-    encode = {coder.name: partial(coder.encode, change) for coder in chosen}
-    decode = {coder.name: partial(coder.decode, coded[coder.name], change) for coder in chosen}
+    encode = {coder.name: partial(coder.encode, change) for coder in coders}
+    decode = {coder.name: partial(coder.decode, coded[coder.name], change) for coder in coders}
     encoding, decoding = (interleave(one, rounds=rounds) for one in (encode, decode))
-    for coder in chosen:
-        yield CodecRecord(
-            kept=pair.kept,
-            lr=pair.lr,
-            steps=pair.steps,
-            form=pair.form,
+    for name, data in coded.items():
+        num_bytes = size_of(data)
+        goal = GOALS.get((name, pair.name)) if change.numel >= GOAL_NUMEL else None
+        yield Result(
+            case="codec",
+            way=name,
+            model=pair.name,
             numel=change.numel,
-            dense_bytes=change.num_bytes,
+            parameters=len(change.specs),
+            density=change.count / change.numel,
             changed=change.count,
-            coder=coder.name,
-            is_ours=isinstance(coder, Ours),
-            bytes=size_of(coded[coder.name]),
-            encode_samples=tuple(encoding[coder.name]),
-            decode_samples=tuple(decoding[coder.name]),
-            bound_bytes=bounds.unknown,
-            known_bound_bytes=bounds.known,
+            seconds=median(encoding[name]),
+            samples=tuple(encoding[name]),
+            baseline=BASELINE,
+            baseline_seconds=median(encoding[BASELINE]),
+            baseline_samples=tuple(encoding[BASELINE]),
+            ratio=num_bytes / change.count,
+            ratio_is=PER_CHANGE,
+            goal=goal,
+            met=goal is None or num_bytes <= goal * change.count,
+            bytes=num_bytes,
+            bound_bytes=change.num_bytes,
+            parts={
+                "decode_s": median(decoding[name]),
+                "encode_ratio": _ratio(encoding, name),
+                "decode_ratio": _ratio(decoding, name),
+            },
         )
+
+
+def _ratio(samples: dict[str, list[float]], name: str) -> float:
+    return median(b / s for b, s in zip(samples[BASELINE], samples[name], strict=True))
 
 
 def size_of(coded: bytes | list[tuple[bytes, bytes]]) -> int:

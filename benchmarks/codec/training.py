@@ -1,7 +1,7 @@
 """A small language model, pre-trained, and then trained by policy gradient with AdamW.
 
 The model computes in bfloat16 where the CPU has instructions for it, otherwise in float32 with
-bfloat16 weights. The optimizer's weights are float32 masters, or bfloat16 as its states then are.
+bfloat16 weights. The optimizer's weights are float32 masters that begin at a bfloat16 checkpoint.
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ class Training:
 
     Attributes:
         losses: Of the steps of pre-training, in nats a token.
-        masters: float32 weights after it; what a run has that goes on with a training.
-        checkpoint: The same, rounded to bfloat16.
+        checkpoint: Weights after it.
     """
 
     def __init__(self, size: Size) -> None:
@@ -61,26 +60,18 @@ class Training:
         self._policy = Policy(self._text, size.policy)
         head = self._policy.head
         head.weight = nn.Parameter(torch.randn_like(head.weight) * size.policy.width**-0.5)
-        self.masters = [weight.detach().clone() for weight in self._policy.parameters()]
+        masters = [weight.detach().clone() for weight in self._policy.parameters()]
         self._policy.to(torch.bfloat16 if has_fast_bf16() else torch.float32)
-        self.losses = list(self._pretrain(self.masters))
-        self.checkpoint = [weight.bfloat16() for weight in self.masters]
+        self.losses = list(self._pretrain(masters))
+        self.checkpoint = [weight.bfloat16() for weight in masters]
 
-    def versions(
-        self, start: Sequence[Tensor], lr: float, num_steps: int, dtype: torch.dtype
-    ) -> Iterator[Weights]:
+    def versions(self, lr: float, num_steps: int) -> Iterator[Weights]:
         """What an engine holds after the warm-up and after each of `num_steps` steps.
-
-        Args:
-            start: The weights to begin with: `checkpoint` or `masters`.
-            lr: The learning rate.
-            num_steps: Steps after the warm-up.
-            dtype: Of the optimizer's weights: float32 for masters, or bfloat16.
 
         Yields:
             bfloat16 weights by name; copies.
         """
-        kept = [weight.to(dtype, copy=True) for weight in start]
+        kept = [weight.float() for weight in self.checkpoint]
         optimizer = torch.optim.AdamW(kept, lr=lr, weight_decay=0, fused=True)
         generator = torch.Generator().manual_seed(1)
         for step in range(self._size.warm_up + num_steps + 1):

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
-import os
 import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.cases.memory import Resident
 from benchmarks.gpu import baselines
 from benchmarks.gpu.exchange import ENGINE, Broadcasts, Exchange, SharedBuffer, attach
 from benchmarks.gpu.geometry import GEOMETRIES, Geometry
 from benchmarks.gpu.links import connect
 from benchmarks.gpu.serving import served_module
 from benchmarks.gpu.setup import Setup
+from benchmarks.processes import begin
 from deltasync import DeltaSyncError, ModuleTarget, WeightReceiver
 
 FAILURES = (DeltaSyncError, RuntimeError, OSError, ValueError, TypeError, LookupError)
@@ -104,6 +104,7 @@ class Engine:
         return baselines.differing(weights, self._link())
 
     def on_watch(self) -> None:
+        free_memory(self._device)
         self._watch = Watch(self._device)
 
     def on_taken(self) -> int:
@@ -125,17 +126,22 @@ class Watch:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._resident: Resident | None = None
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        else:
-            self._resident = Resident.start("self")
+        else:  # the kernel's high-water mark begins here
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+            self._resident = _status_bytes("VmRSS")
 
     def taken(self, *, beside: int) -> int:
         """Bytes since the beginning: on a GPU beside so many that are meant to be there."""
-        if self._resident is not None:
-            return self._resident.taken("self")
+        if self._device.type != "cuda":
+            return _status_bytes("VmHWM") - self._resident
         return torch.cuda.max_memory_allocated(self._device) - beside
+
+
+def _status_bytes(key: str) -> int:
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))
 
 
 def synchronize(device: torch.device) -> None:
@@ -145,28 +151,20 @@ def synchronize(device: torch.device) -> None:
 
 def free_memory(device: torch.device) -> None:
     gc.collect()
-    if device.type == "cuda":
+    if device.type == "cpu":  # what was freed and is kept would hide what a sync takes
+        ctypes.CDLL(None).malloc_trim(0)
+    else:
         torch._C._cuda_clearCublasWorkspaces()  # of products in what was measured before
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call] # what the other process has let go of
         torch.cuda.empty_cache()
 
 
-def begin_engine(device: torch.device) -> TextIO:
-    """Make this process an engine's. Returns where it answers, which nothing else prints to."""
-    torch.set_num_threads(1)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    return answers
-
-
 def run_engine(setup: Setup, folder: Path) -> None:
-    answers = begin_engine(setup.device("engine"))
+    answers = begin(setup.device("engine"))
     engine = Engine(setup, folder)
     for line in sys.stdin:
         try:
-            answer = {"done": engine.obey(json.loads(line))}
+            answer: object = engine.obey(json.loads(line))
         except FAILURES as error:
             traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {error}"}

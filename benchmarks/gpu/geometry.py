@@ -148,10 +148,12 @@ def submodule(root: nn.Module, path: str) -> nn.Module:
     return module
 
 
-def _growing(times: int) -> Geometry:
-    """Twelve layers of about `times` * 256 Mi elements: always as many parameters."""
-    hidden = {1: 1152, 4: 2304, 16: 4608}[times]
-    return Geometry(hidden, 12, 3 * hidden, hidden // 128, hidden // 384, vocab=36 * hidden)
+@dataclass(frozen=True, slots=True)
+class Many(Geometry):
+    """As many parameters of 64 elements as `layers` says."""
+
+    def shapes(self) -> Shapes:
+        return {f"many.p{number}": (64,) for number in range(self.layers)}
 
 
 GEOMETRIES = {
@@ -170,12 +172,16 @@ GEOMETRIES = {
         key_rank=64,
         rotated=32,
     ),
-    "commit-1x": _growing(1),
-    "commit-4x": _growing(4),
-    "commit-16x": _growing(16),
+    "soak": Geometry(1152, 12, 3456, 9, 3, vocab=36 * 1152),
     # For engines on CPUs: as many elements in 91 tensors and in 1,611.
     "engine": Geometry(1024, 8, 3072, 16, 8, head_dim=64, vocab=16_384, tied=False),
     "engine-moe": Geometry(512, 8, 192, 8, 4, head_dim=64, vocab=16_384, experts=64, tied=False),
+    # 66 Mi elements, as many for a quick run as a sixteenth of that, and two checkpoints of 1 GiB.
+    "cpu": Geometry(2048, 1, 4096, 16, 4, vocab=8192, tied=False),
+    "cpu-small": Geometry(512, 1, 1024, 4, 1, vocab=2048, tied=False),
+    "cpu-files": Geometry(2048, 15, 4096, 16, 4, vocab=8192, tied=False),
+    "cpu-many": Many(0, 20_000, 0, 0, 0),
+    "tiny-many": Many(0, 50, 0, 0, 0),
     "small": Geometry(1024, 4, 3072, 8, 4, vocab=8192),  # for CPUs
     "tiny": Geometry(64, 2, 192, 2, 1, head_dim=32, vocab=512),
     "tiny-moe": Geometry(64, 2, 24, 2, 1, head_dim=32, vocab=512, experts=8),

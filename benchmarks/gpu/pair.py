@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -15,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks import processes
 from benchmarks.gpu import baselines
 from benchmarks.gpu.engine import Watch, free_memory, synchronize
 from benchmarks.gpu.exchange import TRAINER, Broadcasts, Exchange, SharedBuffer, share
@@ -23,7 +20,8 @@ from benchmarks.gpu.geometry import GEOMETRIES
 from benchmarks.gpu.links import listen
 from benchmarks.gpu.serving import served_module, served_source
 from benchmarks.gpu.setup import Setup
-from benchmarks.workload import bits_of
+from benchmarks.gpu.workload import bits_of
+from benchmarks.processes import Told
 from deltasync import ModuleSource, SenderOptions, SyncStats, WeightSender
 
 _EXIT_TIMEOUT_S = 10.0
@@ -49,47 +47,29 @@ class Transferred:
     parts: dict[str, float]
 
 
-class EngineProcess:
+class EngineProcess(Told):
     """The engine, as the trainer sees it: words go there, answers come back."""
 
     exchange: Exchange | None = None  # where each pair needs one of its own
 
     def __init__(self, setup: Setup, folder: Path) -> None:
         self.setup, self.folder = setup, folder
-        words = (setup.to_json(), str(folder))
-        self._process = processes.start("benchmarks.gpu.engine", *words, is_told=True)
+        super().__init__("benchmarks.gpu.engine", setup.to_json(), str(folder))
         if setup.link == "collective" and setup.engine == 1:
             self.exchange = Broadcasts.join(setup, folder, TRAINER)
 
-    def say(self, do: str, **arguments: object) -> None:
-        assert self._process.stdin is not None
-        print(json.dumps({"do": do, **arguments}), file=self._process.stdin, flush=True)
+    def tell(self, do: str, **arguments: object) -> None:
+        """Let it do something; it answers when that is done."""
+        self.say({"do": do, **arguments})
 
-    def answer(self) -> Any:
-        """Wait for the answer to the last word. Raises RuntimeError with the engine's error."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError("the engine's process ended; its error is above")
-        answer = json.loads(line)
-        if "error" in answer:
-            raise RuntimeError(f"in the engine: {answer['error']}")
-        return answer["done"]
-
-    def end(self) -> None:
+    def close(self) -> None:
         """Let it end, or end it."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.close()
+        self.let_go()
         if isinstance(self.exchange, Broadcasts):
             self.exchange.close()  # both ends at once
-        try:
-            self._process.wait(timeout=_EXIT_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
+        with suppress(RuntimeError):
+            self.end(_EXIT_TIMEOUT_S)
+        self.bury()
 
 
 @contextmanager
@@ -98,7 +78,7 @@ def open_engine(setup: Setup) -> Iterator[EngineProcess]:
     with TemporaryDirectory(prefix="deltasync-") as folder:
         engine = EngineProcess(setup, Path(folder))
         yield engine
-        engine.end()  # after a failure the whole process group is ended from outside
+        engine.close()  # after a failure the whole process group is ended from outside
 
 
 class Pair:
@@ -187,7 +167,7 @@ class Pair:
 
     def watch(self) -> None:
         """From now on the memory taken at both ends is measured."""
-        self._engine.say("watch")
+        self._engine.tell("watch")
         self._engine.answer()
         free_memory(self._device)
         self._watch = Watch(self._device)
@@ -195,7 +175,7 @@ class Pair:
     def taken(self) -> dict[str, int]:
         """Bytes taken since, beside weights and snapshot."""
         mine = self._watch.taken(beside=2 * self.weights_bytes + self._exchange.num_bytes)
-        self._engine.say("taken")
+        self._engine.tell("taken")
         return {"sender": mine, "receiver": int(self._engine.answer())}
 
     def release(self) -> None:
@@ -206,12 +186,12 @@ class Pair:
     def _give(self, do: str, give: Callable[[], None], **arguments: object) -> None:
         """Broadcasts meet the engine halfway; shared memory is announced once it is full."""
         if self._engine.setup.link == "collective":
-            self._engine.say(do, **arguments)
+            self._engine.tell(do, **arguments)
             give()
         else:
             give()
             synchronize(self._device)
-            self._engine.say(do, **arguments)
+            self._engine.tell(do, **arguments)
 
     def _give_dense(self) -> None:
         weights = [p.detach().view(-1) for p in self.module.parameters()]
@@ -222,7 +202,7 @@ class Pair:
 
     def _let_receive(self) -> None:
         for engine in self._engines:
-            engine.say("receive")
+            engine.tell("receive")
 
     def _finish_sync(self, stats: SyncStats) -> None:
         if stats.lost:
@@ -261,7 +241,7 @@ def open_pair(
         del memory
     transport, address = listen(engine.setup.link, device, engine.folder / "weights.sock")
     for one in (engine, *others):
-        one.say("open", geometry=geometry, address=address, buffer=how, form=form)
+        one.tell("open", geometry=geometry, address=address, buffer=how, form=form)
         one.answer()
     source = served_source(module) if form else ModuleSource(module)
     sender = WeightSender(source, transport, options=options)
@@ -274,7 +254,7 @@ def open_pair(
         pair.release()
         free_memory(device)
     for one in (engine, *others):
-        one.say("close")
+        one.tell("close")
         one.answer()
     free_memory(device)
 

@@ -27,7 +27,7 @@ class Setup:
     """Handed to every process of a run, as JSON.
 
     Attributes:
-        scale: Key of SCALES.
+        scale: Key of SCALES; those of a CPU alone begin with "cpu-".
         geometry: Key of GEOMETRIES: the model of most cases.
         device_type: "cuda" or "cpu".
         link: How the two ends are joined.
@@ -67,6 +67,11 @@ class Setup:
         return TRANSPORTS[self.device_type, self.link]
 
     @property
+    def is_host(self) -> bool:
+        """Whether both ends are on a CPU and measured as such, not to try what GPUs do."""
+        return self.scale.startswith("cpu-")
+
+    @property
     def model(self) -> Geometry:
         return GEOMETRIES[self.geometry]
 
@@ -82,7 +87,7 @@ class Setup:
         """How many may be joined to one trainer here."""
         if self.device_type == "cuda" and self.link == "collective":
             return torch.cuda.device_count() - 1
-        return 4
+        return 16 if self.is_host else 4
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -102,12 +107,12 @@ class Scale:
         rounds, warm_ups: Syncs that count, and those before them.
         baseline_rounds: Times that a baseline runs, after one that does not count.
         case_s: Rounds end early when one case at one density took this long, but not before 3.
-        commits: Geometries that the commit is measured on, the smallest first.
-        commit_nnz: Elements changed in each of them.
+        receivers: Numbers of engines behind one sender.
         moe, moe_density: Models of few, many and most parameters, and the share that changes.
         memory: Densities at which memory is measured.
         bucket_bytes: Payload size where memory is measured.
         large: Model of the last group on two devices; None to leave it out.
+        many, files: On a CPU the model of many small parameters, and that of two checkpoints.
     """
 
     limit_s: float
@@ -116,13 +121,14 @@ class Scale:
     warm_ups: int
     baseline_rounds: int
     case_s: float
-    commits: tuple[str, ...]
-    commit_nnz: int
-    moe: tuple[str, str, str]
-    moe_density: float
+    receivers: tuple[int, ...] = (1, 2, 3, 4, 7)
+    moe: tuple[str, ...] = ("qwen3-1.7b", "moe-small", "kimi-small")
+    moe_density: float = 0.003
     memory: tuple[float, ...]
-    bucket_bytes: int
-    large: str | None
+    bucket_bytes: int = 256 << 20  # the default on GPUs
+    large: str | None = None
+    many: str = ""
+    files: str = ""
 
 
 SCALES = {
@@ -133,12 +139,7 @@ SCALES = {
         warm_ups=3,
         baseline_rounds=7,
         case_s=4.0,
-        commits=("commit-1x", "commit-4x", "commit-16x"),
-        commit_nnz=2 << 20,
-        moe=("qwen3-1.7b", "moe-small", "kimi-small"),
-        moe_density=0.003,
         memory=(0.003, 0.05, 1.0),
-        bucket_bytes=256 << 20,  # the default on GPUs
         large="qwen3-30b-a3b",
     ),
     "quick": Scale(
@@ -148,13 +149,7 @@ SCALES = {
         warm_ups=3,
         baseline_rounds=3,
         case_s=1.5,
-        commits=("commit-1x", "commit-16x"),
-        commit_nnz=2 << 20,
-        moe=("qwen3-1.7b", "moe-small", "kimi-small"),
-        moe_density=0.003,
         memory=(0.003, 1.0),
-        bucket_bytes=256 << 20,  # the default on GPUs
-        large=None,
     ),
     "tiny": Scale(
         limit_s=480.0,
@@ -163,12 +158,52 @@ SCALES = {
         warm_ups=0,  # Triton's interpreter takes seconds for each
         baseline_rounds=1,
         case_s=1.0,
-        commits=("tiny", "tiny-4x"),
-        commit_nnz=1000,
         moe=("tiny", "tiny-moe", "tiny-kimi"),
         moe_density=0.01,
         memory=(0.01,),
         bucket_bytes=1 << 16,
         large="tiny-4x",
+    ),
+    "cpu-full": Scale(
+        limit_s=1200.0,
+        densities=(0.0001, 0.001, 0.003, 0.01, 0.05, 0.2, 0.5, 1.0),
+        rounds=7,
+        warm_ups=1,
+        baseline_rounds=7,
+        case_s=120.0,
+        receivers=(1, 16),
+        moe_density=0.01,
+        memory=(0.003, 0.01, 0.2, 1.0),
+        bucket_bytes=8 << 20,
+        many="cpu-many",
+        files="cpu-files",
+    ),
+    "cpu-quick": Scale(
+        limit_s=300.0,
+        densities=(0.0001, 0.003, 0.01, 0.2, 1.0),
+        rounds=5,
+        warm_ups=1,
+        baseline_rounds=5,
+        case_s=30.0,
+        receivers=(1, 4),
+        moe_density=0.01,
+        memory=(0.003, 1.0),
+        bucket_bytes=1 << 20,
+        many="cpu-many",
+        files="cpu",
+    ),
+    "cpu-tiny": Scale(
+        limit_s=300.0,
+        densities=(0.01, 1.0),
+        rounds=2,
+        warm_ups=1,
+        baseline_rounds=1,
+        case_s=10.0,
+        receivers=(1, 2),
+        moe_density=0.01,
+        memory=(0.01,),
+        bucket_bytes=1 << 16,
+        many="tiny-many",
+        files="tiny",
     ),
 }

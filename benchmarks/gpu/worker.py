@@ -17,29 +17,33 @@ from contextlib import ExitStack, suppress
 from functools import lru_cache
 from threading import Timer
 
-import torch
-
 from benchmarks import processes
-from benchmarks.gpu import cases, coding, kernels, quant
+from benchmarks.gpu import cases, host, kernels, quant
 from benchmarks.gpu.cases import Run
 from benchmarks.gpu.engine import FAILURES, free_memory
 from benchmarks.gpu.pair import EngineProcess, open_engine
 from benchmarks.gpu.setup import SCALES, Setup
+from benchmarks.processes import begin
 from benchmarks.record import Result
 
 # By importance: what does not fit into the time is left out.
 GROUPS: dict[str, Callable[[Run], Iterator[Result]]] = {
     "sync": cases.sync,
-    "commit": cases.commit,
     "diff": kernels.diff,
-    "apply": kernels.apply,
-    "codec": coding.codec,
     "moe": cases.moe,
     "quant": quant.quant,
     "memory": cases.memory,
     "adamw": cases.adamw,
     "receivers": cases.receivers,
     "large": cases.large,
+}
+HOST_GROUPS: dict[str, Callable[[Run], Iterator[Result]]] = {
+    "diff": host.diff,
+    "sync": host.sync,
+    "small": host.small,
+    "memory": cases.memory,
+    "files": host.files,
+    "fleet": cases.receivers,
 }
 _DONE = "done "  # and the group's name; every other line is a record
 
@@ -112,13 +116,9 @@ def _kill(process: subprocess.Popen[str]) -> None:
 def main(text: str, *groups: str) -> None:
     """The worker: a record a line on stdout, progress on stderr."""
     setup = Setup.from_json(text)
-    torch.set_num_threads(1)
-    if setup.device_type == "cpu":
+    if setup.device_type == "cpu" and not setup.is_host:
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports it
-    if setup.device_type == "cuda":
-        torch.cuda.set_device(setup.device("trainer"))
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever else prints must not look like a record
+    answers = begin(setup.device("trainer"))
     try:
         _run_all(setup, groups, lambda line: print(line, file=answers, flush=True))
     except FAILURES:
@@ -140,7 +140,7 @@ def _run_all(setup: Setup, groups: tuple[str, ...], say: Callable[[str], None]) 
             began = time.perf_counter()
             run.failed = False
             free_memory(setup.device("trainer"))
-            for result in GROUPS[group](run):
+            for result in (HOST_GROUPS if setup.is_host else GROUPS)[group](run):
                 say(result.to_json())
                 _progress(f"{group}: {result.case} at {100 * result.density:.3g} %")
             _progress(f"{group} took {time.perf_counter() - began:.1f} s")

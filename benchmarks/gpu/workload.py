@@ -5,12 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from benchmarks.workload import bits_of
-
 _SCATTERED_BELOW = 0.05  # up to here drawing positions is cheaper than drawing for each element
 LEARNING_RATE = 1e-6
 _GRADIENT_SCALE = 2e-5  # of an element, with the norm clipped to 1 and 2^31 elements
 _TRAINED_ROWS = 0.18  # of an embedding: the tokens that a batch holds
+
+
+def bits_of(module: nn.Module) -> list[Tensor]:
+    """int16[numel] views of the parameters."""
+    return [p.detach().view(torch.int16).view(-1) for p in module.parameters()]
+
+
+def num_elements(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
 
 
 def mutate(module: nn.Module, density: float, seed: int) -> None:

@@ -18,11 +18,10 @@ from benchmarks.fused import Fused
 from benchmarks.gpu import baselines
 from benchmarks.gpu.geometry import assembled
 from benchmarks.gpu.links import connect, listen
-from benchmarks.gpu.workload import Training, mutate
+from benchmarks.gpu.workload import Training, bits_of, mutate
 from benchmarks.sharded.group import Group
 from benchmarks.sharded.plan import ShardedPlan
 from benchmarks.sharded.ways import GatheringTrainer, ShardedEngine
-from benchmarks.workload import bits_of
 from deltasync import (
     CheckpointTensor,
     ModuleSource,
@@ -198,22 +197,13 @@ def receiver_of(
     model: Fused,
     addresses: Sequence[dict[str, Any]],
     device: torch.device,
-    *,
-    half_written: bool = False,
 ) -> WeightReceiver:
     """What an engine's rank receives with, connected to all ranks of the trainer."""
     shapes = plan.model.shapes()
     checkpoint = [CheckpointTensor(name, shape, torch.bfloat16) for name, shape in shapes.items()]
     first, *lanes = [connect(address, device) for address in addresses]
     target = RoutedTarget(model, checkpoint)
-    return WeightReceiver(
-        target,
-        first,
-        lanes=lanes,
-        rank=number,
-        world=plan.engines,
-        half_written=half_written,
-    )
+    return WeightReceiver(target, first, lanes=lanes, rank=number, world=plan.engines)
 
 
 def _placement(name: str, tensor: Tensor) -> Placement:

@@ -10,7 +10,7 @@ from typing import Self
 import torch
 
 from benchmarks.gpu.geometry import GEOMETRIES, Geometry
-from benchmarks.gpu.setup import TRANSPORTS, Link, Setup
+from benchmarks.gpu.setup import TRANSPORTS, Link
 
 _LARGE = 10_000_000_000  # elements; with the other ways such a model does not fit into four GPUs
 
@@ -77,12 +77,6 @@ class ShardedPlan:
         densities, rounds = ((0.01,), 3) if scale == "quick" else ((0.001, 0.003, 0.01, 0.05), 7)
         sides = (per_side, per_side, model, how, gathers)
         return cls(*sides, device_type, chosen, densities, rounds, rounds)
-
-    @classmethod
-    def of(cls, ranks: int, setup: Setup) -> Self:
-        """So many ranks at each end, which measure nothing."""
-        where = setup.device_type, setup.link
-        return cls(ranks, ranks, setup.geometry, "fsdp2", False, *where, (), 0, 0)
 
     @property
     def world(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections import defaultdict
@@ -11,11 +10,10 @@ from contextlib import closing
 from pathlib import Path
 from statistics import median
 
-import torch
 import torch.distributed as dist
 
-from benchmarks.cases.syncs import pause_s
-from benchmarks.gpu.cases import parts_of
+from benchmarks.gpu.cases import parts_of, pause_s
+from benchmarks.processes import begin
 from benchmarks.record import SLOW_DOWN, SPEED_UP, Result, compared
 from benchmarks.sharded.ends import End, EngineEnd, TrainerEnd
 from benchmarks.sharded.group import Group
@@ -123,11 +121,7 @@ def _records(
 
 def main(text: str, rank: int, folder: Path) -> None:
     plan = ShardedPlan.from_json(text)
-    torch.set_num_threads(1)
-    if plan.device_type == "cuda":
-        torch.cuda.set_device(plan.device(rank))
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever else prints must not look like a record
+    answers = begin(plan.device(rank))
     group = Group(plan, rank, folder)
     make: type[TrainerEnd | EngineEnd] = TrainerEnd if group.is_trainer else EngineEnd
     with closing(make(group)) as end:

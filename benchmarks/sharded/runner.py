@@ -11,11 +11,14 @@ from threading import Timer
 
 from benchmarks import processes
 from benchmarks.record import Result
-from benchmarks.runner import GroupFailed
 from benchmarks.sharded.plan import ShardedPlan
 
 _LIMIT_S = 540.0
 _EXIT_S = 20.0
+
+
+class GroupFailed(RuntimeError):
+    """A process of a run ended badly; its error is on stderr."""
 
 
 def run_ranks(plan: ShardedPlan) -> Iterator[Result]:

@@ -1,7 +1,7 @@
 """`python -m benchmarks.store.link PORT`: a slow link to a local port, until stdin ends.
 
 It prints the port to connect to. A line on stdin with bits per second sets the rate of each
-direction, "none" for no limit, and is answered by the bytes that went up and down since the last.
+direction, null for no limit, and is answered by the bytes that went up and down since the last.
 
 Each direction is a token bucket that all connections share: the trainer's upload and the engine's
 download do not take from each other. The link adds no latency.
@@ -10,6 +10,7 @@ download do not take from each other. The link adds no latency.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import socket
 import sys
@@ -52,8 +53,9 @@ def main(port: str) -> None:
     accepting.start()
     print(listener.getsockname()[1], flush=True)
     for line in sys.stdin:
-        bytes_per_s = math.inf if line.strip() == "none" else float(line) / 8
-        print(up.reset(bytes_per_s), down.reset(bytes_per_s), flush=True)
+        bits_per_s = json.loads(line)
+        bytes_per_s = math.inf if bits_per_s is None else bits_per_s / 8
+        print(json.dumps([up.reset(bytes_per_s), down.reset(bytes_per_s)]), flush=True)
 
 
 def _accept(listener: socket.socket, port: int, up: Meter, down: Meter) -> None:

@@ -8,7 +8,6 @@ polls. Each round publishes a real version: the two of a pair take turns.
 
 from __future__ import annotations
 
-import subprocess
 import tempfile
 import time
 import urllib.request
@@ -16,15 +15,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from statistics import median
 
 import torch
 from torch import nn
 
-from benchmarks import processes
 from benchmarks.codec.pairs import Pair, pairs, read_pairs
 from benchmarks.codec.training import Weights
-from benchmarks.store.record import StoreRecord
+from benchmarks.processes import Told
+from benchmarks.record import SPEED_UP, Result, compared
 from benchmarks.store.ways import (
     Checkpoint,
     Deltas,
@@ -41,7 +40,7 @@ from deltasync.sync.options import SenderOptions
 
 CODINGS: tuple[Coding, ...] = ("gap", "class")
 _BUCKET = "bench"
-_KEYS = {"access_key_id": "test", "secret_access_key": "test", "region": "us-east-1"}
+KEYS = {"access_key_id": "test", "secret_access_key": "test", "region": "us-east-1"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,33 +66,35 @@ class WrongWeights(RuntimeError):
 class Link:
     """A store behind a slow link; both are processes of this machine.
 
+    Args:
+        stack: What ends both.
+        port: Of a server that runs; None to start one.
+
     Attributes:
-        store: Options that lead through the link.
+        endpoint, store: Of the store through the link, and options that lead there.
     """
 
-    def __init__(self, stack: ExitStack) -> None:
-        server = _started(stack, "benchmarks.store.server")
-        port = _line(server)
-        put = urllib.request.Request(f"http://127.0.0.1:{port}/{_BUCKET}", method="PUT")
-        urllib.request.urlopen(put, timeout=30).close()
-        self._process = _started(stack, "benchmarks.store.link", port)
-        endpoint = f"http://127.0.0.1:{_line(self._process)}"
-        self.store = StoreOptions(config={"endpoint": endpoint, **_KEYS}, timeout_s=600)
+    def __init__(self, stack: ExitStack, port: int | None = None) -> None:
+        if port is None:
+            port = started(stack, "benchmarks.store.server").answer()
+            put = urllib.request.Request(f"http://127.0.0.1:{port}/{_BUCKET}", method="PUT")
+            urllib.request.urlopen(put, timeout=30).close()
+        self._port = port
+        self._process = started(stack, "benchmarks.store.link", str(port))
+        self.endpoint = f"http://127.0.0.1:{self._process.answer()}"
+        self.store = StoreOptions(config={"endpoint": self.endpoint, **KEYS}, timeout_s=600)
 
-    @classmethod
-    def opened(cls, stack: ExitStack) -> Self:
-        """Closed with `stack`."""
-        return cls(stack)
+    def beside(self, stack: ExitStack) -> Link:
+        """Another link to the same store."""
+        return Link(stack, self._port)
 
     def set(self, bits_per_s: float | None) -> tuple[int, int]:
         """A new rate; None for no limit. Returns bytes (up, down) since the last call."""
-        assert self._process.stdin is not None
-        print("none" if bits_per_s is None else bits_per_s, file=self._process.stdin, flush=True)
-        up, down = map(int, _line(self._process).split())
+        up, down = self._process.ask(bits_per_s)
         return up, down
 
 
-def measure(scale: str, folder: Path | None = None) -> Iterator[StoreRecord]:
+def measure(scale: str, folder: Path | None = None) -> Iterator[Result]:
     """Records of all pairs of a plan, one thread. Raises WrongWeights.
 
     Pairs are made, or read where `folder` has them already.
@@ -102,7 +103,7 @@ def measure(scale: str, folder: Path | None = None) -> Iterator[StoreRecord]:
     torch.set_num_threads(1)
     try:
         with ExitStack() as stack:
-            link = Link.opened(stack)
+            link = Link(stack)
             made = pairs(plan.scale, plan.pairs)
             for pair in read_pairs(plan.scale, folder, plan.pairs) if folder else made:
                 yield from measure_pair(pair, link, plan.rounds)
@@ -110,7 +111,7 @@ def measure(scale: str, folder: Path | None = None) -> Iterator[StoreRecord]:
         torch.set_num_threads(before)
 
 
-def measure_pair(pair: Pair, link: Link, rounds: dict[float, int]) -> Iterator[StoreRecord]:
+def measure_pair(pair: Pair, link: Link, rounds: dict[float, int]) -> Iterator[Result]:
     """Records of all ways over all links."""
     trainer = module_of(pair.old)
     with ExitStack() as stack:
@@ -128,7 +129,7 @@ def measure_pair(pair: Pair, link: Link, rounds: dict[float, int]) -> Iterator[S
 
 def _over(
     link: Link, bits_per_s: float, ways: Sequence[Way], turn: _Turn, pair: Pair, rounds: int
-) -> Iterator[StoreRecord]:
+) -> Iterator[Result]:
     """Records of all ways over one link; they take turns."""
     found = {way.name: _Samples() for way in ways}
     for _ in range(rounds):
@@ -140,20 +141,29 @@ def _over(
             found[way.name].up, found[way.name].down = went
             if not same_bits(way.engine, turn.weights):
                 raise WrongWeights(f"{way.name}: the engine does not hold what was published")
-    for way in ways:
-        samples = found[way.name]
-        yield StoreRecord(
-            way=way.name,
-            is_ours=isinstance(way, Deltas),
-            bits_per_s=bits_per_s,
-            pair=pair.name,
+    whole = found[Checkpoint.name]
+    for name, samples in found.items():
+        yield compared(
+            case="store",
+            way=name,
+            model=pair.name,
+            link=f"{bits_per_s / 1e9:g} Gbit/s",
             numel=sum(one.numel() for one in pair.old.values()),
-            dense_bytes=sum(one.nbytes for one in pair.old.values()),
+            parameters=len(pair.old),
+            density=turn.changed / sum(one.numel() for one in pair.old.values()),
             changed=turn.changed,
-            publish_samples=tuple(samples.publish),
-            fetch_samples=tuple(samples.fetch),
-            up_bytes=samples.up,
-            down_bytes=samples.down,
+            samples=samples.together,
+            baseline=Checkpoint.name,
+            baseline_samples=whole.together,
+            ratio_is=SPEED_UP,
+            goal=None,
+            bytes=samples.up,
+            bound_bytes=sum(one.nbytes for one in pair.old.values()),
+            parts={
+                "publish_s": median(samples.publish),
+                "fetch_s": median(samples.fetch),
+                "down_bytes": samples.down,
+            },
         )
 
 
@@ -163,6 +173,11 @@ class _Samples:
     def __init__(self) -> None:
         self.publish, self.fetch = list[float](), list[float]()
         self.up = self.down = 0
+
+    @property
+    def together(self) -> list[float]:
+        """Seconds from the trainer's step to the committed engine, by round."""
+        return [p + f for p, f in zip(self.publish, self.fetch, strict=True)]
 
     def measure(self, way: Way) -> None:
         began = time.perf_counter()
@@ -200,23 +215,8 @@ def _ways(trainer: nn.Module, url: str, store: StoreOptions, folder: Path) -> li
     return [*ours, Checkpoint(trainer, f"{url}/whole", store), patched]
 
 
-def _started(stack: ExitStack, module: str, *words: str) -> subprocess.Popen[str]:
+def started(stack: ExitStack, module: str, *words: str) -> Told:
     """A process that ends with `stack`."""
-    process = processes.start(module, *words, is_told=True)
-    stack.callback(_end, process)
-    return process
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    process.wait(timeout=30)
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            pipe.close()
-
-
-def _line(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    if not (line := process.stdout.readline().strip()):
-        raise RuntimeError("a process of the store ended; its error is on stderr")
-    return line
+    told = Told(module, *words)
+    stack.callback(told.bury)
+    return told

@@ -6,7 +6,7 @@ magnitudes. Each is what ModelOpt gives there.
 
 A step that moves the largest magnitude of a group of matrices by one unit of bfloat16 moves their
 float32 scale, and by that some 6 % of the e4m3 scales and 4 % of the bytes of codes, of weights
-that are normally distributed. Other steps change far less: `python -m benchmarks.served` counts.
+that are normally distributed. Other steps change far less.
 """
 
 from __future__ import annotations

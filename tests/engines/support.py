@@ -15,9 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.report import insert
 from benchmarks.record import Environment
-from benchmarks.report import row
+from benchmarks.report import insert, row
 from tests.engines import sweep
 from tests.engines.environment import ROOT
 
