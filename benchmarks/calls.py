@@ -1,31 +1,60 @@
-"""What code one warm delta runs through: files of the package, and calls from one to another.
+"""What code a warm delta runs through: files of the package, and calls from one to another.
 
-`python -m benchmarks.calls [--list] [--draw FILE.svg]` syncs two small parameters within a process,
-on CPUs: a trainer and an engine, a thread each. The third delta is counted by `sys.setprofile`.
+`python -m benchmarks.calls [--list]` syncs two small parameters from a trainer with the hook
+`sync_after_step` to an engine in another process: over shared memory on a CPU, and over gloo with
+the batched back end under Triton's interpreter, as GPUs have it. The syncs from the fourth on are
+counted by `sys.setprofile` in the thread of either end; of these the one with the fewest calls is
+shown, since a wait may take another way.
+
+A call counts if its nearest caller within the package stands in another file. Within transports/,
+where waits look again and again, a place in the code that calls counts once.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import sys
-import threading
 from argparse import ArgumentParser
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import nn
 
 import deltasync
-from deltasync import ModuleSource, ModuleTarget, WeightReceiver, WeightSender
-from deltasync.transports import inprocess
+from benchmarks.processes import Told
+from deltasync import (
+    ModuleSource,
+    ModuleTarget,
+    ReceiverOptions,
+    SenderOptions,
+    WeightReceiver,
+    WeightSender,
+    sync_after_step,
+)
+from deltasync.delta.backend import Kernels
+from deltasync.transports import collective, shared_memory
+from deltasync.transports.address import Address
 
 PACKAGE = f"{Path(deltasync.__file__).parent}/"
-MOST = {"sender": (19, 95), "receiver": (14, 66)}
-"""(files, calls) of each end that a warm delta may take; torch's modes are one file of each."""
-Edge = tuple[str, str, str]
+MOST = {
+    ("shared memory", "sender"): (23, 138),
+    ("shared memory", "receiver"): (18, 92),
+    ("batched, gloo", "sender"): (30, 198),
+    ("batched, gloo", "receiver"): (21, 160),
+}
+"""(files, calls) of each end that a warm delta may take: what it takes today, and five calls for
+waits that go another way on a busy machine.
+"""
+_MODULE, _WAITS = "benchmarks.calls", "transports/"
+_KERNELS: dict[str, Kernels] = {"shared memory": "torch", "batched, gloo": "triton"}
+_SYNCS, _COUNTED_FROM, _TIMEOUT_S = 8, 4, 300.0
 
 
 class Calls:
@@ -37,8 +66,9 @@ class Calls:
     """
 
     def __init__(self) -> None:
-        self.edges: Counter[Edge] = Counter()
+        self.edges: Counter[tuple[str, str, str]] = Counter()
         self.files: set[str] = set()
+        self._of_waits: set[tuple[str, int, str]] = set()
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -49,13 +79,27 @@ class Calls:
         finally:
             sys.setprofile(None)
 
+    def to_json(self) -> dict[str, Any]:
+        """`files`, `calls`, and `edges` as [caller, called, function, number]."""
+        edges = [[*edge, number] for edge, number in sorted(self.edges.items())]
+        return {"files": len(self.files), "calls": self.edges.total(), "edges": edges}
+
     def _note(self, frame: FrameType, event: str, _: object) -> None:
         if event != "call" or (here := _file_of(frame)) is None:
             return
         self.files.add(here)
-        there = _caller_of(frame)
-        if there is not None and there != here:
-            self.edges[there, here, frame.f_code.co_qualname] += 1
+        caller = frame.f_back  # also through others' code, as context managers
+        while caller is not None and (there := _file_of(caller)) is None:
+            caller = caller.f_back
+        if caller is None or there is None or there == here:
+            return
+        name = frame.f_code.co_qualname
+        if there.startswith(_WAITS) and here.startswith(_WAITS):
+            place = there, caller.f_lineno, name
+            if place in self._of_waits:
+                return
+            self._of_waits.add(place)
+        self.edges[there, here, name] += 1
 
 
 def _file_of(frame: FrameType) -> str | None:
@@ -64,125 +108,102 @@ def _file_of(frame: FrameType) -> str | None:
     return path.removeprefix(PACKAGE) if path.startswith(PACKAGE) else None
 
 
-def _caller_of(frame: FrameType) -> str | None:
-    """The file of the package that has called, also through others' code, as context managers."""
-    caller = frame.f_back
-    while caller is not None and (found := _file_of(caller)) is None:
-        caller = caller.f_back
-    return None if caller is None else found
+def trainer(path: str, folder: Path) -> None:
+    """The trainer's process: prints what both ends have called, a line of JSON each."""
+    module = _model()
+    link: collective.Sender | shared_memory.Sender
+    link = shared_memory.Sender(folder / "link") if path == "shared memory" else collective.Sender()
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    address = Address.of(link)
+    assert address is not None
+    engine = Told(_MODULE, "engine", path, address.model_dump_json())
+    try:
+        options = SenderOptions(kernels=_KERNELS[path])
+        with WeightSender(ModuleSource(module), link, options=options) as sender:
+            sync_after_step(optimizer, sender, on_error="raise", timeout_s=_TIMEOUT_S)
+            sender.wait_for_receivers(1, timeout_s=_TIMEOUT_S)
+            found = list(_counted(lambda number: _step(optimizer, module, number)))
+        received = engine.answer()
+        if received.pop("weights") != _weights(module):
+            raise AssertionError("the ends differ")
+    finally:
+        engine.bury()
+    for calls in (_least(found), received):
+        print(json.dumps(calls), flush=True)
 
 
-def counted_delta() -> dict[str, Calls]:
-    """What each end of a link calls for one delta of a tiny model, after two others."""
-    found = {end: Calls() for end in MOST}
-    source, replica = _model(), _model()
-    link = inprocess.Sender()
-    sender = WeightSender(ModuleSource(source), link)
-    receiver = WeightReceiver(ModuleTarget(replica), link.receiver())
-    engine = threading.Thread(target=lambda: _receive(receiver, found["receiver"]))
-    engine.start()
-    sender.wait_for_receivers(1)
-    sender.send_weights()
-    for number in range(3):
-        source.get_parameter("0.weight").data[number, number] = number + 1
-        with found["sender"].counted() if number == 2 else nullcontext():
-            sender.send_weights()
-    engine.join()
-    receiver.close()
-    sender.close()
-    if any(not torch.equal(p, q) for p, q in zip(*map(_weights, (source, replica)), strict=True)):
-        raise AssertionError("the ends differ")
-    return found
+def engine(path: str, address: str) -> None:
+    """The engine's process: prints what it has called, and the weights, as JSON."""
+    module = _model()
+    link = Address.model_validate_json(address).receiver(torch.device("cpu"))
+    options = ReceiverOptions(kernels=_KERNELS[path])
+    with WeightReceiver(ModuleTarget(module), link, options=options) as receiver:
+        found = list(_counted(lambda _: receiver.receive_weights(timeout_s=_TIMEOUT_S)))
+        print(json.dumps(_least(found) | {"weights": _weights(module)}), flush=True)
 
 
-def _receive(receiver: WeightReceiver, calls: Calls) -> None:
-    for _ in range(3):
-        receiver.receive_weights()
-    with calls.counted():
-        receiver.receive_weights()
+def _counted(sync: Callable[[int], object]) -> Iterator[Calls]:
+    """Those of each sync from the fourth on."""
+    for number in range(1, _SYNCS + 1):
+        calls = Calls()
+        if number < _COUNTED_FROM:
+            sync(number)
+            continue
+        with calls.counted():
+            sync(number)
+        yield calls
+
+
+def _step(optimizer: torch.optim.Optimizer, module: nn.Module, number: int) -> None:
+    """A step that changes one element."""
+    weight = module.get_parameter("0.weight")
+    weight.grad = torch.zeros_like(weight)
+    weight.grad[number, number] = 1.0
+    optimizer.step()
+
+
+def _least(found: list[Calls]) -> dict[str, Any]:
+    return min(found, key=lambda calls: calls.edges.total()).to_json()
 
 
 def _model() -> nn.Module:
+    torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)).bfloat16()
 
 
-def _weights(model: nn.Module) -> list[torch.Tensor]:
-    return list(model.parameters())
-
-
-def draw(found: dict[str, Calls], file: Path) -> None:
-    """The files of each end by folder, and the calls between them: the more, the wider the line."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    mpl.rcParams["svg.hashsalt"] = "deltasync"  # the same calls make the same file
-    figure = Figure(figsize=(12, 11), layout="constrained")
-    for axes, (end, calls) in zip(figure.subplots(len(found)), found.items(), strict=True):
-        axes.set_title(f"{end}: {len(calls.files)} files, {calls.edges.total()} calls", loc="left")
-        axes.axis("off")
-        places = _places(calls.files)
-        widths: Counter[tuple[str, str]] = Counter()
-        for (caller, called, _), number in calls.edges.items():
-            widths[caller, called] += number
-        for (caller, called), number in widths.items():
-            arrow = {
-                "arrowstyle": "-|>",
-                "connectionstyle": "arc3,rad=0.2",
-                "lw": 0.5 + number / 8,
-                "color": "#3d7ea6",
-                "alpha": 0.6,
-            }
-            axes.annotate("", places[called], places[caller], arrowprops=arrow)
-        for path, (x, y) in places.items():
-            name = path.removesuffix(".py").rpartition("/")[2]
-            box = {"boxstyle": "round,pad=0.3", "fc": "white", "ec": "#8a8a8a"}
-            axes.text(x, y, name, ha="center", va="center", fontsize=8, bbox=box)
-        for folder in dict.fromkeys(path.rpartition("/")[0] for path in sorted(calls.files)):
-            column = [places[p][0] for p in calls.files if p.rpartition("/")[0] == folder]
-            axes.text(
-                sum(column) / len(column),
-                1.04,
-                f"{folder}/",
-                ha="center",
-                fontsize=8,
-                weight="bold",
-            )
-        axes.set(xlim=(-0.08, 1.08), ylim=(-0.05, 1.1))
-    figure.savefig(file, metadata={"Date": None})
-
-
-def _places(files: Iterable[str]) -> dict[str, tuple[float, float]]:
-    """(across, up) of each file, in [0, 1]: a column for each folder, the upper layers first."""
-    columns: dict[str, list[str]] = {}
-    layers = ["sync", "delta", "transports", "wire"]
-    for path in sorted(files, key=lambda path: (layers.index(path.split("/")[0]), path)):
-        columns.setdefault(path.rpartition("/")[0], []).append(path)
-    last = max(1, len(columns) - 1)
-    return {
-        path: (number / last + (row % 2 - 0.5) * 0.2 / last, 1 - (row + 0.5) / len(column))
-        for number, column in enumerate(columns.values())
-        for row, path in enumerate(column)
-    }
+def _weights(module: nn.Module) -> list[list[int]]:
+    return [p.detach().view(torch.int16).view(-1).tolist() for p in module.parameters()]
 
 
 def main(write: Callable[[str], object] = sys.stdout.write) -> None:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--list", action="store_true", help="each function, by caller and file")
-    parser.add_argument("--draw", type=Path, metavar="FILE.svg", help="a picture of it")
-    chosen = parser.parse_args()
-    found = counted_delta()
-    if chosen.draw is not None:
-        draw(found, chosen.draw)
-    for end, calls in found.items():
-        files, count = MOST[end]
-        write(
-            f"{end}: {len(calls.files)} files (at most {files}), "
-            f"{calls.edges.total()} calls between them (at most {count})\n"
-        )
-        if chosen.list:
-            for (caller, called, function), number in sorted(calls.edges.items()):
+    is_listed = parser.parse_args().list
+    for path in dict.fromkeys(path for path, _ in MOST):
+        # Triton looks at this when kernels are defined, and deltasync picks its back end by it.
+        os.environ["TRITON_INTERPRET"] = "0" if path == "shared memory" else "1"
+        with TemporaryDirectory(prefix="deltasync-") as folder:
+            told = Told(_MODULE, "trainer", path, folder)
+            try:
+                answers = [told.answer(), told.answer()]
+            finally:
+                told.bury()
+        for end, found in zip(("sender", "receiver"), answers, strict=True):
+            files, count = MOST[path, end]
+            write(
+                f"{path}, {end}: {found['files']} files (at most {files}), "
+                f"{found['calls']} calls between them (at most {count})\n"
+            )
+            for caller, called, function, number in found["edges"] if is_listed else ():
                 write(f"  {number:3} {caller} -> {called}: {function}\n")
 
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    match sys.argv[1:]:
+        case ["trainer", path, folder]:
+            trainer(path, Path(folder))
+        case ["engine", path, address]:
+            engine(path, address)
+        case _:
+            main()

@@ -177,7 +177,8 @@ def _join(worker: Told, link: collective.Sender) -> None:
 def _bare(worker: Told, link: collective.Sender, weights: dict[str, Tensor]) -> float:
     """Seconds of moving all weights."""
     pieces = [p for t in weights.values() for p in _pieces(t.view(torch.uint8))]
-    worker.ask("take", frames=len(pieces), num_bytes=sum(map(len, pieces)))
+    num_bytes = sum(map(len, pieces))
+    worker.say({"what": "take", "frames": len(pieces), "num_bytes": num_bytes})
     began = time.perf_counter()
     for piece in pieces:
         payload = link.buffer(len(piece), timeout_s=_TIMEOUT_S)
