@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from benchmarks.gpu.baselines import Found
 from deltasync import Policy
 from deltasync.delta.backend import Delta, snapshot_of
-from deltasync.delta.bits import Flat, Run, WireReader, dtype_of
+from deltasync.delta.bits import Flat, Run, dtype_of
 from deltasync.delta.bucket import BucketReader
 from deltasync.delta.patch import chunk_numel_on
+from deltasync.delta.readers import WireReader
 from deltasync.delta.shard import whole
 from deltasync.wire.messages import ParameterSpec
 
