@@ -16,15 +16,12 @@ from benchmarks import live
 from benchmarks import report as reports
 from benchmarks.engines import EnginesPlan
 from benchmarks.engines import run as run_engines
-from benchmarks.gpu.geometry import GEOMETRIES
-from benchmarks.gpu.setup import Setup
-from benchmarks.gpu.worker import GROUPS, HOST_GROUPS, run_groups
 from benchmarks.record import RESULTS, ROOT, Environment, Result, append_records, read_records
-from benchmarks.sharded.plan import ShardedPlan
-from benchmarks.sharded.runner import GroupFailed, run_ranks
-from benchmarks.soak import DEFAULT_GEOMETRY, Plan, run_soak
-from benchmarks.verl import VerlPlan
-from benchmarks.verl import run as run_verl
+from benchmarks.soak import DEFAULT_GEOMETRY, run_soak
+from benchmarks.soak import Plan as SoakPlan
+from benchmarks.syncs.geometry import GEOMETRIES
+from benchmarks.syncs.plan import Plan
+from benchmarks.syncs.run import GROUPS, HOST_GROUPS, run_groups, run_ranks
 
 IMAGES = ROOT / "docs" / "images"
 PAGE = ROOT / "docs" / "performance.md"
@@ -44,10 +41,6 @@ Seed = Annotated[int, typer.Option(help="Random seed.")]
 Link = Annotated[
     str | None,
     typer.Option(help="local: one device (CUDA IPC); collective: two (NCCL), the default there."),
-]
-Pairs = Annotated[
-    Path | None,
-    typer.Option("--pairs", help="Pairs that benchmarks.codec.pairs wrote; None: make them."),
 ]
 
 
@@ -69,7 +62,7 @@ def cpu(
 ) -> None:
     groups, scale = _chosen(only, HOST_GROUPS), _scale(quick=quick, tiny=tiny)
     geometry = {"full": "cpu", "quick": "cpu-small", "tiny": "tiny"}[scale]
-    setup = Setup(f"cpu-{scale}", geometry, "cpu", "local")
+    setup = Plan(scale=f"cpu-{scale}", geometry=geometry, device_type="cpu", link="local")
     kept = _kept("cpu", replace=groups == list(HOST_GROUPS)) if record else None
     _run_groups(setup, groups, kept, out, as_json=as_json)
 
@@ -158,13 +151,15 @@ def sharded(
     """Measure trainers and engines with several ranks against gathering, on two GPUs or more."""
     try:
         scale = _scale(quick=quick, tiny=tiny)
-        plan = ShardedPlan.choose(scale, geometry, device, link, parallel)
+        plan = Plan.sharded(scale, geometry, device, link, parallel)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if record and plan.device_type == "cpu":
         raise typer.BadParameter("--record keeps what was measured on GPUs; see --out")
     name = "sharded-nccl" if plan.link == "collective" else "sharded-ipc"
-    _finish(run_ranks(plan), _kept(name) if record else None, out, as_json=as_json)
+    failures: list[str] = []
+    _finish(run_ranks(plan, failures), _kept(name) if record else None, out, as_json=as_json)
+    _fail(failures)
 
 
 @app.command()
@@ -176,8 +171,11 @@ def verl(
     tiny: Tiny = False,
 ) -> None:
     """Measure the checkpoint engine for verl between two processes of one host, over gloo."""
-    results = run_verl(VerlPlan.choose(_scale(quick=quick, tiny=tiny)))
-    _finish(results, _kept("verl-cpu", replace=True) if record else None, out, as_json=as_json)
+    scale, failures = _scale(quick=quick, tiny=tiny), list[str]()
+    plan = Plan(scale=scale, geometry="tiny", device_type="cpu", link="collective", group="verl")
+    kept = _kept("verl-cpu", replace=True) if record else None
+    _finish(run_ranks(plan, failures), kept, out, as_json=as_json)
+    _fail(failures)
 
 
 @app.command()
@@ -190,14 +188,13 @@ def codec(
     only: Annotated[
         list[str] | None, typer.Option(help="A pair, such as masters-1e-6-k1. Repeatable.")
     ] = None,
-    folder: Pairs = None,
 ) -> None:
     """Measure bytes and speed of codecs on real training steps; 15 minutes, one with --quick."""
     from benchmarks.codec.pairs import names
     from benchmarks.codec.runner import measure
 
     scale = _scale(quick=quick, tiny=tiny)
-    results = measure(scale, _chosen(only, names(scale)), folder)
+    results = measure(scale, _chosen(only, names(scale)))
     _finish(results, _kept("codec-cpu", replace=True) if record else None, out, as_json=as_json)
 
 
@@ -208,12 +205,11 @@ def store(
     out: Out = None,
     record: Record = False,
     tiny: Tiny = False,
-    folder: Pairs = None,
 ) -> None:
     """Measure versions over links of 0.1, 1 and 10 Gbit/s to an S3 server; needs moto[server]."""
     from benchmarks.store.runner import measure
 
-    results = measure(_scale(quick=quick, tiny=tiny), folder)
+    results = measure(_scale(quick=quick, tiny=tiny))
     _finish(results, _kept("store-cpu", replace=True) if record else None, out, as_json=as_json)
 
 
@@ -235,7 +231,7 @@ def soak(
 ) -> None:
     """Sync for a long time, kill and restart the engine; check bits, memory, descriptors."""
     setup = _setup("full", geometry, device, link)
-    _conclude(run_soak(Plan(setup, syncs, kill_every, seed)), out)
+    _conclude(run_soak(SoakPlan(setup, syncs, kill_every, seed)), out)
 
 
 @app.command()
@@ -353,9 +349,9 @@ def _scale(*, quick: bool, tiny: bool) -> str:
     return "tiny" if tiny else "quick" if quick else "full"
 
 
-def _setup(scale: str, geometry: str, device: str | None, link: str | None) -> Setup:
+def _setup(scale: str, geometry: str, device: str | None, link: str | None) -> Plan:
     try:
-        return Setup.choose(scale, geometry, device, link)
+        return Plan.choose(scale, geometry, device, link)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
 
@@ -369,10 +365,15 @@ def _kept(name: str, *, replace: bool = False) -> Path:
 
 
 def _run_groups(
-    setup: Setup, groups: list[str], kept: Path | None, out: Path | None, *, as_json: bool
+    setup: Plan, groups: list[str], kept: Path | None, out: Path | None, *, as_json: bool
 ) -> None:
     failures: list[str] = []
     _finish(run_groups(setup, groups, failures), kept, out, as_json=as_json)
+    _fail(failures)
+
+
+def _fail(failures: Iterable[str]) -> None:
+    """Exits with 1 if there are any."""
     for failure in failures:
         print(f"failed: {failure}", file=sys.stderr)
     if failures:
@@ -386,17 +387,13 @@ def _finish(
     for path in filter(None, (kept, out)):
         results = append_records(path, results)
     done = []
-    try:
-        for result in results:
-            done.append(result)
-            if as_json:
-                print(result.to_json(), flush=True)
-            else:
-                case = f"{result.case} {result.way} {result.model}"
-                print(f"{case}, {100 * result.density:.3g} % changed", file=sys.stderr, flush=True)
-    except GroupFailed as error:  # the error itself is on stderr already
-        print(error, file=sys.stderr)
-        raise typer.Exit(1) from None
+    for result in results:
+        done.append(result)
+        if as_json:
+            print(result.to_json(), flush=True)
+        else:
+            case = f"{result.case} {result.way} {result.model}"
+            print(f"{case}, {100 * result.density:.3g} % changed", file=sys.stderr, flush=True)
     if not as_json:
         _show(done)
 
@@ -419,10 +416,7 @@ def _conclude(found: Mapping[str, Any], out: Path | None) -> None:
         with out.open("a", encoding="utf-8") as file:
             print(line, file=file)
     print(line)
-    for failure in found["failures"]:
-        print(f"failed: {failure}", file=sys.stderr)
-    if found["failures"]:
-        raise typer.Exit(1)
+    _fail(found["failures"])
 
 
 if __name__ == "__main__":

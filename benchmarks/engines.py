@@ -25,9 +25,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from benchmarks.fused import Fused
-from benchmarks.gpu.geometry import GEOMETRIES, Geometry
-from benchmarks.record import PER_PARAMETER, SPEED_UP, Result, compared
+from benchmarks.record import SPEED_UP, Result, compared
+from benchmarks.syncs.fused import Fused
+from benchmarks.syncs.geometry import GEOMETRIES, Geometry
+from benchmarks.syncs.group import synchronize
 from deltasync import (
     CheckpointTensor,
     NamedTensor,
@@ -42,8 +43,6 @@ from deltasync.errors import TransportClosed
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame
 
-_RECORDING_GOAL_US = 50.0  # for each tensor: 20,000 in a second
-_MANY_TENSORS = "moe-small"
 _WAYS = {"sparse": "vLLM's load_checkpoint_weight_patches", "dense": "load_weights of all"}
 
 
@@ -198,17 +197,10 @@ def run(plan: EnginesPlan) -> Iterator[Result]:
         with _model_of(key, plan) as (model, name):
             weights = {n: p.detach() for n, p in geometry.build(plan.device).named_parameters()}
             model.load_weights(iter(weights.items()))
-            yield _recorded(model, weights, name)
             with closing(Engine(model, Trainer(weights))) as engine:
                 for density in plan.densities:
                     yield from _applied(engine, geometry, name, density, plan, patches)
             _check(model, weights)
-    many, meta = GEOMETRIES[_MANY_TENSORS], torch.device("meta")
-    weights = {
-        name: torch.empty(shape, dtype=torch.bfloat16, device=meta)
-        for name, shape in many.shapes().items()
-    }
-    yield _recorded(Fused(many, torch.device("cpu")), weights, f"{_MANY_TENSORS}, stand-in")
 
 
 def _applied(
@@ -254,29 +246,6 @@ def _applied(
         )
 
 
-def _recorded(model: Any, weights: dict[str, Tensor], name: str) -> Result:
-    """How long it takes to watch a loader."""
-    began = time.perf_counter()
-    target_of(model, weights).parameters()
-    seconds = time.perf_counter() - began
-    per_parameter = seconds / len(weights) * 1e6
-    numel = sum(tensor.numel() for tensor in weights.values())
-    return Result(
-        case="engine_recording",
-        numel=numel,
-        parameters=len(weights),
-        density=1.0,
-        changed=numel,
-        seconds=seconds,
-        samples=(seconds,),
-        ratio=per_parameter,
-        ratio_is=PER_PARAMETER,
-        goal=_RECORDING_GOAL_US,
-        met=per_parameter <= _RECORDING_GOAL_US,
-        model=name,
-    )
-
-
 def target_of(model: Any, weights: dict[str, Tensor]) -> RoutedTarget:
     """A target that takes weights of these names."""
     checkpoint = [CheckpointTensor(n, tuple(t.shape), t.dtype) for n, t in weights.items()]
@@ -290,16 +259,11 @@ def _patch(patches: ModuleType, name: str, tensor: Tensor, indices: Tensor) -> A
 
 def seconds(function: Callable[[], object], device: torch.device) -> float:
     """How long a call takes, with what it leaves to a GPU."""
-    _wait(device)
+    synchronize(device)
     began = time.perf_counter()
     function()
-    _wait(device)
+    synchronize(device)
     return time.perf_counter() - began
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _check(model: Any, weights: dict[str, Tensor]) -> None:

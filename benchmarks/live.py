@@ -30,11 +30,11 @@ from typing import Any, Self
 import torch
 
 from benchmarks.engines import Trainer, config_of
-from benchmarks.gpu.geometry import GEOMETRIES, Geometry
-from benchmarks.gpu.links import listen
-from benchmarks.gpu.setup import TRANSPORTS, Link, Setup
 from benchmarks.processes import seeing_gpu
 from benchmarks.record import SLOW_DOWN, SPEED_UP, Result, compared
+from benchmarks.syncs.geometry import GEOMETRIES, Geometry
+from benchmarks.syncs.links import listen
+from benchmarks.syncs.plan import TRANSPORTS, Link, Plan
 from deltasync.errors import DeltaSyncError
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.http import Http
@@ -89,8 +89,8 @@ class LivePlan:
         Raises ValueError for a link that this machine has not.
         """
         engines = tuple(ENGINES[name] for name in only or ENGINES)
-        setup = Setup.choose(scale, "qwen3-1.7b", device, link or "local")
-        where = setup.device("trainer")
+        setup = Plan.choose(scale, "qwen3-1.7b", device, link or "local")
+        where = setup.device(0)
         if where.type == "cuda":
             is_quick = scale == "quick"
             densities = (0.001, 0.003)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ _CODERS = {  # colour, style and width, from the most bytes to the least
 }
 
 
-def draw_all(records: dict[str, Sequence[Result]], folder: Path) -> list[Path]:
+def draw_all(records: Mapping[str, Sequence[Result]], folder: Path) -> list[Path]:
     """Draw what pages show of the records, by the name of their file. Returns the files written."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []

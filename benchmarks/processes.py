@@ -17,16 +17,13 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _EXIT_TIMEOUT_S = 60.0
 
 
-def start(
-    module: str, *words: str, is_told: bool = False, own_session: bool = False
-) -> subprocess.Popen[str]:
+def start(module: str, *words: str, is_told: bool = False) -> subprocess.Popen[str]:
     """Run `module` with `words` as its arguments; stdout is a pipe, and stdin if it `is_told`."""
     return subprocess.Popen(
         [sys.executable, "-m", module, *words],
         stdin=subprocess.PIPE if is_told else None,
         stdout=subprocess.PIPE,
         text=True,
-        start_new_session=own_session,
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from rich.table import Table
 
 from benchmarks.record import MEMORY, PER_PARAMETER, SPEED_UP, Environment, Result
-from benchmarks.sharded.plan import ranks_of
+from benchmarks.syncs.plan import ranks_of
 
 TITLES = {
     "sync_over_dense": "whole sync vs. dense broadcast",
@@ -39,7 +39,6 @@ TITLES = {
     "engine_work_over_dense": "all work of the engine vs. loading everything",
     "engine_pause_over_sparse": "the engine's pause vs. vLLM's sparse patches",
     "engine_pause_over_dense": "the engine's pause vs. loading everything",
-    "engine_recording": "recording the loader, once",
     "live_changed": "sync of a running engine, in one call vs. in several",
     "live_unchanged": "the same, without a change",
     "live_reload": "the same vs. vLLM's own reload",
@@ -66,7 +65,7 @@ WAYS = {  # the cases of the dense and of the sparse baseline: their names
 }
 _LEFT_OUT = (  # of sections: what says the same once more
     "receivers_2", "receivers_3", "receivers_4", "engine_work_over_sparse",
-    "engine_pause_over_dense", "engine_recording", "sharded_adamw", "sharded_large_pause",
+    "engine_pause_over_dense", "sharded_adamw", "sharded_large_pause",
 )  # fmt: skip
 _ON_ONE_GPU = ("sync_over_dense", "sync_over_usual", "adamw")
 _SWEPT = ("sync_", "diff", "engine_", "sharded_")
@@ -248,9 +247,9 @@ def _live(results: Sequence[Result]) -> Iterator[str]:
         "longest without a token of any request: around a sync, and in 0.1 s before it. After a "
         "sync, vLLM recomputes the keys and values of running requests, unless they are kept."
     )
-    titles = ("engine", "sync", "whole sync", "calls", "staging", "write")
-    titles += ("longest gap between tokens", "with keys kept", "usual gap")
-    titles += ("tokens/s without syncs", "with one each second", "with keys kept", "without again")
+    titles = ["engine", "sync", "whole sync", "calls", "staging", "write"]
+    titles += ["longest gap between tokens", "with keys kept", "usual gap"]
+    titles += ["tokens/s without syncs", "with one each second", "with keys kept", "without again"]
     yield _tabled(titles, map(_live_cells, shown))
     yield _environments(shown)
 

@@ -29,11 +29,11 @@ import torch
 from torch import nn
 
 from benchmarks.descriptors import descriptors
-from benchmarks.gpu.engine import FAILURES, synchronize
-from benchmarks.gpu.links import connect, listen
-from benchmarks.gpu.setup import Setup
-from benchmarks.gpu.workload import bits_of, mutate
 from benchmarks.processes import Told, begin
+from benchmarks.syncs.group import synchronize
+from benchmarks.syncs.links import connect, listen
+from benchmarks.syncs.plan import Plan as Where
+from benchmarks.syncs.workload import bits_of, mutate
 from deltasync import (
     ModuleSource,
     ModuleTarget,
@@ -42,7 +42,7 @@ from deltasync import (
     WeightReceiver,
     WeightSender,
 )
-from deltasync.errors import NoReceivers, SyncAborted, TransportTimeout
+from deltasync.errors import DeltaSyncError, NoReceivers, SyncAborted, TransportTimeout
 
 DEFAULT_GEOMETRY = "soak"
 WEIGHTS = {0.0: 10, 0.0001: 25, 0.001: 25, 0.003: 20, 0.01: 13, 0.05: 4, 0.2: 2, 1.0: 1}
@@ -57,6 +57,10 @@ _WARM_UP = 300  # syncs of the trainer before its memory has to be flat
 _MAX_GPU_GROWTH = 64 << 20
 _MAX_RSS_GROWTH = 200 << 20
 _MAX_MORE = 2  # descriptors or threads of the trainer: far fewer than engines are killed
+
+
+FAILURES = (DeltaSyncError, RuntimeError, OSError, ValueError, TypeError, LookupError)
+"""What ends a soak with a report. Out of memory is a RuntimeError."""
 
 
 class SoakFailed(RuntimeError):
@@ -74,7 +78,7 @@ class Plan:
         seed: Of densities, changes and moments.
     """
 
-    setup: Setup
+    setup: Where
     syncs: int
     kill_every: int
     seed: int
@@ -128,7 +132,7 @@ class Soak:
 
     def __init__(self, plan: Plan, folder: Path) -> None:
         self.plan = plan
-        self._device = plan.setup.device("trainer")
+        self._device = plan.setup.device(0)
         self._random = random.Random(plan.seed)
         self.number = self.kills = self.restarts = self.full_syncs = self.aborted = 0
         self.compared = 0
@@ -326,7 +330,7 @@ class Soak:
 def run_soak(plan: Plan) -> dict[str, Any]:
     """Do it. The report's `failures` are empty if all went well."""
     if plan.setup.device_type == "cuda":
-        torch.cuda.set_device(plan.setup.device("trainer"))
+        torch.cuda.set_device(plan.setup.device(0))
     failures: list[str] = []
     with TemporaryDirectory(prefix="deltasync-") as folder:
         began = time.monotonic()
@@ -372,9 +376,9 @@ def grown(
         yield f"the trainer has more descriptors or threads: {kinds}"
 
 
-def run_engine(setup: Setup) -> None:
+def run_engine(setup: Where) -> None:
     """The engine's process: waits to be told where to connect, then receives until stdin ends."""
-    device = setup.device("engine")
+    device = setup.device(1)
     answers = begin(device)
     module = setup.model.build(device)
     for bits in bits_of(module):
@@ -405,4 +409,4 @@ def next_word(receiver: WeightReceiver) -> str | None:
 
 
 if __name__ == "__main__":
-    run_engine(Setup.from_json(sys.argv[1]))
+    run_engine(Where.from_json(sys.argv[1]))

@@ -9,21 +9,18 @@ the same changes between a `WeightSender` of tensors that stay where they are an
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
-import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
-from typing import Any, Self
+from contextlib import closing
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.engines import Trainer as Source
-from benchmarks.processes import Told
 from benchmarks.record import MEMORY, SLOW_DOWN, Result, compared
+from benchmarks.syncs.cases import timed
+from benchmarks.syncs.group import Group
 from deltasync import SenderOptions, WeightReceiver, WeightSender
 from deltasync.integrations.verl_ends import Metrics, Options, Rollout, Trainer
 from deltasync.sync.target.copied import CopiedTarget
@@ -31,7 +28,9 @@ from deltasync.transports import collective
 from deltasync.transports.address import Address
 from deltasync.transports.base import Frame
 
-BUCKET_BYTES = 64 << 20
+_SIZES = {"full": (512 << 20, 5), "quick": (64 << 20, 3), "tiny": (1 << 20, 2)}
+"""Elements of the model, bf16, and how often each way takes its turn."""
+_BUCKET_BYTES = 64 << 20
 _WAYS = {"dense": 1.0, "sparse": 0.01}  # shares of changed elements
 _TENSOR_NUMEL = 16 << 20
 _DENSE_GOAL, _SPARSE_GOAL = 1.15, 0.1
@@ -39,77 +38,135 @@ _TIMEOUT_S = 300.0
 _OPTIONS = Options(host="127.0.0.1", timeout_s=_TIMEOUT_S)
 
 
-@dataclass(frozen=True, slots=True)
-class VerlPlan:
-    """What a run measures.
+class _Trainer:
+    """The first rank."""
 
-    Attributes:
-        numel: Elements of the model, bf16.
-        rounds: Times that each way takes its turn.
-    """
-
-    numel: int
-    rounds: int
-
-    @classmethod
-    def choose(cls, scale: str) -> Self:
-        """For "full" (1 GiB), "quick" or "tiny"."""
-        sizes = {"full": (512 << 20, 5), "quick": (64 << 20, 3), "tiny": (1 << 20, 2)}
-        return cls(*sizes[scale])
-
-    def weights(self) -> dict[str, Tensor]:
-        """Tensors of 32 MiB, or one that is smaller."""
-        each = min(self.numel, _TENSOR_NUMEL)
-        return {
-            f"layers.{n}.weight": torch.randn(each).bfloat16() for n in range(self.numel // each)
+    def __init__(self, group: Group, numel: int) -> None:
+        each = min(numel, _TENSOR_NUMEL)
+        self.group = group
+        self.weights = {
+            f"layers.{n}.weight": torch.randn(each).bfloat16() for n in range(numel // each)
         }
+        sizes = SenderOptions(snapshot_device="cpu", bucket_bytes=_BUCKET_BYTES)
+        self._trainer = Trainer(_OPTIONS, sizes)
+        self._metrics: Metrics = {}
+        self._link, plain = collective.Sender(), collective.Sender()
+        self._sender = WeightSender(Source(self.weights), plain, options=sizes)
+        group.told([_address(self._link), _address(plain)])
+        ((peer, _),) = self._link.poll(timeout_s=_TIMEOUT_S)
+        self._link.open_epoch([peer], timeout_s=_TIMEOUT_S)
+
+    def bare(self) -> None:
+        """The transport alone."""
+        for piece in _pieces(self.weights.values()):
+            payload = self._link.buffer(len(piece), timeout_s=_TIMEOUT_S)
+            payload.copy_(piece)
+            self._link.send(Frame(b"x", payload), timeout_s=_TIMEOUT_S)
+        self._link.collect_replies(timeout_s=_TIMEOUT_S)
+
+    def plain(self) -> None:
+        """A sync of the weights where they are."""
+        self._sender.wait_for_receivers(1, timeout_s=_TIMEOUT_S)
+        self._sender.send_weights(timeout_s=_TIMEOUT_S)
+
+    def update(self) -> None:
+        """One sync, as verl does it."""
+        name = self.group.told(None)[1]
+        address = self._trainer.address.model_dump(mode="json")
+        self.group.told([address, sorted(self._trainer.members)])
+        self._metrics = self._trainer.send(self.weights.items(), [name])
+
+    def flip(self, share: float) -> None:
+        """Change a bit of a share of the elements."""
+        for tensor in self.weights.values():
+            tensor.view(torch.int16)[:: round(1 / share)] ^= 1
+
+    def found(self) -> dict[str, float]:
+        """What the last update counted."""
+        return {name.split("/")[1]: value for name, value in self._metrics.items()}
+
+    def close(self) -> None:
+        self._sender.close()
+        self._trainer.close()
 
 
-def run(plan: VerlPlan) -> Iterator[Result]:
-    """All records, as they come."""
-    torch.set_num_threads(1)
-    weights = plan.weights()
-    sizes = SenderOptions(snapshot_device="cpu", bucket_bytes=BUCKET_BYTES)
+class _Rollout:
+    """The other rank."""
+
+    def __init__(self, group: Group, numel: int) -> None:
+        self.group, self._rollout = group, Rollout(_OPTIONS)
+        self._memory = torch.zeros(2 * numel, dtype=torch.uint8)
+        device = torch.device("cpu")
+        self._link, plain = (Address(**one).receiver(device) for one in group.told(None)[0])
+        self._link.connect(b"x", timeout_s=_TIMEOUT_S)
+        self._receiver = WeightReceiver(CopiedTarget(), plain)
+
+    def bare(self) -> None:
+        begin = 0
+        while begin < len(self._memory):
+            payload = self._link.receive(timeout_s=_TIMEOUT_S).payload
+            assert payload is not None
+            self._link.progress()
+            self._memory[begin : begin + len(payload)].copy_(payload)
+            begin += len(payload)
+        self._link.reply(b"x", timeout_s=_TIMEOUT_S)
+
+    def plain(self) -> None:
+        self._receiver.receive_weights(timeout_s=_TIMEOUT_S)
+
+    def update(self) -> None:
+        self.group.told(self._rollout.prepare())
+        address, members = self.group.told(None)[0]
+        self._rollout.connect([Address(**address)], members=members)
+        asyncio.run(self._take())
+
+    async def _take(self) -> None:
+        async for _ in self._rollout.weights():
+            pass
+        self._rollout.confirm()
+
+    def flip(self, share: float) -> None:
+        """That is the trainer's."""
+
+    def close(self) -> None:
+        self._receiver.close()
+
+
+def verl(group: Group) -> Iterator[Result]:
+    """All records."""
+    numel, rounds = _SIZES[group.plan.scale]
     seconds: dict[str, list[float]] = defaultdict(list)
-    found: dict[str, Metrics] = {}
-    with (
-        _worker() as worker,
-        closing(Trainer(_OPTIONS, sizes)) as trainer,
-        collective.Sender() as link,
-        closing(_Plain(worker, weights, sizes)) as plain,
-    ):
-        _join(worker, link)
-        _bare(worker, link, weights)  # buffers grow
-        _update(worker, trainer, weights)
-        for _ in range(plan.rounds):
-            seconds["bare"].append(_bare(worker, link, weights))
+    found: dict[str, dict[str, float]] = {}
+    make: Any = _Trainer if group.is_trainer else _Rollout
+    with closing(make(group, numel)) as end:
+        for work in (end.plain, end.bare, end.update):  # buffers grow
+            timed(group, work)
+        for _ in range(rounds):
+            seconds["bare"].append(timed(group, end.bare, until_all=True))
             for way, share in _WAYS.items():
-                _flip(weights, share)
-                seconds[f"plain {way}"].append(plain.sync())
-                began = time.perf_counter()
-                found[way] = _update(worker, trainer, weights)
-                seconds[way].append(time.perf_counter() - began)
-    yield from _results(plan, weights, seconds, found)
+                end.flip(share)
+                seconds[f"plain {way}"].append(timed(group, end.plain, until_all=True))
+                seconds[way].append(timed(group, end.update, until_all=True))
+                if group.rank == 0:
+                    found[way] = end.found()
+        if group.rank == 0:
+            yield from _results(numel, len(end.weights), seconds, found)
+        group.meet()
 
 
 def _results(
-    plan: VerlPlan,
-    weights: dict[str, Tensor],
+    numel: int,
+    parameters: int,
     seconds: dict[str, list[float]],
-    found: dict[str, Metrics],
+    found: dict[str, dict[str, float]],
 ) -> Iterator[Result]:
-    common: dict[str, Any] = {
-        "numel": plan.numel,
-        "parameters": len(weights),
-        "link": "gloo",
-        "model": "bf16",
-    }
+    common = {"numel": numel, "parameters": parameters, "link": "gloo", "model": "bf16"}
     for way, share in _WAYS.items():
-        counted = {name.split("/")[1]: value for name, value in found[way].items()}
+        counted = found[way]
         parts = {key: counted[key] for key in ("diff_s", "transfer_s", "commit_s")}
         sent, every = (int(counted[key] * (1 << 20)) for key in ("payload_mbytes", "dense_mbytes"))
         changed = int(counted["changed_elems"])
-        measured = common | {"density": share, "changed": changed, "parts": parts}
+        measured: dict[str, Any] = common | {"density": share, "changed": changed, "parts": parts}
         for case, baseline, name in (
             ("verl_over_bare", "bare", "the transport alone, sending everything"),
             ("verl_over_sync", f"plain {way}", "WeightSender.send_weights"),
@@ -139,144 +196,12 @@ def _results(
     )
 
 
-class _Plain:
-    """A sender of the same weights, where they are."""
-
-    def __init__(self, worker: Told, weights: dict[str, Tensor], sizes: SenderOptions) -> None:
-        link = collective.Sender()
-        self._worker = worker
-        self._sender = WeightSender(Source(weights), link, options=sizes)
-        worker.say({"what": "follow", "address": _told(link)})
-        self.sync()
-
-    def sync(self) -> float:
-        """Seconds of a sync."""
-        self._worker.say({"what": "receive"})
-        self._sender.wait_for_receivers(1, timeout_s=_TIMEOUT_S)
-        began = time.perf_counter()
-        self._sender.send_weights(timeout_s=_TIMEOUT_S)
-        self._worker.answer()
-        return time.perf_counter() - began
-
-    def close(self) -> None:
-        self._sender.close()
-
-
-def _told(link: collective.Sender) -> dict[str, Any]:
+def _address(link: collective.Sender) -> dict[str, Any]:
     address = Address.of(link)
     assert address is not None
     return address.model_dump(mode="json")
 
 
-def _join(worker: Told, link: collective.Sender) -> None:
-    worker.say({"what": "join", "address": _told(link)})
-    ((peer, _),) = link.poll(timeout_s=_TIMEOUT_S)
-    link.open_epoch([peer], timeout_s=_TIMEOUT_S)
-
-
-def _bare(worker: Told, link: collective.Sender, weights: dict[str, Tensor]) -> float:
-    """Seconds of moving all weights."""
-    pieces = [p for t in weights.values() for p in _pieces(t.view(torch.uint8))]
-    num_bytes = sum(map(len, pieces))
-    worker.say({"what": "take", "frames": len(pieces), "num_bytes": num_bytes})
-    began = time.perf_counter()
-    for piece in pieces:
-        payload = link.buffer(len(piece), timeout_s=_TIMEOUT_S)
-        payload.copy_(piece)
-        link.send(Frame(b"x", payload), timeout_s=_TIMEOUT_S)
-    link.collect_replies(timeout_s=_TIMEOUT_S)
-    return time.perf_counter() - began
-
-
-def _pieces(line: Tensor) -> Iterator[Tensor]:
-    for begin in range(0, len(line), BUCKET_BYTES):
-        yield line[begin : begin + BUCKET_BYTES]
-
-
-def _update(worker: Told, trainer: Trainer, weights: dict[str, Tensor]) -> Metrics:
-    """One sync, until the rollout has handed over what changed."""
-    worker.say({"what": "prepare"})
-    name = worker.answer()
-    address = trainer.address.model_dump(mode="json")
-    worker.say({"what": "update", "address": address, "members": sorted(trainer.members)})
-    metrics = trainer.send(weights.items(), [name])
-    worker.answer()
-    return metrics
-
-
-def _flip(weights: dict[str, Tensor], share: float) -> None:
-    """Change a bit of a share of the elements."""
-    step = round(1 / share)
-    for tensor in weights.values():
-        tensor.view(torch.int16)[::step] ^= 1
-
-
-@contextmanager
-def _worker() -> Iterator[Told]:
-    worker = Told("benchmarks.verl")
-    try:
-        yield worker
-        worker.end()
-    finally:
-        worker.bury()
-
-
-class _Rollout:
-    """What the rollout's process does when it is asked to."""
-
-    def __init__(self) -> None:
-        self.rollout = Rollout(_OPTIONS)
-        self.memory = torch.empty(0, dtype=torch.uint8)
-
-    def prepare(self) -> object:
-        return self.rollout.prepare()
-
-    def update(self, address: dict[str, Any], members: list[str]) -> object:
-        self.rollout.connect([Address(**address)], members=members)
-        return asyncio.run(self._taken())
-
-    async def _taken(self) -> int:
-        taken = 0
-        async for _, tensor in self.rollout.weights():
-            taken += tensor.nbytes
-        self.rollout.confirm()
-        return taken
-
-    def follow(self, address: dict[str, Any]) -> None:
-        link = Address(**address).receiver(torch.device("cpu"))
-        self.receiver = WeightReceiver(CopiedTarget(), link)
-
-    def receive(self) -> object:
-        return self.receiver.receive_weights(timeout_s=_TIMEOUT_S)
-
-    def join(self, address: dict[str, Any]) -> None:
-        self.link = Address(**address).receiver(torch.device("cpu"))
-        self.link.connect(b"x", timeout_s=_TIMEOUT_S)
-
-    def take(self, frames: int, num_bytes: int) -> None:
-        if len(self.memory) < num_bytes:
-            self.memory = torch.zeros(num_bytes, dtype=torch.uint8)
-        begin = 0
-        for _ in range(frames):
-            payload = self.link.receive(timeout_s=_TIMEOUT_S).payload
-            assert payload is not None
-            self.link.progress()
-            self.memory[begin : begin + len(payload)].copy_(payload)
-            begin += len(payload)
-        self.link.reply(b"x", timeout_s=_TIMEOUT_S)
-
-
-def _serve() -> None:
-    torch.set_num_threads(1)
-    here = _Rollout()
-    tasks = (here.prepare, here.update, here.follow, here.receive, here.join, here.take)
-    by_name: dict[str, Any] = {task.__name__: task for task in tasks}
-    for line in sys.stdin:
-        order = json.loads(line)
-        answer = by_name[order.pop("what")](**order)
-        if answer is not None:
-            print(json.dumps(answer), flush=True)
-
-
-if __name__ == "__main__":
-    _serve()
+def _pieces(tensors: Any) -> Iterator[Tensor]:
+    for tensor in tensors:
+        yield from torch.split(tensor.view(torch.uint8), _BUCKET_BYTES)

@@ -1,18 +1,9 @@
-"""Two versions of a model between which an optimizer took k steps, as bfloat16 and as served.
-
-`python -m benchmarks.codec.pairs SCALE FOLDER [NAME ...]` writes each of them, or those named, as
-`NAME/old.safetensors` and `NAME/new.safetensors`: for `--pairs FOLDER` of the benchmarks, for
-`deltasync diff`, and for tests by hand.
-"""
+"""Two versions of a model between which an optimizer took k steps, as bfloat16 and as served."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-
-from safetensors.torch import load_file, save_file
 
 from benchmarks.codec.training import SIZES, Training, Weights
 from deltasync.quant.block_fp8 import BlockFp8
@@ -22,7 +13,6 @@ from deltasync.quant.nvfp4 import CompressedNvfp4
 from deltasync.quant.served import served_weights
 
 BFLOAT16 = "bfloat16"
-_FILES = "old", "new"
 FORMS: dict[str, Form] = {
     "block-fp8": BlockFp8(),
     "nvfp4": CompressedNvfp4(),
@@ -98,14 +88,6 @@ def pairs(scale: str, only: Collection[str] = ()) -> Iterator[Pair]:
                     yield Pair(name_of(run.lr, steps, form), served(old, form), served(new, form))
 
 
-def read_pairs(scale: str, folder: Path, only: Collection[str] = ()) -> Iterator[Pair]:
-    """The same pairs as `main` has written them to a folder."""
-    for name in names(scale):
-        if not only or name in only:
-            old, new = (load_file(folder / name / f"{one}.safetensors") for one in _FILES)
-            yield Pair(name, old, new)
-
-
 def names(scale: str) -> list[str]:
     """Of all pairs of a scale, in order."""
     return [name_of(run.lr, *one) for run in RUNS[scale] for one in _planned(run)]
@@ -129,18 +111,3 @@ def _planned(run: Run) -> Iterator[tuple[int, str]]:
         yield steps, BFLOAT16
         if steps in run.served:
             yield from ((steps, form) for form in FORMS)
-
-
-def main(scale: str, folder: str, *only: str) -> None:
-    if unknown := set(only) - set(names(scale)):
-        sys.exit(f"no such pairs: {sorted(unknown)}; there are {names(scale)}")
-    for pair in pairs(scale, only):
-        path = Path(folder, pair.name)
-        path.mkdir(parents=True, exist_ok=True)
-        for name, weights in zip(_FILES, (pair.old, pair.new), strict=True):
-            save_file(weights, path / f"{name}.safetensors")
-        print(path, flush=True)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

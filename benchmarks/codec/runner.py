@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
@@ -13,7 +12,7 @@ import torch
 
 from benchmarks.codec.change import Change, change_of, same
 from benchmarks.codec.ours import OURS
-from benchmarks.codec.pairs import Pair, pairs, read_pairs
+from benchmarks.codec.pairs import Pair, pairs
 from benchmarks.codec.shapes import BASELINE, SHAPES
 from benchmarks.record import PER_CHANGE, Result
 from benchmarks.timing import interleave
@@ -50,15 +49,12 @@ class LostBits(RuntimeError):
     """A coder did not give back what it was given."""
 
 
-def measure(scale: str, only: Sequence[str] = (), folder: Path | None = None) -> Iterator[Result]:
-    """Records of all pairs of a scale, or of those named. Raises LostBits.
-
-    Pairs are made, or read where `folder` has them already.
-    """
+def measure(scale: str, only: Sequence[str] = ()) -> Iterator[Result]:
+    """Records of all pairs of a scale, or of those named. Raises LostBits."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        for pair in read_pairs(scale, folder, only) if folder else pairs(scale, only):
+        for pair in pairs(scale, only):
             yield from measure_pair(pair, ROUNDS[scale])
     finally:
         torch.set_num_threads(before)

@@ -20,7 +20,7 @@ from statistics import median
 import torch
 from torch import nn
 
-from benchmarks.codec.pairs import Pair, pairs, read_pairs
+from benchmarks.codec.pairs import Pair, pairs
 from benchmarks.codec.training import Weights
 from benchmarks.processes import Told
 from benchmarks.record import SPEED_UP, Result, compared
@@ -94,18 +94,14 @@ class Link:
         return up, down
 
 
-def measure(scale: str, folder: Path | None = None) -> Iterator[Result]:
-    """Records of all pairs of a plan, one thread. Raises WrongWeights.
-
-    Pairs are made, or read where `folder` has them already.
-    """
+def measure(scale: str) -> Iterator[Result]:
+    """Records of all pairs of a plan, one thread. Raises WrongWeights."""
     plan, before = PLANS[scale], torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with ExitStack() as stack:
             link = Link(stack)
-            made = pairs(plan.scale, plan.pairs)
-            for pair in read_pairs(plan.scale, folder, plan.pairs) if folder else made:
+            for pair in pairs(plan.scale, plan.pairs):
                 yield from measure_pair(pair, link, plan.rounds)
     finally:
         torch.set_num_threads(before)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from torch import nn
 
-from benchmarks.gpu.geometry import submodule
+from benchmarks.syncs.geometry import submodule
 from deltasync import ModuleSource
 from deltasync.quant.block_fp8 import BlockFp8
 from deltasync.quant.form import Form
@@ -16,17 +14,14 @@ _BLOCK_FP8 = BlockFp8()
 _KEPT = ("embed_tokens", "lm_head", "norm", ".gate.")  # in the trainer's dtype, as in checkpoints
 
 
-def forms(name: str, shape: tuple[int, ...], form: Form = _BLOCK_FP8) -> Form | None:
-    """A form for what Qwen3's FP8 checkpoints quantize, and for what has whole groups of it."""
-    if len(shape) != 2 or any(kept in name for kept in _KEPT):
-        return None
-    has_groups = form.cols is None or not shape[1] % form.cols or isinstance(form, BlockFp8)
-    return form if has_groups else None
+def forms(name: str, shape: tuple[int, ...]) -> Form | None:
+    """Block FP8 for what Qwen3's FP8 checkpoints quantize."""
+    return None if len(shape) != 2 or any(kept in name for kept in _KEPT) else _BLOCK_FP8
 
 
-def served_source(module: nn.Module, form: Form = _BLOCK_FP8) -> ServedSource:
+def served_source(module: nn.Module) -> ServedSource:
     """What a trainer sends of a module."""
-    return ServedSource(ModuleSource(module), partial(forms, form=form))
+    return ServedSource(ModuleSource(module), forms)
 
 
 def served_module(module: nn.Module) -> nn.Module:

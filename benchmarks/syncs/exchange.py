@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from benchmarks.gpu.setup import Setup
 
 TRAINER, ENGINE = 0, 1
 
@@ -56,24 +54,6 @@ class Broadcasts:
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
         self._device, self._group = device, group
-
-    @classmethod
-    def join(cls, setup: Setup, folder: Path, rank: int) -> Self:
-        """Make the default group, of two."""
-        device = setup.device("trainer" if rank == TRAINER else "engine")
-        is_cuda = device.type == "cuda"
-        dist.init_process_group(
-            "nccl" if is_cuda else "gloo",
-            init_method=f"file://{folder / 'group'}",
-            rank=rank,
-            world_size=2,
-            device_id=device if is_cuda else None,
-        )
-        return cls(device)
-
-    def close(self) -> None:
-        """Leave the group. The other end has to do so too."""
-        dist.destroy_process_group()
 
     def begin(self) -> None:
         """Nothing is shared."""

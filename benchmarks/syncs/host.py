@@ -14,21 +14,22 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from benchmarks.gpu.baselines import Found
-from benchmarks.gpu.cases import Run, parts_of, sizes_of
-from benchmarks.gpu.geometry import GEOMETRIES
-from benchmarks.gpu.ours import ALWAYS_SPARSE, layout_of
-from benchmarks.gpu.pair import Pair, Synced, open_pair
-from benchmarks.gpu.workload import bits_of, mutate, num_elements
+import deltasync
 from benchmarks.record import PER_PARAMETER, SLOW_DOWN, SPEED_UP, Result, compared
+from benchmarks.syncs.baselines import Found
+from benchmarks.syncs.cases import changes, parts_of, record, rounds, sizes_of, timed
+from benchmarks.syncs.ends import End, Trainer, joined
+from benchmarks.syncs.geometry import GEOMETRIES
+from benchmarks.syncs.group import Group
+from benchmarks.syncs.workload import bits_of, mutate, num_elements
 from benchmarks.timing import interleave
 from deltasync import Policy, SenderOptions
-from deltasync.delta.bits import Flat
-from deltasync.delta.diff import find_runs
+from deltasync.delta.patch import Patch
 from deltasync.files.checkpoint import Checkpoint
 from deltasync.files.comparing import compare_checkpoints
 
 _SPARSE, _DENSE = SenderOptions(), SenderOptions(policy=Policy(dense_above=0.0))
+_ALL_SPARSE = Policy(dense_above=1.0)
 _DIFF_GOAL, _DIFF_GOAL_UP_TO = 1.7, 0.01
 _SYNC_GOAL, _PER_PARAMETER_GOAL_US, _FILES_GOAL = 1.1, 10.0, 0.6
 _FILE_DENSITIES = (0.001, 0.01)
@@ -36,23 +37,24 @@ _BLOCK_BYTES = 1 << 20  # what numpy compares at once: neither smaller nor large
 _SEED = 1
 
 
-def diff(run: Run) -> Iterator[Result]:
-    """Indices and values of what changed, without digests, against the same in plain torch."""
-    module = run.setup.model.build(torch.device("cpu"))
+def diff(group: Group) -> Iterator[Result]:
+    """`diff`, with every change sparse, against the same in plain torch: no checks, no digests."""
+    module = group.plan.model.build(group.device)
     old = [parameter.detach().clone() for parameter in module.parameters()]
-    pairs = list(zip(layout_of(module)[1], map(Flat.of, old), strict=True))
-    for density in run.scale.densities:
+    new = [parameter.detach() for parameter in module.parameters()]
+
+    def find() -> list[Patch | None]:
+        pairs = zip(old, new, strict=True)
+        return [deltasync.diff(a, b, policy=_ALL_SPARSE) for a, b in pairs]
+
+    for density in group.plan.sizes.densities:
         mutate(module, density, _SEED)
-        found = torch_diff(module, old)
+        changed = sum(len(indices) for indices, _ in torch_diff(module, old))
         samples = interleave(
-            {
-                "torch": lambda: torch_diff(module, old),
-                "ours": lambda: [find_runs(reader, flat, ALWAYS_SPARSE) for reader, flat in pairs],
-            },
-            rounds=run.scale.rounds,
+            {"torch": partial(torch_diff, module, old), "ours": find},
+            rounds=group.plan.sizes.rounds,
         )
         mutate(module, density, _SEED)  # back again
-        changed = sum(len(indices) for indices, _ in found)
         yield compared(
             case="cpu_diff",
             samples=samples["ours"],
@@ -74,44 +76,46 @@ def torch_diff(module: nn.Module, old: list[Tensor]) -> Found:
     return found
 
 
-def sync(run: Run) -> Iterator[Result]:
+def sync(group: Group) -> Iterator[Result]:
     """The default policy against the same sync with every chunk dense, by turns."""
-    with open_pair(run.engine, run.setup.geometry) as pair:
-        for density in run.scale.densities:
-            change = run.changes(pair, density)
-            done: tuple[list[Synced], list[Synced]] = ([], [])
-            for turn in range(run.scale.rounds + 1):
+    with joined(group) as end:
+        for density in group.plan.sizes.densities:
+            change = changes(end, density)
+            samples: tuple[list[float], list[float]] = ([], [])
+            for turn in range(group.plan.sizes.rounds + 1):  # the first does not count
                 for way in (0, 1) if turn % 2 else (1, 0):
                     change()
-                    done[way].append(pair.sync((_SPARSE, _DENSE)[way]))
-            sparse, dense = (syncs[1:] for syncs in done)
+                    if isinstance(end, Trainer):
+                        end.sender.options = (_SPARSE, _DENSE)[way]
+                    samples[way].append(timed(group, end.sync))
+            if not isinstance(end, Trainer):
+                continue
+            last = end.stats[-2 * group.plan.sizes.rounds :]
+            stats = [one for one in last if one.payload_bytes <= last[0].payload_bytes]
             yield compared(
                 case="cpu_sync",
-                samples=[s.seconds for s in sparse],
+                samples=samples[0][1:],
                 baseline="the same sync, every chunk dense",
-                baseline_samples=[s.seconds for s in dense],
+                baseline_samples=samples[1][1:],
                 ratio_is=SLOW_DOWN,
                 goal=_SYNC_GOAL,
-                bound_bytes=dense[0].stats.payload_bytes,
-                parts=parts_of([s.stats for s in sparse]),
-                link=run.setup.transport,
-                **sizes_of(pair, sparse, density),
+                bound_bytes=max(one.payload_bytes for one in last),
+                parts=parts_of(stats),
+                **sizes_of(end, stats, density),
             )
-        pair.check()
+        end.check()
 
 
-def small(run: Run) -> Iterator[Result]:
+def small(group: Group) -> Iterator[Result]:
     """A model of many small parameters of which one element changes: what each one costs."""
-    with open_pair(run.engine, run.scale.many) as pair:
-        done = run.syncs(pair, partial(_flip_one, pair))
-        pair.check()
-        result = run.record(
-            "parameter_sync",
-            [s.seconds for s in done],
-            parts=parts_of([s.stats for s in done]),
-            **sizes_of(pair, done, 1 / pair.numel),
-        )
-        cost_us = 1e6 * result.seconds / pair.num_parameters
+    sizes = group.plan.sizes
+    with joined(group, geometry=sizes.many) as end:
+        took = rounds(end, end.sync, partial(_flip_one, end), sizes.rounds, warm_ups=sizes.warm_ups)
+        end.check()
+        if group.rank:
+            return
+        result = record("parameter_sync", end, took, (), 1 / group.plan.model.numel)
+        cost_us = 1e6 * result.seconds / result.parameters
         yield replace(
             result,
             model="",
@@ -122,13 +126,14 @@ def small(run: Run) -> Iterator[Result]:
         )
 
 
-def _flip_one(pair: Pair) -> None:
-    bits_of(pair.module)[0][0] ^= 1
+def _flip_one(end: End) -> None:
+    if isinstance(end, Trainer):
+        bits_of(end.module)[0][0] ^= 1
 
 
-def files(run: Run) -> Iterator[Result]:
+def files(group: Group) -> Iterator[Result]:
     """Two checkpoints: `deltasync diff` without what encodings take, page cache warm."""
-    module = GEOMETRIES[run.scale.files].build(torch.device("cpu"))
+    module = GEOMETRIES[group.plan.sizes.files].build(group.device)
     with tempfile.TemporaryDirectory() as name:
         old, new = (Path(name, f"{one}.safetensors") for one in ("old", "new"))
         _save(module, old)
@@ -138,7 +143,7 @@ def files(run: Run) -> Iterator[Result]:
             mutate(module, density, _SEED)  # back again
             samples = interleave(
                 {"diff": partial(_compare, old, new), "numpy": partial(_numpy, old, new)},
-                rounds=run.scale.rounds,
+                rounds=group.plan.sizes.rounds,
             )
             yield compared(
                 case="files",

@@ -1,4 +1,4 @@
-"""The two kinds of ranks. Both do the same things by the same names, each its own part."""
+"""Both ends where trainer and engine have several ranks each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,19 +14,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from benchmarks.fused import Fused
-from benchmarks.gpu import baselines
-from benchmarks.gpu.geometry import assembled
-from benchmarks.gpu.links import connect, listen
-from benchmarks.gpu.workload import Training, bits_of, mutate
-from benchmarks.sharded.group import Group
-from benchmarks.sharded.plan import ShardedPlan
-from benchmarks.sharded.ways import GatheringTrainer, ShardedEngine
+from benchmarks.syncs import baselines
+from benchmarks.syncs.ends import TIMEOUT_S, End
+from benchmarks.syncs.fused import Fused
+from benchmarks.syncs.gathering import GatheringTrainer, ShardedEngine
+from benchmarks.syncs.geometry import assembled
+from benchmarks.syncs.group import Group
+from benchmarks.syncs.links import connect, listen
+from benchmarks.syncs.plan import Plan
+from benchmarks.syncs.workload import Training, bits_of, mutate
 from deltasync import (
     CheckpointTensor,
     ModuleSource,
     RoutedTarget,
-    SyncStats,
     TrainerGroup,
     TrainerRank,
     WeightReceiver,
@@ -36,41 +36,13 @@ from deltasync.delta.shard import local_of
 from deltasync.transports import shared_memory
 from deltasync.transports.base import SendTransport
 
-_TIMEOUT_S = 120.0
 
-
-class End(Protocol):
-    """A rank's part in everything that is timed, and in what lies between.
-
-    Attributes:
-        stats: Of every sync; at engine ranks nothing.
-    """
-
-    stats: list[SyncStats]
-
-    def sync(self) -> None: ...
-    def dense(self) -> None: ...
-    def gathered(self) -> None: ...
-
-    def change(self, density: float, seed: int) -> None:
-        """Flip bits of what is held here."""
-        ...
-
-    def begin_training(self) -> None: ...
-    def train(self) -> None: ...
-
-    def check(self) -> None:
-        """Raises unless engines hold the trainer's bits, compared outside the library."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class TrainerEnd:
+class Trainer(End):
     """A rank of the trainer."""
 
     def __init__(self, group: Group) -> None:
-        self._group, self.stats = group, list[SyncStats]()
+        super().__init__(group)
+        group.join(2)
         self._module = module = sharded(group.plan, group.device, group.trainers)
         self._shell = shell_of(module)
         self._replicas = shell_of(module, replicated=True)
@@ -81,26 +53,26 @@ class TrainerEnd:
         group.told(address)
         self._sender = sender_of(group.plan, group.rank, module, lane, group.folder / "calls")
         if isinstance(self._sender, WeightSender):
-            self._sender.wait_for_receivers(group.plan.engines, timeout_s=_TIMEOUT_S)
+            self._sender.wait_for_receivers(group.plan.engines, timeout_s=TIMEOUT_S)
         self.sync()
 
     def sync(self) -> None:
-        stats = self._sender.send_weights(timeout_s=_TIMEOUT_S)
+        stats = self._sender.send_weights(timeout_s=TIMEOUT_S)
         if stats.lost:
             raise RuntimeError(f"an engine rank left: {stats.lost}")
         self.stats.append(stats)
 
     def dense(self) -> None:
-        self._ways.give_dense(self._group.near)
-        self._group.hand_over()
+        self._ways.give_dense(self.group.near)
+        self.group.hand_over()
 
-    def gathered(self) -> None:
-        found = self._ways.give_sparse(self._base, self._group.first)
-        self._group.hand_over()
+    def sparse(self) -> None:
+        found = self._ways.give_sparse(self._base, self.group.first)
+        self.group.hand_over()
         baselines.advance(self._base, found)
 
     def change(self, density: float, seed: int) -> None:
-        change_shards(self._shell, self._replicas, density, seed, self._group.rank)
+        change_shards(self._shell, self._replicas, density, seed, self.group.rank)
 
     def begin_training(self) -> None:
         self._training = Training(self._shell)
@@ -108,25 +80,26 @@ class TrainerEnd:
     def train(self) -> None:
         self._training.step()
 
-    def check(self) -> None:
-        exchange = self._group.first
+    def check(self, *, baseline: bool = False) -> None:
+        exchange = self.group.first
         exchange.begin()
         for whole in wholes(self._module):
-            if self._group.number == 0:
+            if self.group.number == 0:
                 exchange.give(whole.view(-1))
-        self._group.hand_over()
+        self.group.hand_over()
 
     def close(self) -> None:
         self._sender.close()
 
 
-class EngineEnd:
+class Engine(End):
     """A rank of an engine, with a model that deltasync writes and one for other ways, if any."""
 
     def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        group.join(2)
         plan = group.plan
-        self._group, shapes = group, plan.model.shapes()
-        self.stats: list[SyncStats] = []
+        shapes = plan.model.shapes()
         self._models = [part_of(plan, group.number, group.device) for _ in range(1 + plan.gathers)]
         self._ways = ShardedEngine(self._models[-1], shapes, plan.trainers)
         addresses = group.told(None)[: plan.trainers]
@@ -135,30 +108,21 @@ class EngineEnd:
         self.sync()
 
     def sync(self) -> None:
-        self._receiver.receive_weights(timeout_s=_TIMEOUT_S)
+        self._receiver.receive_weights(timeout_s=TIMEOUT_S)
 
     def dense(self) -> None:
-        self._group.hand_over()
-        self._ways.take_dense(self._group.near)
+        self.group.hand_over()
+        self._ways.take_dense(self.group.near)
 
-    def gathered(self) -> None:
-        self._group.hand_over()
-        self._ways.take_sparse(self._group.first)
+    def sparse(self) -> None:
+        self.group.hand_over()
+        self._ways.take_sparse(self.group.first)
 
-    def change(self, density: float, seed: int) -> None:
-        """That is the trainer's."""
-
-    def begin_training(self) -> None:
-        """So is that."""
-
-    def train(self) -> None:
-        """And that."""
-
-    def check(self) -> None:
-        exchange = self._group.first
-        self._group.hand_over()
+    def check(self, *, baseline: bool = False) -> None:
+        exchange = self.group.first
+        self.group.hand_over()
         exchange.begin()
-        for name, shape in self._group.plan.model.shapes().items():
+        for name, shape in self.group.plan.model.shapes().items():
             whole = exchange.take(prod(shape), torch.bfloat16).view(shape)
             if not all(holds(model, name, whole) for model in self._models):
                 raise RuntimeError(f"{name} of the engine is not the trainer's")
@@ -167,7 +131,7 @@ class EngineEnd:
         self._receiver.close()
 
 
-def sharded(plan: ShardedPlan, device: torch.device, trainers: Any) -> nn.Module:
+def sharded(plan: Plan, device: torch.device, trainers: Any) -> nn.Module:
     """The model of a trainer's rank, whose parameters are DTensors over all of `trainers`."""
     mesh = DeviceMesh.from_group(trainers, device.type)
     if plan.parallel == "fsdp2":
@@ -181,7 +145,7 @@ def sharded(plan: ShardedPlan, device: torch.device, trainers: Any) -> nn.Module
 
 
 def sender_of(
-    plan: ShardedPlan, rank: int, module: nn.Module, lane: SendTransport, hub: Path
+    plan: Plan, rank: int, module: nn.Module, lane: SendTransport, hub: Path
 ) -> WeightSender | TrainerRank:
     """What a trainer's rank sends with; its ranks meet at the socket `hub`."""
     source = ModuleSource(module)
@@ -192,7 +156,7 @@ def sender_of(
 
 
 def receiver_of(
-    plan: ShardedPlan,
+    plan: Plan,
     number: int,
     model: Fused,
     addresses: Sequence[dict[str, Any]],
@@ -240,7 +204,7 @@ def change_shards(
         mutate(replicas, density, seed)
 
 
-def part_of(plan: ShardedPlan, number: int, device: torch.device) -> Fused:
+def part_of(plan: Plan, number: int, device: torch.device) -> Fused:
     """The model of an engine's rank."""
     return Fused(plan.model, device, number, plan.engines, spreads_experts=True)
 
@@ -248,5 +212,5 @@ def part_of(plan: ShardedPlan, number: int, device: torch.device) -> Fused:
 def holds(model: Fused, name: str, whole: Tensor) -> bool:
     """Whether an engine's rank has the bits of its part of a checkpoint tensor."""
     dim, start, stop = model.cut(name, tuple(whole.shape))
-    live, given = model.read(name), whole.narrow(dim, start, stop - start)
+    live, given = model.parts[name], whole.narrow(dim, start, stop - start)
     return torch.equal(live.view(torch.int16), given.to(live.device).view(torch.int16))

@@ -14,20 +14,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from benchmarks.fused import Fused
-from benchmarks.gpu.exchange import Exchange
-from benchmarks.gpu.geometry import Shapes
+from benchmarks.syncs.exchange import Exchange
+from benchmarks.syncs.fused import Fused
+from benchmarks.syncs.geometry import Shapes
 
 BUCKET_NUMEL = 2 << 30  # 4 GiB: the 1.7B model travels as one buffer
 _STAGED_NUMEL = 256 << 20  # 512 MiB of NaN at a time
-_FUSED = {
-    "q_proj": "qkv_proj",
-    "k_proj": "qkv_proj",
-    "v_proj": "qkv_proj",
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
-}
-
 Found = list[tuple[Tensor, Tensor]]
 """(int32 indices, values) of each parameter's changes."""
 
@@ -94,17 +86,20 @@ def advance(old: Sequence[Tensor], found: Found) -> None:
 
 
 def give_sparse(found: Found, exchange: Exchange) -> None:
-    """Two transfers a parameter that changed."""
+    """How many changed of each parameter, then two transfers for each that did."""
     exchange.begin()
+    counts = [len(indices) for indices, _ in found]
+    exchange.give(torch.tensor(counts, device=found[0][0].device))
     for indices, values in found:
         if len(indices):
             exchange.give(indices)
             exchange.give(values)
 
 
-def take_sparse(counts: Sequence[int], exchange: Exchange) -> dict[int, tuple[Tensor, Tensor]]:
-    """(int32 indices, bf16 values) by parameter, where the trainer found `counts` changes."""
+def take_sparse(num_parameters: int, exchange: Exchange) -> dict[int, tuple[Tensor, Tensor]]:
+    """(int32 indices, bf16 values) by parameter, of those that changed."""
     exchange.begin()
+    counts = exchange.take(num_parameters, torch.int64).tolist()
     return {
         number: (exchange.take(count, torch.int32), exchange.take(count, torch.bfloat16))
         for number, count in enumerate(counts)
@@ -112,34 +107,8 @@ def take_sparse(counts: Sequence[int], exchange: Exchange) -> dict[int, tuple[Te
     }
 
 
-class FusedModel:
-    """An engine's own parameters: q, k, v are one tensor, gate and up another.
-
-    Attributes:
-        parts: The place of each checkpoint tensor inside them, by its name.
-    """
-
-    def __init__(self, shapes: Shapes, device: torch.device) -> None:
-        members: dict[str, list[str]] = {}
-        for name in shapes:
-            members.setdefault(_runtime_name(name), []).append(name)
-        self.parts: dict[str, Tensor] = {}
-        for names in members.values():
-            rows = [shapes[name][0] for name in names]
-            fused = torch.zeros(
-                (sum(rows), *shapes[names[0]][1:]), dtype=torch.bfloat16, device=device
-            )
-            self.parts.update(zip(names, torch.split(fused, rows), strict=True))
-        self.parts = {name: self.parts[name] for name in shapes}  # in checkpoint order
-
-    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Copy checkpoint tensors to their places, with whatever `Tensor.copy_` is."""
-        for name, weight in weights:
-            self.parts[name].copy_(weight)
-
-
 def apply_through_nan(
-    model: FusedModel | Fused, shapes: Shapes, changes: dict[int, tuple[Tensor, Tensor]]
+    model: Fused, shapes: Shapes, changes: dict[int, tuple[Tensor, Tensor]]
 ) -> None:
     """Stage full tensors that are NaN where nothing changed, and load them masked."""
     names = list(shapes)
@@ -171,8 +140,3 @@ def _masked_copies() -> Iterator[None]:
         yield
     finally:
         torch.Tensor.copy_ = original  # type: ignore[method-assign]
-
-
-def _runtime_name(name: str) -> str:
-    prefix, _, leaf = name.removesuffix(".weight").rpartition(".")
-    return f"{prefix}.{_FUSED.get(leaf, leaf)}"

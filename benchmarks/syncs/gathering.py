@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.fused import Fused
-from benchmarks.gpu import baselines
-from benchmarks.gpu.exchange import Exchange
-from benchmarks.gpu.geometry import Shapes
+from benchmarks.syncs import baselines
+from benchmarks.syncs.exchange import Exchange
+from benchmarks.syncs.fused import Fused
+from benchmarks.syncs.geometry import Shapes
 
 Pairs = list[tuple[Tensor, Tensor]]
 
@@ -146,7 +146,7 @@ class ShardedEngine:
     def _pieces(self, name: str, by_rank: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Of one tensor, of which each trainer rank gave some rows."""
         shape = self.shapes[name]
-        step, live = shape[0] // self.world, self.model.read(name)
+        step, live = shape[0] // self.world, self.model.parts[name]
         dim, start, stop = self.model.cut(name, shape)
         for rank, given in enumerate(by_rank):
             rows, begin = given.view(step, *shape[1:]), rank * step

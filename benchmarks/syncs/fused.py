@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu.geometry import Geometry
+from benchmarks.syncs.geometry import Geometry
 
 _EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
 
@@ -21,6 +21,9 @@ class Fused(nn.Module):
         device: Where the parameters are.
         rank, world: Which part, of an engine that is tensor parallel.
         spreads_experts: Each rank holds some experts whole, and not a part of each.
+
+    Attributes:
+        parts: Where each checkpoint tensor is, by name: a view.
     """
 
     def __init__(
@@ -35,29 +38,32 @@ class Fused(nn.Module):
         super().__init__()
         self._rank, self._world = rank, world
         self._experts = geometry.experts if spreads_experts else 0
-        self._places: dict[str, tuple[str, int, int]] = {}  # parameter, first row, rows
-        self._live: dict[str, Tensor] = {}
+        places: dict[str, tuple[str, int, int]] = {}  # parameter, first row, rows
         sizes: dict[str, tuple[int, ...]] = {}
         for name, whole in geometry.shapes().items():
             live, before = self._place(name, sizes)
             dim, start, stop = self.cut(name, whole)
             shape = (*whole[:dim], stop - start, *whole[dim + 1 :])
             rows = shape[0]
-            self._places[name] = (live, before, rows)
+            places[name] = (live, before, rows)
             sizes[live] = (before + rows, *shape[1:])
+        held: dict[str, Tensor] = {}
         for live, shape in sizes.items():
-            tensor = torch.zeros(shape, dtype=torch.bfloat16, device=device)
-            self._live[live] = tensor
-            self.register_parameter(live.replace(".", "_"), nn.Parameter(tensor, False))
+            held[live] = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+            self.register_parameter(live.replace(".", "_"), nn.Parameter(held[live], False))
+        self.parts = {n: held[live].narrow(0, at, rows) for n, (live, at, rows) in places.items()}
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Copy each tensor to where it belongs. Returns the names of those that are held here."""
         loaded = set()
         for name, tensor in weights:
-            dim, start, stop = self.cut(name, tuple(tensor.shape))
-            if start < stop:
-                self.read(name).copy_(tensor.narrow(dim, start, stop - start))
-                loaded.add(name)
+            if self._world > 1:
+                dim, start, stop = self.cut(name, tuple(tensor.shape))
+                if start == stop:
+                    continue
+                tensor = tensor.narrow(dim, start, stop - start)
+            self.parts[name].copy_(tensor)
+            loaded.add(name)
         return loaded
 
     def cut(self, name: str, shape: tuple[int, ...]) -> tuple[int, int, int]:
@@ -70,11 +76,6 @@ class Fused(nn.Module):
             return 0, 0, shape[0]
         step = shape[dim] // self._world
         return dim, self._rank * step, (self._rank + 1) * step
-
-    def read(self, name: str) -> Tensor:
-        """Where a checkpoint tensor is: a view."""
-        live, start, rows = self._places[name]
-        return self._live[live].narrow(0, start, rows)
 
     def _place(self, name: str, sizes: dict[str, tuple[int, ...]]) -> tuple[str, int]:
         """The parameter that a checkpoint tensor is a part of, and how many rows it has so far."""

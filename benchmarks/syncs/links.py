@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.setup import Link
+from benchmarks.syncs.plan import Link
 from deltasync.transports import collective, shared_memory
 from deltasync.transports.address import Address
 from deltasync.transports.base import ReceiveTransport, SendTransport

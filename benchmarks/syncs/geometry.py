@@ -91,44 +91,6 @@ class Geometry:
         return {"input_layernorm": (self.hidden,), "post_attention_layernorm": (self.hidden,)}
 
 
-@dataclass(frozen=True, slots=True)
-class Latent(Geometry):
-    """The same with latent attention and a shared expert, as DeepSeek-V3 and Kimi-K2 have them.
-
-    `head_dim` is that of values and of the part of queries that is not rotated.
-
-    Attributes:
-        query_rank, key_rank: Of what queries, and keys with values, are projected from.
-        rotated: Dimensions of a head's query that are rotated, and of the one key for all heads.
-        dense: First layers, which have a plain MLP, eight times as wide as an expert.
-    """
-
-    query_rank: int = 0
-    key_rank: int = 0
-    rotated: int = 0
-    dense: int = 1
-
-    def _attention(self) -> Shapes:
-        queries = self.heads * (self.head_dim + self.rotated)
-        return {
-            "self_attn.q_a_proj": (self.query_rank, self.hidden),
-            "self_attn.q_a_layernorm": (self.query_rank,),
-            "self_attn.q_b_proj": (queries, self.query_rank),
-            "self_attn.kv_a_proj_with_mqa": (self.key_rank + self.rotated, self.hidden),
-            "self_attn.kv_a_layernorm": (self.key_rank,),
-            "self_attn.kv_b_proj": (2 * self.heads * self.head_dim, self.key_rank),
-            "self_attn.o_proj": (self.hidden, self.heads * self.head_dim),
-        }
-
-    def _mlp(self, layer: int) -> Shapes:
-        if layer < self.dense:
-            return {f"mlp.{n}": shape for n, shape in self._gated(8 * self.intermediate).items()}
-        shared = self._gated(self.intermediate)
-        # Not the zero-argument form: it knows another class where dataclasses have slots.
-        shapes = Geometry._mlp(self, layer)
-        return shapes | {f"mlp.shared_experts.{name}": shape for name, shape in shared.items()}
-
-
 def assembled(tensors: Iterable[tuple[str, Tensor]]) -> nn.Module:
     """A module of these parameters."""
     root = nn.Module()
@@ -162,16 +124,8 @@ GEOMETRIES = {
     "qwen3-30b-a3b": Geometry(2048, 48, 768, 32, 4, experts=128, tied=False),
     # As many parameters as the 30B model, as many elements as the 1.7B one.
     "moe-small": Geometry(512, 48, 150, 32, 4, experts=128),
-    # The names of Kimi-K2, 70 thousand, and as many elements again.
-    "kimi-small": Latent(
-        *(256, 61, 91, 4, 4, 64),
-        vocab=163_840,
-        experts=384,
-        tied=False,
-        query_rank=96,
-        key_rank=64,
-        rotated=32,
-    ),
+    # As many parameters as Kimi-K2, 70 thousand, and as many elements again.
+    "moe-most": Geometry(256, 61, 91, 4, 4, 64, vocab=163_840, experts=384, tied=False),
     "soak": Geometry(1152, 12, 3456, 9, 3, vocab=36 * 1152),
     # For engines on CPUs: as many elements in 91 tensors and in 1,611.
     "engine": Geometry(1024, 8, 3072, 16, 8, head_dim=64, vocab=16_384, tied=False),
@@ -185,14 +139,6 @@ GEOMETRIES = {
     "small": Geometry(1024, 4, 3072, 8, 4, vocab=8192),  # for CPUs
     "tiny": Geometry(64, 2, 192, 2, 1, head_dim=32, vocab=512),
     "tiny-moe": Geometry(64, 2, 24, 2, 1, head_dim=32, vocab=512, experts=8),
-    "tiny-kimi": Latent(
-        *(64, 3, 16, 2, 2, 32),
-        vocab=512,
-        experts=12,
-        tied=False,
-        query_rank=32,
-        key_rank=32,
-        rotated=16,
-    ),
+    "tiny-most": Geometry(64, 3, 16, 2, 2, 32, vocab=512, experts=12, tied=False),
     "tiny-4x": Geometry(128, 2, 384, 4, 2, head_dim=32, vocab=1024),
 }
