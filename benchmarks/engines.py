@@ -1,24 +1,21 @@
 """Bringing sparse changes into an engine's model, against the ways that vLLM has for it.
 
 Ours is all that the receiver does from the first frame to its last answer: reading tables, checking
-bounds, the undo log, digests before and after. vLLM's are handed tensors. Where vLLM is installed
-the model is of its own class; elsewhere it is a stand-in of the same layout, and vLLM's file can be
-given by its path.
+bounds, the undo log, digests before and after. vLLM's are handed tensors. The model
+is a stand-in of the layout of vLLM's own; where vLLM is not installed, its file is given by a path.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any, Self
 
@@ -43,6 +40,7 @@ from deltasync.errors import TransportClosed
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame
 
+_PAUSE_GOAL, _GOAL_DENSITY = 50.0, 0.003
 _WAYS = {"sparse": "vLLM's load_checkpoint_weight_patches", "dense": "load_weights of all"}
 
 
@@ -78,20 +76,6 @@ class EnginesPlan:
         rounds = 2 if scale == "quick" else 3  # vLLM's sparse way takes 20 s each
         densities = (0.01,) if scale == "quick" else (0.001, 0.01, 0.05)
         return cls(("engine", "engine-moe"), densities, rounds, where, patch_file)
-
-    @property
-    def has_vllm(self) -> bool:
-        """Whether models are of its classes."""
-        return self.device.type == "cpu" and importlib.util.find_spec("vllm") is not None
-
-    def goal(self, geometry: Geometry, part: str, way: str, density: float) -> float | None:
-        """The least speed-up over one of vLLM's ways, where one is set."""
-        if self.device.type == "cuda":
-            return 50.0 if (part, way, density) == ("pause", "sparse", 0.003) else None
-        goals = (
-            {"sparse": 20.0, "dense": 5.0} if geometry.experts else {"sparse": 5.0, "dense": 2.0}
-        )
-        return goals[way] if (part, density) == ("work", 0.01) else None
 
 
 class Trainer(WeightSource):
@@ -194,18 +178,17 @@ def run(plan: EnginesPlan) -> Iterator[Result]:
     torch.set_num_threads(1)  # two ends share this process
     for key in plan.geometries:
         geometry = GEOMETRIES[key]
-        with _model_of(key, plan) as (model, name):
-            weights = {n: p.detach() for n, p in geometry.build(plan.device).named_parameters()}
-            model.load_weights(iter(weights.items()))
-            with closing(Engine(model, Trainer(weights))) as engine:
-                for density in plan.densities:
-                    yield from _applied(engine, geometry, name, density, plan, patches)
-            _check(model, weights)
+        model = Fused(geometry, plan.device)
+        weights = {n: p.detach() for n, p in geometry.build(plan.device).named_parameters()}
+        model.load_weights(weights.items())
+        with closing(Engine(model, Trainer(weights))) as engine:
+            for density in plan.densities:
+                yield from _applied(engine, f"{key}, stand-in", density, plan, patches)
+        _check(model, weights)
 
 
 def _applied(
     engine: Engine,
-    geometry: Geometry,
     model_name: str,
     density: float,
     plan: EnginesPlan,
@@ -229,6 +212,7 @@ def _applied(
             given[:] = [_patch(patches, name, weights[name], changed[name]) for name in weights]
         for way, function in ways.items():
             samples[way].append(seconds(function, plan.device))
+    is_judged = plan.device.type == "cuda" and density == _GOAL_DENSITY
     for part, way in product(("work", "pause"), ways):
         yield compared(
             case=f"engine_{part}_over_{way}",
@@ -236,7 +220,7 @@ def _applied(
             baseline_samples=samples[way],
             baseline=_WAYS[way],
             ratio_is=SPEED_UP,
-            goal=plan.goal(geometry, part, way, density),
+            goal=_PAUSE_GOAL if is_judged and (part, way) == ("pause", "sparse") else None,
             numel=stats.numel,
             parameters=len(weights),
             density=density,
@@ -279,29 +263,13 @@ def _vllm_patches(plan: EnginesPlan) -> ModuleType | None:
     """The module with vLLM's sparse way, or None."""
     if plan.patch_file is None:
         name = "vllm.model_executor.model_loader.checkpoint_weight_patch"
-        return importlib.import_module(name) if plan.has_vllm else None
+        return importlib.import_module(name) if importlib.util.find_spec("vllm") else None
     spec = importlib.util.spec_from_file_location("checkpoint_weight_patch", plan.patch_file)
     if spec is None or spec.loader is None:
         raise ImportError(f"{plan.patch_file} is no Python file")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-@contextmanager
-def _model_of(key: str, plan: EnginesPlan) -> Iterator[tuple[Any, str]]:
-    """An engine's model, not loaded, and what to call it."""
-    geometry = GEOMETRIES[key]
-    if not plan.has_vllm:
-        yield Fused(geometry, plan.device), f"{key}, stand-in"
-        return
-    from tests.engines.models import vllm_models
-
-    with TemporaryDirectory() as folder:
-        config = config_of(geometry)
-        (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        with vllm_models(Path(folder), 1) as [model]:
-            yield model, f"vLLM's {config['architectures'][0]}"
 
 
 def config_of(geometry: Geometry) -> dict[str, Any]:
