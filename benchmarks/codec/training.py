@@ -50,7 +50,6 @@ class Training:
     """A model, the bfloat16 checkpoint that its pre-training ends with, and runs from there.
 
     Attributes:
-        losses: Of the steps of pre-training, in nats a token.
         checkpoint: Weights after it.
     """
 
@@ -62,7 +61,7 @@ class Training:
         head.weight = nn.Parameter(torch.randn_like(head.weight) * size.policy.width**-0.5)
         masters = [weight.detach().clone() for weight in self._policy.parameters()]
         self._policy.to(torch.bfloat16 if has_fast_bf16() else torch.float32)
-        self.losses = list(self._pretrain(masters))
+        self._pretrain(masters)
         self.checkpoint = [weight.bfloat16() for weight in masters]
 
     def versions(self, lr: float, num_steps: int) -> Iterator[Weights]:
@@ -82,7 +81,7 @@ class Training:
                 copies = (weight.to(torch.bfloat16, copy=True) for weight in kept)
                 yield dict(zip(names, copies, strict=True))
 
-    def _pretrain(self, masters: Sequence[Tensor]) -> Iterator[float]:
+    def _pretrain(self, masters: Sequence[Tensor]) -> None:
         """Next tokens."""
         size, generator = self._size, torch.Generator().manual_seed(0)
         optimizer = torch.optim.AdamW(masters, lr=1e-3, fused=True)
@@ -95,7 +94,7 @@ class Training:
             return -self._policy.answer_log_probs(pieces[:, :1], pieces[:, 1:]).mean()
 
         for _ in range(size.lessons):
-            yield self._step(masters, optimizer, loss)
+            self._step(masters, optimizer, loss)
             schedule.step()
 
     def _policy_gradient(self, generator: torch.Generator) -> Tensor:
@@ -111,8 +110,8 @@ class Training:
         kept: Sequence[Tensor],
         optimizer: torch.optim.Optimizer,
         loss_of: Callable[[], Tensor],
-    ) -> float:
-        """Compute with the rounding of `kept`, and move them. Returns the loss."""
+    ) -> None:
+        """Compute with the rounding of `kept`, and move them."""
         weights = list(self._policy.parameters())
         for weight, latest in zip(weights, kept, strict=True):
             weight.data.copy_(latest.bfloat16())
@@ -123,4 +122,3 @@ class Training:
             assert weight.grad is not None
             latest.grad = weight.grad.to(latest.dtype)
         optimizer.step()
-        return loss.item()

@@ -1,6 +1,6 @@
 """How baselines move bytes to the engine, without deltasync.
 
-On two devices: broadcasts in torch.distributed's default group. On one device NCCL refuses two
+On two devices: broadcasts in a group of torch.distributed. On one device NCCL refuses two
 ranks, so that the trainer copies into memory that both processes map; nothing is broadcast.
 """
 
@@ -8,47 +8,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-TRAINER, ENGINE = 0, 1
+TRAINER = 0
 
 
-class Exchange(Protocol):
-    """One end. The trainer gives, in the order in which the engine takes.
+class Broadcasts:
+    """Rank 0 is the trainer, which gives in the order in which the engine takes.
 
     Attributes:
         num_bytes: Memory that it holds on the device.
     """
-
-    num_bytes: int
-
-    def begin(self) -> None:
-        """Start over at the beginning of shared memory. Both ends call it ahead of a transfer."""
-        ...
-
-    def room(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Where to put what is sent, so that it need not be moved there."""
-        ...
-
-    def send(self, tensor: Tensor) -> None:
-        """Give what was put there, or a flat tensor of one's own if nothing is shared."""
-        ...
-
-    def give(self, *tensors: Tensor) -> None:
-        """Flat tensors of one dtype, which are taken as one."""
-        ...
-
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """What was given; valid until the next transfer begins."""
-        ...
-
-
-class Broadcasts:
-    """Rank 0 is the trainer. Every `give` is a collective of its own."""
 
     num_bytes = 0
 
@@ -56,18 +30,22 @@ class Broadcasts:
         self._device, self._group = device, group
 
     def begin(self) -> None:
-        """Nothing is shared."""
+        """Start over at the beginning of shared memory. Both ends call it ahead of a transfer."""
 
     def room(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Where to put what is sent, so that it need not be moved there."""
         return torch.empty(numel, dtype=dtype, device=self._device)
 
     def send(self, tensor: Tensor) -> None:
+        """Give what was put there, or a flat tensor of one's own if nothing is shared."""
         dist.broadcast(tensor.view(torch.uint8), TRAINER, group=self._group)  # gloo has no int16
 
     def give(self, *tensors: Tensor) -> None:
+        """Flat tensors of one dtype, which are taken as one."""
         self.send(tensors[0] if len(tensors) == 1 else torch.cat(tensors))
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """What was given; valid until the next transfer begins."""
         tensor = self.room(numel, dtype)
         self.send(tensor)
         return tensor
@@ -97,6 +75,10 @@ class SharedBuffer:
         start = -(-self._used // item_size) * item_size
         self._used = start + numel * item_size
         return self._memory[start : self._used].view(dtype)
+
+
+Exchange = Broadcasts | SharedBuffer
+"""One end of either."""
 
 
 def share(num_bytes: int, device: torch.device, folder: Path) -> tuple[Tensor, str]:
