@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks.codec.change import Change, change_of, same
-from benchmarks.codec.ours import OURS
+from benchmarks.codec.ours import OURS, Ours
 from benchmarks.codec.pairs import Pair, pairs
-from benchmarks.codec.shapes import BASELINE, SHAPES
+from benchmarks.codec.shapes import BASELINE, SHAPES, DenseXor, Shape
 from benchmarks.record import PER_CHANGE, Result
 from benchmarks.timing import interleave
 
@@ -30,19 +30,8 @@ GOALS = {
 """The most bytes per change, by coder and pair."""
 
 
-class Coder(Protocol):
-    """Turns a change into bytes, and back."""
-
-    @property
-    def name(self) -> str: ...
-
-    def encode(self, change: Change) -> Any:
-        """Bytes, or (header, payload) of each frame."""
-        ...
-
-    def decode(self, data: Any, change: Change) -> Any:
-        """(indices, new bits) of each tensor that changed, or all new bits of each."""
-        ...
+Coder = Ours | Shape | DenseXor
+"""Turns a change into bytes, and back."""
 
 
 class LostBits(RuntimeError):
@@ -70,7 +59,7 @@ def measure_pair(pair: Pair, rounds: int) -> Iterator[Result]:
     if not change.count:
         return
     coders: tuple[Coder, ...] = (*OURS, *SHAPES)
-    coded = {coder.name: coder.encode(change) for coder in coders}
+    coded: dict[str, Any] = {coder.name: coder.encode(change) for coder in coders}
     for coder in coders:
         _check(coder, coded[coder.name], change)
     encode = {coder.name: partial(coder.encode, change) for coder in coders}

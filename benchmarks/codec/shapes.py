@@ -11,7 +11,6 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import zstandard
@@ -28,14 +27,6 @@ BASELINE = "int32 + value, zstd"
 
 Found = list[tuple[Indices, Bits]]
 """(indices, new bits) of each tensor that changed."""
-
-
-class Positions(Protocol):
-    """How positions become streams of unsigned numbers, at most two."""
-
-    def streams(self, indices: Indices, cols: int) -> list[Bits]: ...
-
-    def indices(self, streams: Sequence[Bits], cols: int) -> Indices: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +87,7 @@ class Shape:
     """
 
     name: str
-    positions: Positions
+    positions: Absolute | Gaps | RowsAndColumns
     is_xor: bool
 
     def encode(self, change: Change) -> bytes:

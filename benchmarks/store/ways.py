@@ -18,6 +18,7 @@ from safetensors.torch import load, load_file, save
 from torch import nn
 
 from benchmarks.codec.training import Weights
+from benchmarks.syncs.geometry import assembled
 from deltasync import ModuleSource, ModuleTarget
 from deltasync.store.objects import Objects, StoreOptions
 from deltasync.store.receiver import StoreReceiver
@@ -122,15 +123,7 @@ class PatchedFile:
 
 def module_of(weights: Weights) -> nn.Module:
     """A module with copies of these parameters."""
-    root = nn.Module()
-    for name, tensor in weights.items():
-        place, (*path, last) = root, name.split(".")
-        for part in path:
-            if part not in dict(place.named_children()):
-                place.add_module(part, nn.Module())
-            place = place.get_submodule(part)
-        place.register_parameter(last, nn.Parameter(tensor.clone(), requires_grad=False))
-    return root
+    return assembled((name, tensor.clone()) for name, tensor in weights.items())
 
 
 def empty_like(module: nn.Module) -> nn.Module:

@@ -66,7 +66,7 @@ def run_ranks(plan: Plan, failures: list[str]) -> Iterator[Result]:
         words = (plan.to_json(), folder)
         ranks = [processes.start("benchmarks.syncs.run", str(r), *words) for r in range(plan.world)]
         stack.callback(_end, ranks)
-        alarm = Timer(_LIMIT_S, _end, [ranks])
+        alarm = Timer(_LIMIT_S, _kill, [ranks])
         alarm.start()
         stack.callback(alarm.cancel)
         watch = Timer(1.0, _end_together, [ranks])
@@ -87,15 +87,19 @@ def _end_together(ranks: list[subprocess.Popen[str]]) -> None:
     while None in (statuses := [rank.poll() for rank in ranks]):
         if any(statuses):
             time.sleep(_EXIT_S / 4)  # for what they have to say
-            for rank in ranks:
-                rank.kill()
+            _kill(ranks)
             return
         time.sleep(0.1)
 
 
-def _end(ranks: list[subprocess.Popen[str]]) -> None:
+def _kill(ranks: list[subprocess.Popen[str]]) -> None:
     for rank in ranks:
         rank.kill()
+
+
+def _end(ranks: list[subprocess.Popen[str]]) -> None:
+    _kill(ranks)
+    for rank in ranks:
         rank.wait()
         if rank.stdout is not None:
             rank.stdout.close()
