@@ -102,7 +102,7 @@ def test_uploads_of_no_version_go_after_hours(store: Path) -> None:
     left.write_bytes(b"half")
     os.utime(left, (time.time() - 2 * 3600,) * 2)
     for hours, count in ((3, 0), (1, 1)):
-        assert told("gc", store, "--unfinished-after", str(hours))["unfinished"] == count
+        assert told("gc", store, "--keep-hours", str(hours))["unfinished"] == count
 
 
 def test_several_runs_have_to_be_named(store: Path) -> None:
