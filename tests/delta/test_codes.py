@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deltasync.delta.bits import as_bits, dtype_of
-from deltasync.delta.codes import Codes
+from deltasync.delta.codes import CODE_BITS, Codes
 from deltasync.delta.region import Region
 from deltasync.delta.route import Piece
-from deltasync.engines.routes.learning import CODE_BITS, Moves, pieces_of
+from deltasync.engines.routes.learning import Moves, pieces_of
 
 DTYPES = [torch.uint8, torch.int16, torch.int32, torch.int64]
 

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from deltasync.delta.bits import as_bits
+from deltasync.delta.codes import CODE_BITS
 from deltasync.delta.region import Region
-from deltasync.engines.routes.learning import CODE_BITS, Moves, pieces_of
+from deltasync.engines.routes.learning import Moves, pieces_of
 from tests.delta.lacks import LACKS
 
 DTYPES = [
