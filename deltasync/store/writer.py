@@ -149,7 +149,7 @@ class RunWriter:
         self.check_alone()
         data, key = canonical(manifest), keys.manifest_key(manifest.version)
         self._check_whole(manifest)
-        if not self.run.objects.create(key, data):
+        if self._is_overtaken(manifest) or not self.run.objects.create(key, data):
             self._lost = self._conflict(manifest)
             self.discard(manifest.way.files)
             raise WriterConflict(self._lost)
@@ -177,6 +177,17 @@ class RunWriter:
         for file in files:
             with suppress(StoreError):
                 self.run.objects.delete(file.key)
+
+    def _is_overtaken(self, manifest: Manifest) -> bool:
+        """Whether other versions have come, and gc has deleted that of this number.
+
+        It never deletes the newest one, so the version before is there as long as no other came.
+        """
+        if self.head is None:
+            is_passed = bool(self.run.versions(after=manifest.version))
+        else:
+            is_passed = self.run.objects.head(keys.manifest_key(self.head.version)) is None
+        return is_passed and self.run.published(manifest.version) is None
 
     def _check_whole(self, manifest: Manifest) -> None:
         """Raise ObjectDamaged if an object of a version that does not exist yet is gone.

@@ -1,0 +1,74 @@
+"""Writers and readers that slept while a run went on, and was collected."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from torch import nn
+
+from deltasync import ModuleSource, SenderOptions, StoreSender
+from deltasync.errors import WriterConflict
+from deltasync.store.retention import gc
+from tests.store.faulty import Faults, faulty
+from tests.store.published import RUN, Publisher, change, small_model
+from tests.store.stores import Place, s3_place
+from tests.store.test_sender import run_of
+
+
+@pytest.fixture
+def link(s3: str) -> Iterator[tuple[Place, Place, Faults]]:
+    """A bucket as it is, the same through a proxy, and what the proxy does."""
+    with faulty(s3) as (endpoint, faults):
+        near = s3_place(s3)
+        config = near.options.config | {"endpoint": endpoint}
+        yield near, Place(near.url, near.options.model_copy(update={"config": config})), faults
+
+
+def collect(place: Place) -> None:
+    gc(place.url, RUN, keep=1, keep_s=0, options=place.options)
+
+
+def sender_of(model: nn.Module, place: Place) -> StoreSender:
+    options = SenderOptions(stream_id=RUN)
+    return StoreSender(ModuleSource(model), place.url, options=options, store=place.options)
+
+
+@pytest.mark.parametrize("held", [1, 2])
+def test_s03_a_writer_whose_next_version_was_published_and_collected_is_told(
+    place: Place, held: int
+) -> None:
+    """Its manifest would be the only one of this version."""
+    model = small_model()
+    slept = sender_of(model, place)
+    for _ in range(held):
+        slept.publish()
+    other = Publisher(place, anchor_every=2, model=small_model(2))
+    other.publish(6)
+    collect(place)
+    before = {facts.key for facts in run_of(place).objects.listed("")}
+    change(model)
+    for _ in range(2):
+        with pytest.raises(WriterConflict, match="one trainer"):
+            slept.publish()
+    assert {facts.key for facts in run_of(place).objects.listed("")} == before
+
+
+def test_s03_a_first_version_that_was_passed_while_it_was_uploaded_is_none(
+    link: tuple[Place, Place, Faults],
+) -> None:
+    near, far, faults = link
+    slept = sender_of(small_model(), far)
+    begun: list[str] = []
+
+    def sleep(method: str, path: str) -> None:
+        if method in ("PUT", "POST") and "-anchor-" in path and not begun:
+            begun.append(path)
+            Publisher(near, anchor_every=2, model=small_model(2)).publish(4)
+            collect(near)
+
+    faults.choose = sleep
+    with pytest.raises(WriterConflict, match="one trainer"):
+        slept.publish()
+    assert begun
+    assert 1 not in run_of(near).versions()
