@@ -15,6 +15,7 @@ from deltasync.errors import (
     ObjectDamaged,
     RunUnknown,
     SeveralRuns,
+    StoreUnavailable,
     UnknownDtype,
     VersionMissing,
 )
@@ -136,19 +137,32 @@ class Run:
         """The newest version; None if there is none.
 
         Args:
-            at_least: A version that the caller knows to exist: newer ones are asked for one by one.
+            at_least: A version that the caller knows to exist: lists nothing while it is the newest.
+
+        Raises StoreUnavailable if what was listed is gone: newer ones are not listed yet.
         """
         found = None if at_least is None else self.published(at_least)
-        if found is None:
-            newest = max(self.versions(after=at_least), default=at_least)
-            found = None if newest is None else self.published(newest)
-        while found is not None:
-            following = self.published(found.version + 1)
-            if following is None:
-                break
-            found.check_child(following)
+        following = None if found is None else self._following(found)
+        if found is not None and following is None:
+            return found
+        found = following
+        if listed := self.versions(after=at_least):
+            found = self.published(listed[-1]) or following
+            if found is None:
+                raise StoreUnavailable(
+                    f"{self.objects.url}: v{listed[-1]} is listed and gone, and no newer one is "
+                    "listed yet: try again"
+                )
+        while found is not None and (following := self._following(found)) is not None:
             found = following
         return found
+
+    def _following(self, found: Published) -> Published | None:
+        """The version after one; None if there is none. Raises ManifestInvalid if it is no child."""
+        following = self.published(found.version + 1)
+        if following is not None:
+            found.check_child(following)
+        return following
 
     def newer(self, than: Published) -> Published | None:
         """The newest version, for a reader that was overtaken: None if it is not newer."""

@@ -8,10 +8,11 @@ import pytest
 from torch import nn
 
 from deltasync import ModuleSource, SenderOptions, StoreSender
-from deltasync.errors import WriterConflict
+from deltasync.errors import StoreUnavailable, WriterConflict
+from deltasync.store import keys
 from deltasync.store.retention import gc
 from tests.store.faulty import Faults, faulty
-from tests.store.published import RUN, Publisher, change, small_model
+from tests.store.published import RUN, Follower, Publisher, change, small_model
 from tests.store.stores import Place, s3_place
 from tests.store.test_sender import run_of
 
@@ -72,3 +73,41 @@ def test_s03_a_first_version_that_was_passed_while_it_was_uploaded_is_none(
         slept.publish()
     assert begun
     assert 1 not in run_of(near).versions()
+
+
+def test_a_writer_to_whom_only_what_is_gone_is_listed_begins_no_second_chain(
+    link: tuple[Place, Place, Faults],
+) -> None:
+    near, far, faults = link
+    trainer = Publisher(near, anchor_every=2)
+    trainer.publish(2)
+    faults.lists = {}
+    assert run_of(far).versions() == [1, 2]
+    trainer.publish(3)
+    collect(near)
+    assert run_of(near).versions() == [5]
+    late = sender_of(small_model(2), far)
+    with pytest.raises(StoreUnavailable, match="listed"):
+        late.publish()
+    assert run_of(near).versions() == [5]
+    faults.lists = None
+    assert late.publish().version == 6
+
+
+def test_a_reader_that_slept_asks_for_few_manifests(link: tuple[Place, Place, Faults]) -> None:
+    near, far, faults = link
+    trainer, reader = Publisher(near, anchor_every=5), Follower(far)
+    trainer.publish()
+    reader.receiver.fetch()
+    trainer.publish(40)
+    asked = list[str]()
+
+    def note(method: str, path: str) -> None:
+        if f"/{keys.MANIFESTS}/" in path:
+            asked.append(path)
+
+    faults.choose = note
+    assert reader.receiver.fetch() == 41
+    assert reader.holds(trainer.states[41])
+    assert len(asked) < 20
+    reader.receiver.close()
