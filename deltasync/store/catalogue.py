@@ -137,7 +137,8 @@ class Run:
         """The newest version; None if there is none.
 
         Args:
-            at_least: A version that the caller knows to exist: lists nothing while it is the newest.
+            at_least: A version that the caller knows to exist: nothing is listed while it is the
+                newest.
 
         Raises StoreUnavailable if what was listed is gone: newer ones are not listed yet.
         """
@@ -158,7 +159,7 @@ class Run:
         return found
 
     def _following(self, found: Published) -> Published | None:
-        """The version after one; None if there is none. Raises ManifestInvalid if it is no child."""
+        """The next version; None if there is none. Raises ManifestInvalid if it is no child."""
         following = self.published(found.version + 1)
         if following is not None:
             found.check_child(following)

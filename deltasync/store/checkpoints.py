@@ -155,7 +155,8 @@ class _Writer:
         return self._digest == int(published.manifest.digest, 16)
 
     def _route(self, refused: set[str]) -> Route:
-        route = find_route(self._run, self._target, self._holds, refused=refused)
+        oldest = self._target.version if self._digest is None else 0
+        route = find_route(self._run, self._target, self._holds, oldest=oldest, refused=refused)
         if route.steps:
             self._progress.advanced = self._phase("fetching", route.num_bytes)
         return route

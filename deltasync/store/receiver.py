@@ -39,6 +39,8 @@ from deltasync.wire import messages
 
 logger = logging.getLogger(__name__)
 
+_LOOK_BACK = 256  # versions among which that of weights is looked for by digest
+
 
 class StoreReceiver(BaseReceiver):
     """Brings versions of a store into one engine rank.
@@ -49,9 +51,10 @@ class StoreReceiver(BaseReceiver):
     old version is intact unless `is_dirty`; the next call continues from there.
 
     The fewest bytes are fetched that lead to the version: deltas, or an anchor and the deltas after
-    it. A receiver begins at the version that its weights have by digest. One that
-    holds parameters in part (a rank of tensor parallelism) knows only versions that it has
-    committed itself, and begins at an anchor otherwise.
+    it. A receiver begins at the version that its weights have by digest, if it is among the newest
+    256 or newer than the last anchor. One that holds parameters in part (a rank of tensor
+    parallelism) knows only versions that it has committed itself, and begins at an anchor
+    otherwise.
 
     The ranks of an engine read by themselves. The engine chooses the version: it calls
     `stage(to=v)` on each rank, and `commit` when all have returned. If a rank fails in `commit`,
@@ -309,8 +312,9 @@ class StoreReceiver(BaseReceiver):
         objects = self._objects = self._objects or Fetched(
             run.objects, self._spool_folder, label=label, check=self._check_wanted
         )
+        oldest = target.version - _LOOK_BACK if self._held is None else self._held.version
         if take_cheapest(
-            lambda refused: find_route(run, target, self._holds, refused=refused),
+            lambda refused: find_route(run, target, self._holds, oldest=oldest, refused=refused),
             lambda route: FetchedRoute(route, objects, self.progress),
             self._take,
             failed=self._leave,

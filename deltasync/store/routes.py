@@ -55,6 +55,7 @@ def find_route(
     target: Published,
     holds: Callable[[Published], bool],
     *,
+    oldest: int = 0,
     refused: Collection[str] = (),
 ) -> Route:
     """The route of the fewest bytes: from the version held, or from the nearest anchor.
@@ -65,6 +66,7 @@ def find_route(
         run: The run.
         target: Where to arrive.
         holds: Whether the reader holds a version.
+        oldest: It holds none before this one.
         refused: Keys of objects that were found to be missing or damaged.
 
     Raises:
@@ -74,7 +76,7 @@ def find_route(
     at, deltas, num_bytes = target, list[Step](), 0
     anchored: Route | None = None
     fault: ManifestInvalid | None = None
-    while anchored is None or num_bytes <= anchored.num_bytes:
+    while anchored is None or (at.version >= oldest and num_bytes <= anchored.num_bytes):
         if holds(at):
             return Route(at, tuple(reversed(deltas)), target)
         known = run.ways(at) if anchored is None else [at.manifest.way]

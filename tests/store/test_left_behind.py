@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from torch import nn
@@ -10,10 +11,12 @@ from torch import nn
 from deltasync import ModuleSource, SenderOptions, StoreSender
 from deltasync.errors import StoreUnavailable, WriterConflict
 from deltasync.store import keys
+from deltasync.store.catalogue import Published
 from deltasync.store.retention import gc
+from deltasync.store.routes import find_route
 from tests.store.faulty import Faults, faulty
 from tests.store.published import RUN, Follower, Publisher, change, small_model
-from tests.store.stores import Place, s3_place
+from tests.store.stores import Place, local_place, s3_place
 from tests.store.test_sender import run_of
 
 
@@ -111,3 +114,21 @@ def test_a_reader_that_slept_asks_for_few_manifests(link: tuple[Place, Place, Fa
     assert reader.holds(trainer.states[41])
     assert len(asked) < 20
     reader.receiver.close()
+
+
+def test_no_manifests_are_read_of_versions_that_no_reader_can_hold(tmp_path: Path) -> None:
+    """All deltas since the anchor that is passed by have fewer bytes than one that is taken."""
+    trainer = Publisher(local_place(tmp_path), anchor_every=5, model=small_model())
+    trainer.publish(20, step=lambda model: None)
+    run, asked = run_of(trainer.place), list[int]()
+    target = run.require(20)
+
+    def holds(published: Published) -> bool:
+        asked.append(published.version)
+        return False
+
+    assert find_route(run, target, holds, oldest=14).steps[0].base is None
+    assert min(asked) == 14
+    asked.clear()
+    find_route(run, target, holds)
+    assert min(asked) < 14
