@@ -14,6 +14,7 @@ from deltasync.delta.batched.streams import own_stream
 from deltasync.delta.modes import plain_mode
 from deltasync.errors import (
     CallOrderError,
+    DeltaSyncError,
     DirtyReceiver,
     ObjectDamaged,
     StoreUnavailable,
@@ -267,16 +268,20 @@ class StoreReceiver(BaseReceiver):
         while True:
             try:
                 with self._failing_safely():
-                    return self._bring(target)
+                    is_staged = self._bring(target)
+                self._poll.reset()
+                return is_staged
             except (TransportTimeout, StoreUnavailable) as error:
                 came, is_off = self.progress, isinstance(error, TransportTimeout)
                 if to is None and (came.fetched_bytes if is_off else came.bytes_per_s):
                     self._begun = target
                 raise
-            except (ObjectDamaged, VersionMissing):
+            except DeltaSyncError as error:
                 # A collector may have gone past it; then there is a newer one.
-                newest = self._opened().newer(target) if to is None else None
+                may_pass = to is None and isinstance(error, ObjectDamaged | VersionMissing)
+                newest = self._opened().newer(target) if may_pass else None
                 if newest is None:
+                    self._poll.put_off(error)
                     raise
                 target = newest
 

@@ -17,14 +17,18 @@ from deltasync.errors import (
     DeltaSyncError,
     LayoutMismatch,
     MacMismatch,
+    ObjectDamaged,
     PeerLost,
     Refused,
     SeveralRuns,
     StoreRefused,
     is_permanent,
 )
-from deltasync.store.objects import StoreOptions
+from deltasync.store.objects import Objects, StoreOptions
 from deltasync.sync.staging_thread import StagingThread
+from tests.store.faulty import faulty
+from tests.store.published import RUN, Follower, Publisher, small_model
+from tests.store.stores import Place, s3_place
 
 
 def net(dtype: torch.dtype = torch.float32) -> nn.Linear:
@@ -113,6 +117,36 @@ def test_what_may_pass_is_tried_again(tmp_path: Path) -> None:
         assert follower.wait_staged(timeout_s=60)
         follower.commit()
     assert torch.equal(engine.weight, model.weight)
+
+
+def test_what_nothing_but_another_version_mends_is_tried_less_and_less_often(s3: str) -> None:
+    near = s3_place(s3)
+    trainer = Publisher(near)
+    trainer.publish()
+    objects = Objects(near.url, near.options).under(RUN)
+    (anchor,) = (facts for facts in objects.listed("objects") if "-anchor-" in facts.key)
+    objects.put(anchor.key, bytes(anchor.num_bytes))
+    asked = list[str]()
+    with faulty(s3) as (endpoint, faults):
+        config = near.options.config | {"endpoint": endpoint}
+        far = Place(near.url, near.options.model_copy(update={"config": config}))
+        follower = Follower(far)
+
+        def note(method: str, path: str) -> None:
+            if method == "GET" and "-anchor-" in path:
+                asked.append(path)
+
+        faults.choose = note
+        with follower.receiver, follower.receiver.follow() as thread:
+            for _ in range(2):
+                assert not thread.wait_staged(timeout_s=3)
+                assert isinstance(thread.last_error, ObjectDamaged)
+            assert 2 <= len(asked) < 12
+            again = Publisher(near, model=small_model(2))  # with an anchor
+            again.publish()
+            assert thread.wait_staged(timeout_s=60)
+            assert thread.commit() == 2
+            assert follower.holds(again.states[2])
 
 
 def test_what_depends_on_others_or_on_the_machine_is_not_permanent() -> None:
