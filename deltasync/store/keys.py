@@ -20,6 +20,7 @@ MANIFESTS, ANCHORS, LAYOUTS, OBJECTS = "manifests", "anchors", "layouts", "objec
 
 _DIGITS = 16  # of a version, which is below 2^53
 _RUN_ID = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
+_VERSION = re.compile(r"(?:manifests|anchors)/([0-9]{16})\.json|objects/([0-9]{16})(?s:.*)")
 _KEY = r"objects/[0-9]{16}-(anchor|delta)-[0-9a-f]{16}(/[A-Za-z0-9][A-Za-z0-9._-]{0,127}|\.dsyn)"
 
 RunId = Annotated[str, Field(pattern=f"^{_RUN_ID}$")]
@@ -43,12 +44,8 @@ def manifest_key(version: int) -> str:
 
 def version_of(key: str) -> int | None:
     """The version whose manifest, anchor or object has this key; None if it is none of them."""
-    folder, _, name = key.partition("/")
-    digits = name[:_DIGITS]
-    known = (
-        folder in (MANIFESTS, ANCHORS, OBJECTS) and len(digits) == _DIGITS and digits.isdecimal()
-    )
-    return int(digits) if known and digits.isascii() else None
+    found = _VERSION.fullmatch(key)
+    return None if found is None else int(found[1] or found[2])
 
 
 def anchor_key(version: int) -> str:

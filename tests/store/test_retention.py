@@ -144,6 +144,22 @@ def test_files_of_killed_uploads_go(tmp_path: Path) -> None:
     assert not left.exists()
 
 
+@pytest.mark.parametrize("name", ["{}.json.bak", "{}.json.6fE3a1", "{}"])
+def test_what_is_called_almost_as_a_manifest_is_none(
+    place: Place, history: History, tmp_path: Path, name: str
+) -> None:
+    """Such as what a tool that copies stores leaves when it is killed."""
+    run = run_of(place)
+    for version in (3, 10, 11):
+        run.objects.put(f"{keys.MANIFESTS}/{name.format(f'{version:016}')}", b"half")
+    newest = run.newest()
+    assert newest is not None
+    assert newest.version == 10
+    assert collect(place, keep=4).oldest == 7
+    assert run.versions() == [7, 8, 9, 10]
+    assert_holds(run, 7, history[7], tmp_path)
+
+
 def test_nothing_is_kept_of_nothing(place: Place) -> None:
     with pytest.raises(ConfigError, match="at least one"):
         collect(place, keep=0)
