@@ -396,20 +396,23 @@ def _cut(key: str, num_bytes: int, expected: int) -> ObjectDamaged:
 def _unlink(folder: Path, key: str) -> None:
     """Delete a file below a folder. Raises StoreRefused if a link on its way leads elsewhere."""
     *parents, name = key.split("/")
-    at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    opened = [os.open(folder, os.O_RDONLY | os.O_DIRECTORY)]
     try:
         for parent in parents:
-            inner = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=at)
-            os.close(at)
-            at = inner
-        os.unlink(name, dir_fd=at)
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+            opened.append(os.open(parent, flags, dir_fd=opened[-1]))
+        os.unlink(name, dir_fd=opened[-1])
+        if len(parents) > 1:  # the folder of an anchor, which may be empty now
+            with suppress(OSError):
+                os.rmdir(parents[-1], dir_fd=opened[-2])
     except NotADirectoryError:
         raise StoreRefused(
             f"{folder / key}: lies behind a symbolic link, where nothing is deleted: remove the "
             "link, or put in its place what it leads to"
         ) from None
     finally:
-        os.close(at)
+        for at in opened:
+            os.close(at)
 
 
 def _first_line(error: BaseException) -> str:

@@ -114,8 +114,8 @@ class _Garbage:
             if _unnamed(self._run, [facts]):  # it was not finished meanwhile
                 self._run.objects.delete(facts.key)
             advance(1)
-        for path, _ in self._leftovers:
-            path.unlink(missing_ok=True)
+        for key, _ in self._leftovers:
+            self._run.objects.delete(key)
 
     def stats(self) -> GcStats:
         """What there is."""
@@ -195,13 +195,15 @@ def _unnamed(run: Run, objects: list[ObjectFacts]) -> list[ObjectFacts]:
     ]
 
 
-def _leftovers(run: Run, before_s: float) -> list[tuple[Path, int]]:
-    """(file, bytes) of uploads into a folder that were killed; lists of objects leave them out."""
+def _leftovers(run: Run, before_s: float) -> list[tuple[str, int]]:
+    """(key, bytes) of uploads into a folder that were killed; lists of objects leave them out."""
     folder = run.objects.folder
-    found = []
-    for path in () if folder is None else folder.rglob("*#*"):
+    found = list[tuple[str, int]]()
+    if folder is None:
+        return found
+    for path in folder.rglob("*#*"):
         with suppress(OSError):
             facts = path.stat()
             if _LEFTOVER.search(path.name) and facts.st_mtime <= before_s:
-                found.append((path, facts.st_size))
+                found.append((path.relative_to(folder).as_posix(), facts.st_size))
     return found

@@ -144,6 +144,22 @@ def test_files_of_killed_uploads_go(tmp_path: Path) -> None:
     assert not left.exists()
 
 
+def test_no_folders_are_left(tmp_path: Path) -> None:
+    place, model = Place(str(tmp_path), folder=tmp_path), Model()
+    sender = sender_of(model, place, anchor_every=1, anchor_file_bytes=1)
+    for number in range(3):
+        sender.publish()
+        model.step(number)
+    killed = tmp_path / "run" / f"{keys.anchor_folder(3)}/model.safetensors#1"
+    killed.parent.mkdir()
+    killed.write_bytes(b"half")
+    os.utime(killed, (1, 1))
+    assert collect(place, keep=1).unfinished == 1
+    folders = [path for path in (tmp_path / "run/objects").iterdir() if path.is_dir()]
+    assert [path.name[:16] for path in folders] == [f"{3:016}"]
+    assert len(list(folders[0].iterdir())) > 2
+
+
 @pytest.mark.parametrize("name", ["{}.json.bak", "{}.json.6fE3a1", "{}"])
 def test_what_is_called_almost_as_a_manifest_is_none(
     place: Place, history: History, tmp_path: Path, name: str
