@@ -26,6 +26,7 @@ from deltasync.store.manifest import (
     RunRecord,
     StoredFile,
     Way,
+    Written,
     canonical,
     sha256_of,
     signed,
@@ -157,7 +158,7 @@ class RunWriter:
         return self.head
 
     def add_anchor(self, way: Way) -> None:
-        """Write an anchor of `head`."""
+        """Write an anchor of `head`. Raises ObjectDamaged if an object of it is gone."""
         assert self.head is not None
         self.check_alone()
         anchor = Anchor(
@@ -168,6 +169,7 @@ class RunWriter:
             manifest=self.head.sha256,
             way=way,
         )
+        self._check_whole(anchor)
         data = canonical(signed(anchor, self.run.objects.options.mac))
         if not self.run.objects.create(keys.anchor_key(anchor.version), data):
             self.discard(way.files)  # it has one already
@@ -189,20 +191,20 @@ class RunWriter:
             is_passed = self.run.objects.head(keys.manifest_key(self.head.version)) is None
         return is_passed and self.run.published(manifest.version) is None
 
-    def _check_whole(self, manifest: Manifest) -> None:
-        """Raise ObjectDamaged if an object of a version that does not exist yet is gone.
+    def _check_whole(self, written: Written) -> None:
+        """Raise ObjectDamaged if an object of what does not exist yet is gone.
 
         `gc` deletes objects that no manifest names after a while, and this process may have slept.
         """
         objects = self.run.objects
-        for file in manifest.way.files:
+        for file in written.way.files:
             facts = objects.head(file.key)
             if facts is not None and facts.num_bytes == file.bytes:
                 continue
-            if self.run.published(manifest.version) is not None:
+            if isinstance(written, Manifest) and self.run.published(written.version) is not None:
                 return  # an earlier attempt has arrived, or another writer has won
             raise ObjectDamaged(
-                f"{objects.url}: {file.key} was deleted or altered before v{manifest.version} was "
+                f"{objects.url}: {file.key} was deleted or altered before v{written.version} was "
                 "published, as gc does if this process slept meanwhile: publish again"
             )
 

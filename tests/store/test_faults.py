@@ -269,6 +269,33 @@ def test_an_anchor_that_fails_comes_later(
     assert_holds(run_of(place), 3, weights_of(model), tmp_path)
 
 
+def test_s08_an_anchor_that_is_collected_before_it_is_named_comes_later(
+    broken: tuple[Place, Place, Faults],
+) -> None:
+    place, bad, faults = broken
+    model = Model()
+    sender = sender_of(model, bad, anchor_every=2)
+    sender.publish()
+    model.step(1)
+    assert sender.publish().anchor_bytes == 0
+    collected: list[str] = []
+
+    def collect(method: str, path: str) -> None:
+        if method == "HEAD" and "0003-anchor-" in path and not collected:
+            collected.append(path)
+            assert _collected(place).unfinished == 1
+
+    faults.choose = collect
+    model.step(2)
+    stats = sender.publish()
+    assert collected
+    assert (stats.version, stats.anchor_bytes) == (3, 0)
+    assert "ObjectDamaged" in stats.postponed
+    model.step(3)
+    assert sender.publish().anchor_bytes > 0
+    assert _are_whole(place)
+
+
 def test_a_store_that_never_answers_is_given_up(broken: tuple[Place, Place, Faults]) -> None:
     _, bad, faults = broken
     faults.slow_s, faults.choose = 100.0, lambda method, path: "slow"
