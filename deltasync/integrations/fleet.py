@@ -398,9 +398,11 @@ class EngineFleet(Closing):
         is_turn = phase.is_decided and not (phase.is_held or self._terms.writes_at_once(phase))
         if is_turn and self._pauses == "rolling":
             self._await_resumed()
+        is_join = phase.is_held and phase.is_full  # with the version that members hold already
+        held = self.sender.holders().keys() if is_join else ()
         for engine in engines:
-            mine = frozenset(filter(engine.has, phase.engines))
-            if mine:
+            if any(map(engine.has, phase.engines)):
+                mine = frozenset(filter(engine.has, {*phase.engines, *held}))
                 engine.follow(replace(phase, engines=mine))
 
     def _await_resumed(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from copy import deepcopy
 from pathlib import Path
 from threading import Thread
+from typing import get_args
 
 import pytest
 
@@ -264,6 +265,27 @@ def test_a_server_of_which_one_worker_could_not_stage_is_not_counted(tmp_path: P
         with pytest.raises(SyncAborted, match="1 of at least 2 servers"):
             here.send()
         assert here.fleet.sender.version == 1
+        here.catch_up()
+        assert all(bits_equal(here.source, one) for one in half.models)
+
+
+@pytest.mark.parametrize("pauses", get_args(Pauses))
+def test_a_server_of_which_one_worker_joined_first_is_resumed_if_the_next_version_is_aborted(
+    pauses: Pauses, tmp_path: Path
+) -> None:
+    with fleet_of(tmp_path, 2, kind=Replicas, min_engines=2, pauses=pauses) as here:
+        here.send()
+        half, other = here.servers["0"], here.servers["1"]
+        assert isinstance(half, Replicas)
+        assert isinstance(other, Replicas)
+        half.workers[1].disconnect()
+        for lost in (half.models[1], *other.models):
+            lost.get_parameter("a").data[0, 0] += 1  # which no sync has written
+        here.step()
+        with pytest.raises(SyncAborted, match="1 of at least 2 servers"):
+            here.send()
+        until(lambda: half.calls[-1] == "resume" and not half.is_paused, timeout_s=60.0)
+        assert (here.fleet.sender.version, half.version) == (1, 1)
         here.catch_up()
         assert all(bits_equal(here.source, one) for one in half.models)
 
