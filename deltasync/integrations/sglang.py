@@ -225,6 +225,7 @@ class SglangServer:
 
     def connect(self, trainer: dict[str, Any], /) -> None:
         """Let each worker connect. A worker that cannot reports that to the trainer directly."""
+        self._is_stale = True  # an earlier trainer may have ended before it could clear them
         self._request(WorkerRequest(trainer=TrainerInfo.model_validate(trainer)))
 
     def update(self, version: int, holder: str, /) -> None:

@@ -240,6 +240,7 @@ class VllmServer:
                 )
 
     def connect(self, trainer: dict[str, Any], /) -> None:
+        self._is_stale = True  # an earlier trainer may have ended before it could clear them
         self._client.init_weight_transfer_engine({"trainer": trainer})
 
     def update(self, version: int, holder: str, /) -> None:
@@ -287,10 +288,12 @@ class VllmServer:
         """
         if self._call is None:
             raise ConfigError(f"{type(self._client).__name__} has no collective_rpc")
-        self._clear()  # after several calls that failed
+        if work != "write":  # which clears them itself
+            self._clear()
         what = (version, work, self._caches, stays_paused, holder)
         if failure := self._call(vllm_core.UPDATE, *what)[0]:
             raise EngineFailed(failure)
+        self._is_stale = False
 
     def disconnect(self, holder: str, /) -> None:
         self._client.init_weight_transfer_engine({"holder": holder})

@@ -22,6 +22,7 @@ from deltasync.integrations.sglang import Extension, SglangServer, worker_of
 from deltasync.integrations.sglang_scheduler import _AROUND
 from deltasync.integrations.trainer_info import TrainerInfo, WorkerRequest
 from deltasync.transports import shared_memory
+from deltasync.transports.address import Address
 from tests.integrations.fleets import model
 from tests.integrations.served import Engine, served
 from tests.sync.harness import bits_equal, random_model
@@ -139,6 +140,20 @@ def test_what_an_update_did_not_clear_is_cleared_as_a_version_is_named(url: str)
     server.name(2, "me")
     cleared = [True, False, True, True, False]
     assert Handler.asked == [("/update_weights_from_ipc", clears) for clears in cleared]
+
+
+def test_what_an_earlier_trainer_did_not_clear_is_cleared_as_a_version_is_named(url: str) -> None:
+    server = SglangServer(url)
+    to = TrainerInfo(
+        addresses=(Address(link="shared_memory"),),
+        engine="engine",
+        tensors=(),
+        max_staged_bytes=1,
+        timeout_s=1,
+    )
+    server.connect(to.model_dump())
+    server.name(1, "me")
+    assert [clears for _, clears in Handler.asked] == [False, True]
 
 
 def test_caches_are_kept_for_who_wants_that(url: str) -> None:

@@ -154,7 +154,8 @@ def test_a_server_that_holds_the_weights_learns_their_version(tmp_path: Path) ->
     source, server = model(0), Server(model(0))
     with connected(source, server, tmp_path) as sync:
         assert sync.send_weights().full_synced == 0
-        assert (server.calls, server.version) == (["init", "start", "update", "finish"], "1")
+        named = ["init", "clear", "start", "update", "finish"]
+        assert (server.calls, server.version) == (named, "1")
 
 
 def test_what_is_too_large_to_be_staged_is_received_in_the_update(tmp_path: Path) -> None:
@@ -222,6 +223,19 @@ def test_a_cache_that_is_not_cleared_is_an_error_and_made_up_for(tmp_path: Path)
         sync.send_weights()  # the worker holds the weights already
         assert server.calls == ["init", "clear", "start", "update", "finish"]
         assert bits_equal(source, server.module)
+
+
+def test_a_cache_that_a_trainer_did_not_clear_is_cleared_by_its_successor(tmp_path: Path) -> None:
+    source, server = model(0), Server(model(1))
+    server.fails_to_clear = True
+    with connected(source, server, tmp_path) as sync, pytest.raises(EngineFailed, match="planted"):
+        sync.send_weights()
+    assert bits_equal(source, server.module)
+    server.fails_to_clear = False
+    server.calls.clear()
+    with connected(source, server, tmp_path) as sync:
+        assert sync.send_weights().full_synced == 0
+    assert server.calls[:5] == ["init", "clear", "start", "update", "finish"]
 
 
 class Late(Server):
