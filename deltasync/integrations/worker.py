@@ -283,6 +283,9 @@ class Worker:
             self._await(self._staging, version, deadline, before)
             if self._holds(version):
                 return  # it joined with this version
+            staged = self._receiver and self._receiver.upcoming
+            if staged not in (None, version):  # a call that is late: its pause is over
+                raise ProtocolViolation(f"v{staged} is staged, v{version} was asked for")
             is_changed = self._receiver is not None and not self._receiver.is_unchanged
             if work == "pass" and is_changed:
                 raise ProtocolViolation(f"v{version} changes weights, and was said to change none")

@@ -99,6 +99,12 @@ class WeightReceiver(BaseReceiver):
         """Whether the version that is staged changes no weight."""
         return self._session.is_unchanged
 
+    @property
+    def upcoming(self) -> int | None:
+        """The version that is staged, or arrives, and is not written yet; None if there is none."""
+        begun = self._session.begun
+        return None if begun is None else begun.version
+
     def receive_weights(self, *, timeout_s: float = 60.0) -> int:
         """Receive one sync, or join without one. Returns the version held.
 

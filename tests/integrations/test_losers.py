@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Event
 
 import pytest
 
-from deltasync.errors import EngineTaken
+from deltasync.errors import EngineFailed, EngineTaken
 from deltasync.testing.processes import Child
 from tests.integrations.fleets import OneCall, Server, Split, fleet_of, model, outcome
 from tests.integrations.served import Engine, served
@@ -311,6 +312,26 @@ def test_a_disconnect_that_is_late_does_not_disconnect_the_other_one() -> None:
             first.sync.disconnect()
         assert second.send() == "delta"
         assert is_of(engine, second)
+
+
+def test_an_update_that_is_late_does_not_write_the_next_version_before_the_pause() -> None:
+    with trainers(1) as (engine, (trainer,)), ThreadPoolExecutor() as calls:
+        for _ in range(2):
+            trainer.send()
+        assert engine.worker._last is not None
+        late = calls.submit(engine.client().update, 1, engine.worker._last.holder)
+        until(engine._turn.locked, timeout_s=60.0)
+        at_pause: list[bool] = []
+
+        def note(call: str) -> None:
+            if call == "pause_generation":
+                assert isinstance(late.exception(60), EngineFailed)
+                at_pause.append(bits_equal(trainer.source, engine.module))
+
+        engine.before = note
+        assert trainer.send() == "delta"
+        assert at_pause == [False]
+        assert is_of(engine, trainer)
 
 
 def test_a_server_that_hangs_and_was_removed_and_taken_is_not_disconnected_late(
