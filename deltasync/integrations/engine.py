@@ -35,7 +35,7 @@ from deltasync.sync.engine_sender import EngineSender
 from deltasync.sync.protocol.round import SyncPhase
 from deltasync.transports import forks
 from deltasync.transports.address import Address
-from deltasync.wire.messages import ParameterSpec
+from deltasync.wire.messages import ParameterSpec, as_text
 
 logger = logging.getLogger(__name__)
 
@@ -429,7 +429,7 @@ def asked(call: Callable[..., object], *arguments: object) -> object:
             raise EngineTaken(said[1]) from error
         if isinstance(error, DeltaSyncError):
             raise
-        raise EngineFailed(f"{type(error).__name__}: {error}") from error
+        raise EngineFailed(f"{type(error).__name__}: {as_text(error)}") from error
 
 
 def reachable(address: Address | None, *, rank: int) -> Address:

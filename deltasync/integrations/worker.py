@@ -40,7 +40,7 @@ from deltasync.sync.staging_thread import StagingThread
 from deltasync.sync.target.base import WeightTarget
 from deltasync.sync.target.loading import Loader
 from deltasync.wire.frame import encode
-from deltasync.wire.messages import Failed
+from deltasync.wire.messages import Failed, as_text
 
 logger = logging.getLogger(__name__)
 
@@ -245,7 +245,7 @@ class Worker:
         """
         reason = f"{trainer.engine}: {error}"  # the trainer recognises its engine by the name
         kind = ConfigError if isinstance(error, LayoutMismatch) else type(error)
-        failed = Failed(version=None, error=kind.__name__, reason=reason[:4096])
+        failed = Failed(version=None, error=kind.__name__, reason=as_text(reason))
         link = trainer.addresses[0].receiver(device, secret=network_secret())
 
         def tell() -> None:

@@ -42,6 +42,16 @@ ConnectionId = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 Engine = Annotated[str, Field(min_length=1, max_length=MAX_ENGINE)]
 Dimension = Annotated[int, Field(ge=0, le=MAX_NUMEL)]
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
+
+
+def as_text(said: object) -> str:
+    """What a `Text` takes of an error: its beginning, and escapes for what UTF-8 cannot write.
+
+    File names are decoded so that they may hold such characters.
+    """
+    return str(said).encode(errors="backslashreplace").decode()[:4096]
+
+
 # Lists stop at their first fault: a report on every element takes far more than the message.
 Engines = Annotated[tuple[Engine, ...], FailFast()]
 Entry = tuple[

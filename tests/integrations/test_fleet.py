@@ -347,9 +347,9 @@ def test_a_wrong_number_of_workers_is_said_and_the_others_go_on(told: int, tmp_p
 
 def test_a_worker_that_cannot_take_part_says_why(tmp_path: Path) -> None:
     with fleet_of(tmp_path, 2) as here:
-        here.servers["1"].declines = ConfigError("no route")
+        here.servers["1"].declines = ConfigError("no route in \udcff.bin")
         stats = here.send()
-        assert stats.lost == {"1": "ConfigError: no route"}
+        assert stats.lost == {"1": r"ConfigError: no route in \udcff.bin"}
         here.check("0")
         here.servers["1"].declines = None
         here.step()

@@ -167,19 +167,26 @@ def joined(here: Split, target: Model, count: int = 1) -> None:
     until(lambda: serving.receiver.version == here.sender.version)  # it may join by digest alone
 
 
-@pytest.mark.parametrize("kind", [RuntimeError, MemoryError])
-def test_one_rank_that_fails_aborts_the_version_everywhere(kind: type[Exception]) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("planted"),
+        MemoryError("planted"),
+        RuntimeError("planted in a file of \udcff.bin"),
+    ],
+)
+def test_one_rank_that_fails_aborts_the_version_everywhere(error: Exception) -> None:
     source, target = model(1), model(1)
     with trainer_of(source, rows_of(source, 3)) as here:
         joined(here, target)
         for failing in range(3):
             before = here.sender.version
             change(here, failing)
-            here.sources[failing].fails = kind("planted")
+            here.sources[failing].fails = error
             outcomes = here.outcomes()
             here.sources[failing].fails = None
             for rank, outcome in enumerate(outcomes):
-                assert isinstance(outcome, kind if rank == failing else SyncAborted)
+                assert isinstance(outcome, type(error) if rank == failing else SyncAborted)
                 assert "planted" in str(outcome)
             assert here.sender.version == before == here.serving["engine/0"].receiver.version
             assert not bits_equal(source, target)

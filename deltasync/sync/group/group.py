@@ -14,6 +14,7 @@ from deltasync.sync.stats import SyncStats
 from deltasync.transports.address import Address
 from deltasync.transports.base import Closing, Frame, SendTransport
 from deltasync.wire.frame import encode
+from deltasync.wire.messages import as_text
 
 A = TypeVar(
     "A",
@@ -108,7 +109,7 @@ class GroupCalls:
 
     def _end_call(self, version: int, stats: SyncStats | None, why: str) -> None:
         try:
-            done = orders.Done(call=self._call, version=version, stats=stats, error=why[:4096])
+            done = orders.Done(call=self._call, version=version, stats=stats, error=as_text(why))
             self.order(done)
         finally:
             self._call, self._is_called = self._call + 1, False

@@ -32,6 +32,7 @@ from deltasync.transports.address import Address
 from deltasync.transports.base import Closing, ReceiveTransport, SendTransport
 from deltasync.transports.control.connection import LONGEST_S, Deadline
 from deltasync.wire.frame import encode
+from deltasync.wire.messages import as_text
 
 _REPLY_TIMEOUT_S = 30.0
 _TURN_S = 0.2
@@ -365,4 +366,4 @@ class TrainerRank(Closing):
 
 
 def _failed(error: Exception) -> orders.Failed:
-    return orders.Failed(error=type(error).__name__, reason=str(error)[:4096])
+    return orders.Failed(error=type(error).__name__, reason=as_text(error))

@@ -42,6 +42,7 @@ from deltasync.wire.messages import (
     ParameterSpec,
     Refused,
     Welcome,
+    as_text,
     entries,
 )
 
@@ -228,7 +229,7 @@ class Lobby:
         self._last_refusal = reason_of(error)[:_MAX_REFUSAL]
         if not self._link.open([peer]):
             with suppress(TransportError):
-                self._link.send(Refused(error=type(error).__name__, reason=str(error)[:4096]))
+                self._link.send(Refused(error=type(error).__name__, reason=as_text(error)))
         self.forget(peer)
 
     def admits(self, engine: str) -> bool:

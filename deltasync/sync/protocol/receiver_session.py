@@ -33,6 +33,7 @@ from deltasync.wire.messages import (
     Prepare,
     Upcoming,
     Welcome,
+    as_text,
 )
 
 DETACHED = "Detached"
@@ -173,7 +174,7 @@ class ReceiverSession:
         if begun is not None and self.half_written and self._has_written:
             kind, reason = DirtyReceiver.__name__, f"{kind}: {reason}; the weights are a mixture"
         version = None if begun is None else begun.version
-        return Failed(version=version, error=kind, reason=reason[:4096])
+        return Failed(version=version, error=kind, reason=as_text(reason))
 
     def asleep(self) -> Failed:
         """The reply of a member that sits out a sync."""

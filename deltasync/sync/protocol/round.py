@@ -31,6 +31,7 @@ from deltasync.wire.messages import (
     Finish,
     Message,
     Prepared,
+    as_text,
 )
 
 
@@ -398,7 +399,7 @@ class Round:
     def _abort(self, reason: str) -> None:
         if self._link.is_open:
             with suppress(TransportError):
-                self._link.send(Abort(version=self._version, reason=reason[:4096]))
+                self._link.send(Abort(version=self._version, reason=as_text(reason)))
         said = self._said if self._has_asked else self._link.last_words(self._lost())
         self._drop(self._session.abort(self._result.asleep, said=said))
 
