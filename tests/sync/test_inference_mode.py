@@ -82,7 +82,7 @@ def follows(
         with mode(schedule[0]):
             transport, other_end = link()
             sender, receiver = WeightSender(source, transport), WeightReceiver(target, other_end())
-        with receiver:
+        with sender, receiver:
             for is_inside in schedule:
                 step(is_inside)
 

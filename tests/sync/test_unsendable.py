@@ -40,7 +40,7 @@ def test_a_name_with_surrogates_is_refused_at_the_end_that_has_it(tmp_path: Path
     [
         ({"stream_id": ODD}, "stream_id is"),
         ({"stream_id": "x" * 129}, "stream_id is"),
-        ({"compression": "gapp"}, "compression is 'gapp', .*'none', .*'class' or 'auto'"),
+        ({"compression": "gapp"}, "compression is 'gapp', .*'none', .*'block' or 'class'"),
         ({"compression": 3}, "compression is 3, "),
     ],
 )
