@@ -68,6 +68,10 @@ def cuts_its_answer_short(line: socket.socket) -> None:
     line.send(HEADER)
 
 
+def cuts_its_answer_after_a_word(line: socket.socket) -> None:
+    line.send(HEADER + b"null")
+
+
 def cuts_its_answer_in_chunks_short(line: socket.socket) -> None:
     line.send(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4\r\nnull\r\n")
 
@@ -173,7 +177,10 @@ def secure(folder: Path, monkeypatch: pytest.MonkeyPatch) -> ssl.SSLContext:
     return context
 
 
-@pytest.mark.parametrize("answer", [cuts_its_answer_short, cuts_its_answer_in_chunks_short])
+@pytest.mark.parametrize(
+    "answer",
+    [cuts_its_answer_short, cuts_its_answer_after_a_word, cuts_its_answer_in_chunks_short],
+)
 def test_an_answer_that_is_cut_short_is_none(answer: Callable[[socket.socket], None]) -> None:
     with served(answer, plain) as address, pytest.raises(PeerLost):
         Http(f"http://{address}").post("update_weights_from_ipc", {})
