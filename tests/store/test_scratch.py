@@ -12,6 +12,7 @@ import pytest
 
 from deltasync.store.scratch import ScratchFolder
 from tests.descriptors import open_below
+from tests.store.stores import wait_until
 
 ROOT = Path(__file__).parents[2]
 HOLDER = """
@@ -46,6 +47,19 @@ def test_a_folder_is_kept_while_its_process_lives(tmp_path: Path) -> None:
         folder.close()
         folder.close()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_forked_child_leaves_the_folder_of_its_parent(tmp_path: Path) -> None:
+    folder = ScratchFolder(tmp_path)
+    child = os.fork()
+    if child == 0:
+        folder.close()
+        os._exit(0)
+    wait_until(lambda: os.waitpid(child, os.WNOHANG)[0] == child, timeout_s=60)
+    assert folder.path.exists()
+    folder.close()
+    assert not folder.path.exists()
 
 
 def test_only_folders_of_its_own_are_removed(tmp_path: Path) -> None:
