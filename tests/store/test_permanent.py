@@ -28,7 +28,7 @@ from deltasync.store.objects import Objects, StoreOptions
 from deltasync.sync.staging_thread import StagingThread
 from tests.store.faulty import faulty
 from tests.store.published import RUN, Follower, Publisher, small_model
-from tests.store.stores import Place, s3_place
+from tests.store.stores import Place, s3_place, wait_until
 
 
 def net(dtype: torch.dtype = torch.float32) -> nn.Linear:
@@ -119,7 +119,11 @@ def test_what_may_pass_is_tried_again(tmp_path: Path) -> None:
     assert torch.equal(engine.weight, model.weight)
 
 
-def test_what_nothing_but_another_version_mends_is_tried_less_and_less_often(s3: str) -> None:
+@pytest.mark.parametrize(("bytes_per_s", "most"), [(None, 11), (10_000.0, 3)])
+def test_what_nothing_but_another_version_mends_is_tried_less_and_less_often(
+    s3: str, bytes_per_s: float | None, most: int
+) -> None:
+    """The more seldom the longer it takes, so that it does not load the link."""
     near = s3_place(s3)
     trainer = Publisher(near)
     trainer.publish()
@@ -136,12 +140,13 @@ def test_what_nothing_but_another_version_mends_is_tried_less_and_less_often(s3:
             if method == "GET" and "-anchor-" in path:
                 asked.append(path)
 
-        faults.choose = note
+        faults.choose, faults.bytes_per_s = note, bytes_per_s
         with follower.receiver, follower.receiver.follow() as thread:
-            for _ in range(2):
-                assert not thread.wait_staged(timeout_s=3)
-                assert isinstance(thread.last_error, ObjectDamaged)
-            assert 2 <= len(asked) < 12
+            wait_until(lambda: thread.last_error, timeout_s=60)
+            assert not thread.wait_staged(timeout_s=6)
+            assert isinstance(thread.last_error, ObjectDamaged)
+            assert 1 <= len(asked) <= most
+            faults.bytes_per_s = None
             again = Publisher(near, model=small_model(2))  # with an anchor
             again.publish()
             assert thread.wait_staged(timeout_s=60)
