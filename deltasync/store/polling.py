@@ -23,7 +23,7 @@ class Poll:
     def __init__(self, check: Callable[[], None]) -> None:
         self._check = check
         self._fault: DeltaSyncError | None = None
-        self.reset()
+        self._pause_s, self._next_s = _FIRST_S, 0.0
 
     def wait(
         self, find: Callable[[], _Found | None], deadline: float, *, at_once: bool
