@@ -144,7 +144,8 @@ class Worker:
     def _is_held(self, trainer: TrainerInfo, last: TrainerInfo) -> bool:
         """Whether the connection to the last one stands, or does again after a sync that failed.
 
-        It has ended if another trainer listens at its address and is being greeted there.
+        It has ended if another trainer listens at its address and is being greeted there, or if
+        the last one has not asked for a write for longer than it waits.
         """
         here = self._receiver
         if here is None:
@@ -155,7 +156,8 @@ class Worker:
             time.sleep(_TURN_S)
         is_there = trainer.addresses[0] == last.addresses[0] and trainer.sender != last.sender
         is_greeted = is_there and here.state is ReceiverState.JOINING
-        return here.is_connected and not is_greeted
+        is_late = self._staging is not None and self._staging.waits_s > last.timeout_s
+        return here.is_connected and not (is_greeted or is_late)
 
     @in_plain_mode
     def routed(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -101,6 +102,7 @@ class StagingThread:
         refusal = "a commit is under way; a StagingThread has one thread commit"
         self._caller = OneCaller(refusal, self._committed)
         self._is_staged = self._is_stopping = self._has_joined = False
+        self._since_s = 0.0
         self._crash: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="deltasync-staging", daemon=True)
         forks.inert_in_children(self._forked)
@@ -150,6 +152,11 @@ class StagingThread:
             if self._crash is not None:
                 raise self._crash
             return self._has_staged
+
+    @property
+    def waits_s(self) -> float:
+        """For how many seconds a sync has waited for `commit`; 0 if none does."""
+        return time.monotonic() - self._since_s if self._has_staged else 0.0
 
     def commit(self) -> int:
         """`WeightReceiver.commit` in the calling thread; call it in the engine's pause.
@@ -212,6 +219,7 @@ class StagingThread:
             return
         with self._lock:
             self._is_staged, self._has_joined, self._logged = staged, True, ""
+            self._since_s = time.monotonic()
             self._turn.notify_all()
         if staged and self._pause is not None:
             self._commit_in(self._pause)
