@@ -410,9 +410,10 @@ class EngineFleet(Closing):
 
         Once it was waited for some in vain, for no others: that would cost a timeout for each.
         """
-        here = [e for e in self._taking if e.outcome.done() and not e.is_removed]
-        resuming = {update for engine in here for update in engine.updates} - self._slow
-        self._slow |= wait(resuming, 0 if self._slow else self._limit.wait_s).not_done
+        if not self._slow:
+            here = [e for e in self._taking if e.outcome.done() and not e.is_removed]
+            resuming = {update for engine in here for update in engine.updates}
+            self._slow = wait(resuming, self._limit.wait_s).not_done
 
     def _give_up(self, engines: Sequence[FleetEngine], error: BaseException) -> None:
         """No version was sent. Servers that were asked to write one learn it."""
