@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -109,6 +110,19 @@ def test_a_rolling_fleet_waits_once_for_a_server_that_does_not_resume(tmp_path: 
         began = time.monotonic()
         assert list(here.send().lost) == ["0"]
         assert 9.3 < time.monotonic() - began < 18
+
+
+def test_a_rolling_fleet_waits_for_a_server_that_resumes_late_beside_one_that_does_not(
+    tmp_path: Path,
+) -> None:
+    with fleet_of(tmp_path, 3, pauses="rolling", timeout_s=3.0) as here:
+        here.send()
+        here.servers["0"].hangs = here.servers["1"].hangs = "resume"
+        here.step()
+        late = threading.Timer(4.0, here.servers["1"].goes_on.set)  # its turn comes after 3 s
+        late.start()
+        assert list(here.send().lost) == ["0"]
+        late.join()
 
 
 @pytest.mark.parametrize("pauses", ["together", "rolling"])
