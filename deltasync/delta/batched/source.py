@@ -76,7 +76,6 @@ class BatchedSource:
         num_blocks: Blocks of all chunks.
         pointers, reads: int64[parameters]: as given.
         computed: What is quantized; what kernels find of it counts as compared.
-        num_tiles: Tiles of all blocks.
         tile_chunk, tile_block: Columns on the device: of each tile its chunk and first block.
         addresses, first_block, shifts, chunk_of: Columns on the device: of each chunk its address,
             its first block, and its beginning relative to its origin; of each block its chunk.
@@ -119,7 +118,7 @@ class BatchedSource:
             )
             for kind, low, high in zip(kinds, cuts[:-1], cuts[1:], strict=True)
         ]
-        self.num_blocks, self.num_tiles = int(begins[-1]), int(tiles[-1])
+        self.num_blocks = int(begins[-1])
         first_block = np.empty_like(order)
         first_block[order] = begins[:-1]
         tile_block = np.append(begins[tile_of] + tile_begin, self.num_blocks)
