@@ -25,6 +25,7 @@ from deltasync.errors import (
 )
 from deltasync.store.onward import CopiedSource
 from deltasync.store.receiver import StoreReceiver
+from deltasync.store.sender import PublishStats
 from deltasync.sync.target.copied import CopiedTarget
 from deltasync.transports import inprocess
 from deltasync.wire.codecs import IndexCodec
@@ -58,9 +59,8 @@ def test_one_reader_goes_forth_and_back(place: Place) -> None:
     reader.receiver.close()
 
 
-def test_a_reader_that_is_ahead_of_nothing_fetches_the_chain_only() -> None:
-    place = memory_place()
-    trainer = Publisher(place)
+def three_behind(trainer: Publisher, place: Place) -> tuple[Follower, list[PublishStats]]:
+    """A reader of v1, and what was published since."""
     trainer.publish(1)
     reader = Follower(place)
     reader.receiver.fetch(timeout_s=10)
@@ -68,6 +68,13 @@ def test_a_reader_that_is_ahead_of_nothing_fetches_the_chain_only() -> None:
     for _ in range(3):
         change(trainer.model)
         stats.append(trainer.sender.publish())
+    return reader, stats
+
+
+def test_a_reader_that_is_ahead_of_nothing_fetches_the_chain_only() -> None:
+    place = memory_place()
+    trainer = Publisher(place)
+    reader, stats = three_behind(trainer, place)
     reader.receiver.fetch(timeout_s=10)
     assert reader.receiver.progress.total_bytes == sum(one.delta_bytes for one in stats)
     assert reader.receiver.progress.fetched_bytes == reader.receiver.progress.total_bytes
@@ -90,13 +97,7 @@ def test_an_anchor_is_taken_where_the_chain_costs_more() -> None:
 def test_an_anchor_that_costs_more_than_the_deltas_is_passed_by() -> None:
     place = memory_place()
     trainer = Publisher(place, anchor_every=2)
-    trainer.publish(1)
-    reader = Follower(place)
-    reader.receiver.fetch(timeout_s=10)
-    stats = []
-    for _ in range(3):
-        change(trainer.model)
-        stats.append(trainer.sender.publish())
+    reader, stats = three_behind(trainer, place)
     assert any(one.anchor_bytes for one in stats)
     reader.receiver.fetch(timeout_s=10)
     assert reader.receiver.progress.total_bytes == sum(one.delta_bytes for one in stats)
