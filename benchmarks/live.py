@@ -42,7 +42,7 @@ from deltasync.integrations.trainer_info import Work
 from deltasync.integrations.vllm import AsyncClient, HttpClient, OfflineClient, VllmServer
 from deltasync.quant.served import ServedSource, served_weights
 from tests.engines.quantized import CONFIGS, forms_of
-from tests.ranks import free_port
+from tests.worlds.ranks import free_port
 
 ENGINES = {
     "AsyncLLM": ("", "AsyncLLM"),

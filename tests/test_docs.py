@@ -37,7 +37,7 @@ from deltasync.transports import cuda_ipc
 from deltasync.transports.control import newcomers
 from deltasync.transports.control.endpoints import Server
 from tests.cli.command import call
-from tests.programs import run
+from tests.worlds.programs import run
 
 ROOT = Path(__file__).parents[1]
 SITE = ROOT / "site"

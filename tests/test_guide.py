@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import Program, completed
+from tests.worlds.programs import Program, completed
 
 GUIDE = Path(__file__).parents[1] / "docs/guide.md"
 _BLOCKS: list[str] = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from deltasync.cli import COMMANDS, main
-from tests.programs import Program, completed
+from tests.worlds.programs import Program, completed
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "deltasync.cli"]

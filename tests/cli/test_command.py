@@ -23,8 +23,8 @@ from deltasync.observe.run_log import RunLog
 from tests.cli.command import COMMAND, ENVIRONMENT, call, hearing_signals, run
 from tests.files.saved import model, save, stepped
 from tests.observe.made import sync
-from tests.store.published import Publisher
-from tests.store.stores import local_place
+from tests.worlds.published import Publisher
+from tests.worlds.stores import local_place
 
 HELP_CPU_S = 0.4
 

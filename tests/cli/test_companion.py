@@ -13,7 +13,7 @@ import pytest
 from deltasync.cli.probes.follower import followed, make_model
 from deltasync.errors import PeerLost
 from tests.cli.command import ENVIRONMENT, MAIN, wait_until_gone
-from tests.programs import Program
+from tests.worlds.programs import Program
 
 # Sends a signal to itself as soon as a second process runs, before anything else is done.
 SIGNALLED = """

@@ -15,7 +15,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.cli.command import COMMAND, call, run, run_forked, start, wait_until_gone
-from tests.programs import Program
+from tests.worlds.programs import Program
 
 QUICK = ["demo", "--quick", "--json"]
 FIELDS = {

@@ -16,7 +16,7 @@ from deltasync.errors import ConfigError, DeltaSyncError
 from deltasync.files.checkpoint import Checkpoint
 from deltasync.transports.address import Address
 from tests.cli.command import refused, told
-from tests.sync.harness import Model, random_model, step
+from tests.worlds.links import Model, random_model, step
 
 
 @contextmanager

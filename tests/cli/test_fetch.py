@@ -16,11 +16,11 @@ from torch import Tensor
 
 from deltasync.files.checkpoint import Checkpoint
 from tests.cli.command import COMMAND, call, hearing_signals, run, start
-from tests.programs import completed
-from tests.store.faulty import faulty
-from tests.store.published import RUN, Publisher
-from tests.store.stores import KEYS, Place, local_place, s3_place, s3_server
-from tests.strategies import same_bits
+from tests.worlds.faults import faulty
+from tests.worlds.programs import completed
+from tests.worlds.published import RUN, Publisher
+from tests.worlds.stores import KEYS, Place, local_place, s3_place, s3_server
+from tests.worlds.strategies import same_bits
 
 ABSENT = {"3.weight"}  # tied to 0.weight, which stands for both
 

@@ -18,8 +18,8 @@ from deltasync.files.checkpoint import Checkpoint
 from deltasync.files.patch_file import write_patch
 from tests.cli.command import COMMAND, ENVIRONMENT, call, refused, run_forked, told
 from tests.files.saved import holds, model, save, save_sharded, stepped
-from tests.programs import run as run_program
-from tests.strategies import same_bits
+from tests.worlds.programs import run as run_program
+from tests.worlds.strategies import same_bits
 
 UP = "model.layers.0.up.weight"
 

@@ -16,8 +16,8 @@ from deltasync.errors import ConfigError
 from deltasync.observe.run_log import RunLog
 from tests.cli.command import COMMAND, ENVIRONMENT, call, refused
 from tests.files.saved import model, save, stepped
-from tests.store.published import Publisher
-from tests.store.stores import local_place
+from tests.worlds.published import Publisher
+from tests.worlds.stores import local_place
 
 
 def _node(kind: int, *numbers: int) -> Callable[[Path], None]:

@@ -32,7 +32,7 @@ from deltasync.delta.bits import Run, integer_dtype
 from deltasync.errors import WireError
 from deltasync.testing.bits import random_bits
 from deltasync.wire.messages import ParameterSpec
-from tests.strategies import DTYPES, SEEDS
+from tests.worlds.strategies import DTYPES, SEEDS
 
 Runs = list[tuple[int, Run]]
 Specs = tuple[ParameterSpec, ...]

@@ -29,7 +29,7 @@ from deltasync.delta.codecs.base import (
 from deltasync.dtypes import Dtype
 from deltasync.errors import WireError
 from deltasync.testing.bits import flipped, random_bits
-from tests.strategies import DTYPES, SEEDS
+from tests.worlds.strategies import DTYPES, SEEDS
 
 MAX_ALLOCATED_BYTES = 4 << 20  # for rows of a few thousand elements
 

@@ -28,8 +28,8 @@ from deltasync.errors import DigestMismatch, InvalidIndices, LimitExceeded
 from deltasync.testing.bits import specs_of
 from deltasync.testing.payloads import stage_runs
 from deltasync.wire.messages import ParameterSpec
-from tests import strategies as own
-from tests.strategies import relaid, same_bits
+from tests.worlds import strategies as own
+from tests.worlds.strategies import relaid, same_bits
 
 Model = dict[str, Tensor]
 BUCKET_BYTES = st.sampled_from([MIN_BUCKET_BYTES, 1 << 20])

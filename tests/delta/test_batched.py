@@ -34,9 +34,9 @@ from deltasync.quant.int4 import Int4
 from deltasync.quant.nvfp4 import CompressedNvfp4
 from deltasync.testing.bits import random_bits, specs_of
 from deltasync.wire.table import ROW
-from tests import strategies as own
 from tests.quant.kernels import kernel_of
-from tests.strategies import same_bits
+from tests.worlds import strategies as own
+from tests.worlds.strategies import same_bits
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 POISON = 0xA5

@@ -29,7 +29,7 @@ from tests.delta.row_codec_contract import (
     row_of,
     weights,
 )
-from tests.strategies import DTYPES, SEEDS
+from tests.worlds.strategies import DTYPES, SEEDS
 
 BF16 = dtypes.BY_NAME["bfloat16"]
 

@@ -35,7 +35,7 @@ from deltasync.wire.codecs import IndexCodec
 from deltasync.wire.coded import CodedPayload
 from deltasync.wire.messages import ParameterSpec
 from tests.delta.codec_contract import CodecContract, Runs, Specs, assert_same
-from tests.strategies import DTYPES, SEEDS
+from tests.worlds.strategies import DTYPES, SEEDS
 
 CODECS = [IndexCodec.GAP, IndexCodec.BLOCK, IndexCodec.CLASS]
 

@@ -29,7 +29,7 @@ from deltasync.testing.bits import random_bits, specs_of
 from deltasync.testing.payloads import payloads
 from deltasync.wire.codecs import IndexCodec
 from tests.delta.codec_contract import Runs
-from tests.strategies import SEEDS, same_bits
+from tests.worlds.strategies import SEEDS, same_bits
 
 CODECS: tuple[Coding, ...] = ("gap", "block", "class")
 NAMES = ("bfloat16", "float32", "int8", "uint8")

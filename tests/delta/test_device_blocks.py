@@ -29,7 +29,7 @@ from tests.delta.device_rows import (
     rows_of,
 )
 from tests.delta.row_codec_contract import any_pair, row_of, weights
-from tests.strategies import DTYPES, SEEDS
+from tests.worlds.strategies import DTYPES, SEEDS
 
 few = settings(max_examples=15 if DEVICE.type == "cpu" else 200)
 

@@ -57,7 +57,7 @@ from tests.delta.device_payloads import (
 )
 from tests.delta.test_boxes import Held, bits_for, helds
 from tests.delta.test_shares import Rank, box_of
-from tests.strategies import DTYPES, SEEDS
+from tests.worlds.strategies import DTYPES, SEEDS
 
 few = settings(max_examples=12 if DEVICE.type == "cpu" else 200)
 BF16 = BY_NAME["bfloat16"]

@@ -18,7 +18,7 @@ from deltasync.delta.diff import find_runs
 from deltasync.delta.patch import CHUNK_NUMEL
 from deltasync.delta.policy import Policy
 from deltasync.delta.readers import WireReader
-from tests import strategies as own
+from tests.worlds import strategies as own
 
 HUGE = (1 << 31) + 5
 HUGE_CHUNK = 1 << 24

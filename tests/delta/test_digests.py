@@ -16,8 +16,8 @@ from deltasync.delta.shard import whole
 from deltasync.testing.bits import flipped, random_bits, specs_of
 from deltasync.wire.digest import MASK
 from deltasync.wire.messages import ParameterSpec
-from tests import strategies as own
-from tests.strategies import relaid
+from tests.worlds import strategies as own
+from tests.worlds.strategies import relaid
 
 chunk_numels = st.sampled_from([1, 2, 7, 16, 1000])
 

@@ -15,7 +15,7 @@ from deltasync.delta.bits import Flat, Run, as_bits
 from deltasync.delta.patch import Chunk, ChunkedPatch, DensePatch, Patch, SparsePatch, runs_of
 from deltasync.delta.policy import Policy
 from deltasync.errors import InvalidIndices, LayoutMismatch
-from tests.strategies import SHAPES, mutations, policies, same_bits, tensors
+from tests.worlds.strategies import SHAPES, mutations, policies, same_bits, tensors
 
 SPARSE = Policy(dense_above=1.0)
 

@@ -14,7 +14,7 @@ from deltasync.delta.codecs.base import CodedRow, SparseRow, unsigned_dtype
 from deltasync.delta.codecs.gap import GapUlp, decode_gaps, encode_gaps
 from deltasync.dtypes import BY_NAME, Dtype
 from deltasync.errors import InvalidIndices, WireError
-from tests.strategies import DTYPES, SEEDS
+from tests.worlds.strategies import DTYPES, SEEDS
 
 MAX_SPAN = (1 << 31) - 1
 CODEC = GapUlp()

@@ -17,8 +17,8 @@ from deltasync.delta.diff import apply_patch, diff
 from deltasync.delta.patch import Chunk, ChunkedPatch, DensePatch, Patch, SparsePatch
 from deltasync.delta.policy import Policy
 from deltasync.errors import ConfigError, InvalidIndices, LayoutMismatch
-from tests import strategies as own
-from tests.strategies import relaid, same_bits
+from tests.worlds import strategies as own
+from tests.worlds.strategies import relaid, same_bits
 
 FORMS = {
     "sparse": Policy(dense_above=1.0),

@@ -24,7 +24,7 @@ from deltasync.delta.shard import (
 )
 from deltasync.errors import ConfigError
 from tests.delta.shards import positions_of
-from tests.ranks import free_port, run_ranks
+from tests.worlds.ranks import free_port, run_ranks
 
 SIZES = st.integers(0, 9)
 

@@ -28,10 +28,10 @@ from deltasync.testing.bits import specs_of
 from deltasync.wire.digest import MASK
 from deltasync.wire.messages import ParameterSpec
 from deltasync.wire.table import MAX_SPARSE_SPAN, ROW
-from tests import strategies as own
 from tests.delta.shards import placements, positions_of
 from tests.delta.test_batched import DEVICE, few
-from tests.strategies import relaid, same_bits
+from tests.worlds import strategies as own
+from tests.worlds.strategies import relaid, same_bits
 
 POLICY = Policy(chunk_numel=8, dense_above=0.5)
 Model = dict[str, Tensor]

@@ -21,7 +21,7 @@ from deltasync.delta.policy import Policy
 from deltasync.delta.readers import Reader, WireReader
 from deltasync.delta.shard import whole
 from deltasync.testing.bits import specs_of
-from tests import strategies as own
+from tests.worlds import strategies as own
 
 
 @pytest.fixture(scope="module", autouse=True)

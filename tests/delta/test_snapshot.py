@@ -24,8 +24,8 @@ from deltasync.delta.shard import whole
 from deltasync.testing.bits import specs_of
 from deltasync.testing.payloads import stage_runs
 from deltasync.wire.messages import ParameterSpec
-from tests import strategies as own
-from tests.strategies import relaid, same_bits
+from tests.worlds import strategies as own
+from tests.worlds.strategies import relaid, same_bits
 
 CHUNK = 8
 POLICY = Policy(chunk_numel=CHUNK, dense_above=0.5)

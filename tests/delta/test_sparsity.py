@@ -16,7 +16,7 @@ from deltasync.delta.bits import as_bits, dtype_of
 from deltasync.delta.patch import CHUNK_NUMEL
 from deltasync.delta.sparsity import MAX_STEP, Sparsity, _gap_bytes
 from deltasync.errors import LayoutMismatch
-from tests import strategies as own
+from tests.worlds import strategies as own
 
 FLOATS = st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64])
 

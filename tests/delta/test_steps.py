@@ -14,8 +14,8 @@ from deltasync.delta.bits import torch_dtype
 from deltasync.delta.codecs.base import unsigned_dtype
 from deltasync.delta.codecs.steps import in_order, ordered, stepped, unordered, zigzag
 from deltasync.dtypes import BY_NAME, DTYPES, Dtype
-from tests.strategies import DTYPES as ANY_DTYPE
-from tests.strategies import SEEDS
+from tests.worlds.strategies import DTYPES as ANY_DTYPE
+from tests.worlds.strategies import SEEDS
 
 SMALL = [dtype for dtype in DTYPES if dtype.item_size <= 2]
 

@@ -17,7 +17,7 @@ from deltasync.integrations.trainer_info import WithoutRoutes
 from deltasync.integrations.vllm import VllmServer, register
 from deltasync.transports import shared_memory
 from tests.engines.checkpoints import Weights
-from tests.ranks import free_port
+from tests.worlds.ranks import free_port
 
 
 def settings(folder: Path, **other: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.ranks import free_port
+from tests.worlds.ranks import free_port
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from checkpoint_engine.ps import ParameterServer
 
 from deltasync.integrations.http import Http
 from tests.engines.plugin.cpu_parameter_server import let_parameter_servers_send
-from tests.ranks import free_port
+from tests.worlds.ranks import free_port
 
 
 def main(file: str, url: str | None = None) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from deltasync.integrations.trainer_info import TrainerInfo, WorkerRequest
 from tests.engines.reached import Seen, seen
 from tests.engines.toys import Specs
-from tests.ranks import free_port
+from tests.worlds.ranks import free_port
 
 _YARN = {
     "type": "yarn",

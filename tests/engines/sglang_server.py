@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deltasync.integrations.http import Http
 from tests.engines.programs import Program, wait_until_up
-from tests.ranks import free_port
+from tests.worlds.ranks import free_port
 
 _LIMITS = {
     "--sampling-backend": "pytorch",

@@ -27,7 +27,7 @@ from tests.engines.checkpoints import Weights, changed, write_config, write_mode
 from tests.engines.environment import ROOT, use_sglang
 from tests.engines.programs import TIMEOUT_S, Program
 from tests.engines.sglang_server import generate, served
-from tests.ranks import free_port
+from tests.worlds.ranks import free_port
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
 

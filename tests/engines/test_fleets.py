@@ -26,7 +26,7 @@ from deltasync.transports import shared_memory
 from tests.engines import sglang_server, test_vllm_served
 from tests.engines.checkpoints import Weights, write_config, write_model
 from tests.engines.environment import use_sglang
-from tests.ranks import free_port
+from tests.worlds.ranks import free_port
 
 pytestmark = pytest.mark.timeout(900)  # three servers start
 

@@ -25,7 +25,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from deltasync import ModuleSource, ModuleTarget, sync_after_step
 from deltasync.errors import ConfigError
 from deltasync.integrations.peft import MergedSource, adapter_only
-from tests.sync.harness import bits_equal, fleet
+from tests.worlds.links import bits_equal, fleet
 
 
 class Base(nn.Module):

@@ -18,7 +18,7 @@ from tests.engines.checkpoints import Weights
 from tests.engines.environment import use_sglang
 from tests.engines.reached import Seen, seen
 from tests.engines.toys import random_weights, touched
-from tests.ranks import run_ranks
+from tests.worlds.ranks import run_ranks
 
 Found = Callable[[str, str, str, str], None]
 BUCKET_BYTES = 1 << 15  # less than the matrices that DeepSeek's loader pairs

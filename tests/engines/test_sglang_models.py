@@ -14,8 +14,8 @@ from deltasync import CheckpointTensor, RoutedTarget, SenderOptions
 from tests.engines.checkpoints import Weights, change, checkpoint, write_config
 from tests.engines.environment import use_sglang
 from tests.engines.sglang_models import started
-from tests.ranks import run_ranks
-from tests.sync.harness import fleet
+from tests.worlds.links import fleet
+from tests.worlds.ranks import run_ranks
 
 ARCHITECTURES = [
     "LlamaForCausalLM",

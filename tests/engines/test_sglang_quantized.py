@@ -18,7 +18,7 @@ from tests.engines.checkpoints import Weights, changed, checkpoint, write_config
 from tests.engines.environment import use_sglang
 from tests.engines.reached import seen
 from tests.engines.test_sglang_derived import cold, differences
-from tests.ranks import run_ranks
+from tests.worlds.ranks import run_ranks
 
 Found = Callable[[str, str, str, str], None]
 

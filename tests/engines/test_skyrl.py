@@ -13,7 +13,7 @@ from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainer
 from deltasync.errors import DeltaSyncError
 from tests.engines.environment import ROOT
 from tests.engines.test_vllm_trainer import SHAPES, Fleet, engine_of
-from tests.sync.harness import random_model
+from tests.worlds.links import random_model
 
 pytestmark = pytest.mark.timeout(120)
 

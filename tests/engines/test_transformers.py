@@ -20,7 +20,7 @@ from deltasync.integrations.transformers import TransformersSource, transformers
 from tests.engines.checkpoints import Weights, write_config
 from tests.engines.environment import ROOT
 from tests.engines.programs import Program
-from tests.sync.harness import bits_equal, fleet, step
+from tests.worlds.links import bits_equal, fleet, step
 
 ARCHITECTURES = [
     "LlamaForCausalLM",

@@ -13,7 +13,7 @@ from deltasync.integrations.trainer_info import WithoutRoutes
 from tests.engines import cold, toys
 from tests.engines.environment import use_cpu
 from tests.engines.judge import EQUAL, REFUSED, Versions
-from tests.ranks import run_ranks
+from tests.worlds.ranks import run_ranks
 
 MODES: tuple[WithoutRoutes, ...] = get_args(WithoutRoutes)
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]

@@ -18,7 +18,7 @@ from tests.engines import cold, toys
 from tests.engines.environment import use_cpu
 from tests.engines.judge import EQUAL, REFUSED, Versions
 from tests.engines.reached import seen
-from tests.ranks import run_ranks
+from tests.worlds.ranks import run_ranks
 
 Found = Callable[[str, str, str, str], None]
 MODES: tuple[WithoutRoutes, ...] = get_args(WithoutRoutes)

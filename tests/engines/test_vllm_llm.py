@@ -27,7 +27,7 @@ from tests.engines.environment import use_cpu
 from tests.engines.offline import LONG, started, tokens
 from tests.engines.plugin.cpu_parameter_server import let_vllm_receive
 from tests.engines.programs import Program
-from tests.ranks import free_port
+from tests.worlds.ranks import free_port
 
 # vLLM itself makes fp8 matrices of what it loads, transposed, and a scale for each row.
 QUANTIZED: dict[str, Any] = {"quantization": "fp8_per_channel"}

@@ -28,8 +28,8 @@ from deltasync.sync.source.layout import source_specs
 from deltasync.transports import shared_memory
 from tests.engines.checkpoints import CONFIGS, Weights, change, checkpoint, write_config
 from tests.engines.models import Place, vllm_models
-from tests.ranks import free_port, run_ranks
-from tests.sync.harness import fleet
+from tests.worlds.links import fleet
+from tests.worlds.ranks import free_port, run_ranks
 
 Found = Callable[[str, str, str, str], None]
 REFUSED = {"MambaForCausalLM": r"aten\.exp"}

@@ -16,7 +16,7 @@ from tests.engines.checkpoints import checkpoint, write_config
 from tests.engines.environment import use_cpu
 from tests.engines.judge import EQUAL, REFUSED, Verdict, Versions
 from tests.engines.programs import Program
-from tests.ranks import run_ranks
+from tests.worlds.ranks import run_ranks
 
 Found = Callable[[str, str, str, str], None]
 TRITON = "TritonFp8BlockScaledMMKernel"

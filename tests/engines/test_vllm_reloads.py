@@ -20,7 +20,7 @@ from tests.engines import cold, toys
 from tests.engines.checkpoints import Weights
 from tests.engines.environment import use_cpu
 from tests.engines.judge import held
-from tests.ranks import run_ranks
+from tests.worlds.ranks import run_ranks
 
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"

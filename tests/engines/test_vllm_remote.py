@@ -13,7 +13,7 @@ from deltasync.integrations.http import Http
 from tests.engines.checkpoints import write_config, write_model
 from tests.engines.environment import ROOT, use_cpu
 from tests.engines.programs import TIMEOUT_S, Program, wait_until_up
-from tests.ranks import free_port
+from tests.worlds.ranks import free_port
 
 EXAMPLES = ROOT / "docs" / "examples"
 REMOTE = EXAMPLES / "vllm_remote.py"

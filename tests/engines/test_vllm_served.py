@@ -22,7 +22,7 @@ from deltasync.transports import shared_memory
 from tests.engines.checkpoints import Weights, write_config, write_model
 from tests.engines.environment import ROOT, use_cpu
 from tests.engines.programs import TIMEOUT_S, Program, wait_until_up
-from tests.ranks import free_port
+from tests.worlds.ranks import free_port
 
 EXAMPLES = ROOT / "docs" / "examples"
 

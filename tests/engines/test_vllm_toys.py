@@ -10,7 +10,7 @@ import pytest
 from tests.engines import cold, toys
 from tests.engines.environment import use_cpu
 from tests.engines.judge import EQUAL, Versions
-from tests.ranks import run_ranks
+from tests.worlds.ranks import run_ranks
 
 # With what the trainer has to leave out, as it is told.
 ROUTED: dict[str, list[str]] = {

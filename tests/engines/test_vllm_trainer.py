@@ -46,8 +46,8 @@ from tests.engines.checkpoints import checkpoint, write_config
 from tests.engines.environment import use_cpu
 from tests.engines.offline import started, tokens
 from tests.engines.programs import Program
-from tests.ranks import free_port, run_ranks
-from tests.sync.harness import Model, random_model
+from tests.worlds.links import Model, random_model
+from tests.worlds.ranks import free_port, run_ranks
 
 SHAPES = {"a": (40, 16), "b": (7,), "c": (300,)}
 

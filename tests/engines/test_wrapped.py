@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from deltasync.errors import ConfigError
 from deltasync.integrations.peft import MergedSource
 from deltasync.integrations.transformers import TransformersSource, transformers_target
-from tests.sync.harness import bits_equal, fleet
+from tests.worlds.links import bits_equal, fleet
 
 CONFIG = LlamaConfig(
     vocab_size=64,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deltasync.delta.bits import as_bits, dtype_of
 from deltasync.files.checkpoint import INDEX, Checkpoint
-from tests.strategies import same_bits
+from tests.worlds.strategies import same_bits
 
 CODES = {
     "bool": "BOOL",

@@ -20,8 +20,8 @@ from deltasync.files.checkpoint import Checkpoint
 from deltasync.files.comparing import compare_bits, compare_checkpoints, measure_digests
 from deltasync.wire.digest import MASK, seed
 from tests.files.saved import model, save, save_sharded, stepped
-from tests.strategies import models, mutations
 from tests.wire.digests import digest_run
+from tests.worlds.strategies import models, mutations
 
 
 @given(data=st.data(), old=models(), piece_bytes=st.sampled_from([8, 24, 1 << 20]))

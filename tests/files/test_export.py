@@ -27,8 +27,8 @@ from deltasync.sync.source.layout import source_specs
 from deltasync.sync.source.tensors import NamedTensor
 from deltasync.sync.target.copied import CopiedTarget
 from deltasync.transports import inprocess
-from tests.sync.harness import Fleet, Model, fleet, random_model, step, until
 from tests.sync.test_routed import CHECKPOINT, Engine, trainer
+from tests.worlds.links import Fleet, Model, fleet, random_model, step, until
 
 
 def every_dtype() -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from deltasync.files.frame_check import FrameCheck
 from deltasync.files.frame_file import FrameFile
 from deltasync.files.patch_file import PatchFile, apply_patch_file, write_patch
 from tests.files.saved import holds, model, save, save_sharded, stepped
-from tests.strategies import models, mutations
+from tests.worlds.strategies import models, mutations
 
 
 @st.composite

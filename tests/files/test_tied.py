@@ -14,7 +14,7 @@ from deltasync import ModuleSource, StoreSender, export_weights
 from deltasync.errors import ConfigError
 from deltasync.files.checkpoint import Checkpoint
 from deltasync.store.checkpoints import fetch_checkpoint
-from tests.sync.harness import fleet, until
+from tests.worlds.links import fleet, until
 
 
 class Tied(nn.Module):

@@ -14,8 +14,8 @@ from deltasync.errors import DeltaSyncError
 from deltasync.integrations.sglang import REQUEST, SglangServer
 from deltasync.integrations.trainer_info import WorkerRequest
 from deltasync.integrations.worker import Worker
-from tests.integrations.fleets import CPU
-from tests.sync.harness import Model
+from tests.worlds.fleets import CPU
+from tests.worlds.links import Model
 
 LOST = ["error", "cut", "garbage", "silence"]
 """How the answer to a call that was done gets lost."""

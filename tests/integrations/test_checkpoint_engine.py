@@ -26,7 +26,7 @@ from deltasync.integrations.sglang import SglangServer
 from deltasync.integrations.trainer_info import TrainerInfo
 from deltasync.integrations.worker import Worker
 from deltasync.transports import shared_memory
-from tests.sync.harness import Model
+from tests.worlds.links import Model
 
 CPU = torch.device("cpu")
 

@@ -21,7 +21,7 @@ from deltasync.integrations.trainer_info import TrainerInfo
 from deltasync.integrations.vllm import VllmServer
 from deltasync.transports import shared_memory
 from tests.integrations.test_vllm import Server
-from tests.sync.harness import Model
+from tests.worlds.links import Model
 
 _GARBAGE = 7
 

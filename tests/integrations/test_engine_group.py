@@ -21,9 +21,9 @@ from deltasync.integrations.trainer_info import TrainerInfo
 from deltasync.integrations.worker import Worker
 from deltasync.transports import collective, inprocess, shared_memory
 from deltasync.transports.base import SendTransport
-from tests.sync.groups import Boxes, Sharded, rows_of
-from tests.sync.harness import Model, bits_equal, random_model, step
 from tests.sync.test_parts import CHECKPOINT, SHAPES, rank_of
+from tests.worlds.links import Model, bits_equal, random_model, step
+from tests.worlds.trainers import Boxes, Sharded, rows_of
 
 CPU = torch.device("cpu")
 # What is raised where an engine does not do what it is asked.

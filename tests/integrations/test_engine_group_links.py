@@ -16,9 +16,9 @@ from deltasync.integrations.trainer_info import TrainerInfo
 from deltasync.integrations.worker import Worker
 from deltasync.transports import collective, cuda_ipc, shared_memory
 from deltasync.transports.base import SendTransport
-from tests.ranks import run_ranks
-from tests.sync.groups import Sharded, rows_of
-from tests.sync.harness import Model, bits_equal, random_model, step, until
+from tests.worlds.links import Model, bits_equal, random_model, step, until
+from tests.worlds.ranks import run_ranks
+from tests.worlds.trainers import Sharded, rows_of
 
 SHAPES = {"a": (300, 70), "b": (41, 900), "norm": (64,), "odd": (1, 5)}
 VERSIONS = 4

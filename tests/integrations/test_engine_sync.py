@@ -9,7 +9,7 @@ import pytest
 from deltasync.errors import ConfigError
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.fleet import EngineFleet
-from tests.programs import run
+from tests.worlds.programs import run
 
 
 @pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), -1, 0, "5", None])
@@ -27,7 +27,7 @@ from typing import Any
 from deltasync import DeltaSyncError, ModuleSource, SenderOptions
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.transports import collective
-from tests.sync.harness import random_model
+from tests.worlds.links import random_model
 
 class Server:
     def __getattr__(self, name: str) -> Any:
@@ -59,7 +59,7 @@ from deltasync import ModuleSource
 from deltasync.errors import TransportClosed
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.transports import collective
-from tests.sync.harness import random_model
+from tests.worlds.links import random_model
 
 class Server:
     def __getattr__(self, name: str) -> Any:

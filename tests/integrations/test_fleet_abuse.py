@@ -14,9 +14,9 @@ import pytest
 from deltasync import SyncStats
 from deltasync.errors import DeltaSyncError, SyncAborted, TransportClosed
 from deltasync.integrations.trainer_info import Work
-from tests.integrations.fleets import OneCall, Server, fleet_of, model, outcome
-from tests.programs import run
-from tests.sync.harness import until
+from tests.worlds.fleets import OneCall, Server, fleet_of, model, outcome
+from tests.worlds.links import until
+from tests.worlds.programs import run
 
 
 @pytest.mark.parametrize("is_same", [True, False], ids=["the-server", "its-name"])
@@ -219,7 +219,7 @@ import os, resource, tempfile
 from pathlib import Path
 from deltasync import SyncStats
 from deltasync.errors import DeltaSyncError
-from tests.integrations.fleets import Server, fleet_of, model, outcome
+from tests.worlds.fleets import Server, fleet_of, model, outcome
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 with tempfile.TemporaryDirectory() as folder, fleet_of(Path(folder), 3, timeout_s=6) as here:

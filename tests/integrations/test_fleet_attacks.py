@@ -25,10 +25,10 @@ from deltasync.integrations.fleet_engine import FleetEngine
 from deltasync.transports import collective, shared_memory
 from deltasync.transports.base import Frame
 from deltasync.wire.frame import decode
-from tests.integrations.fleets import OneCall, Server, Split, fleet_of, model, outcome
-from tests.programs import run
-from tests.sync.harness import until
 from tests.sync.test_parts import SHAPES as SPLIT_SHAPES
+from tests.worlds.fleets import OneCall, Server, Split, fleet_of, model, outcome
+from tests.worlds.links import until
+from tests.worlds.programs import run
 
 LARGE = {"a": (64, 1024), "b": (33,)}
 IN_PLACE = {
@@ -375,7 +375,7 @@ import os, sys, tempfile
 from contextlib import contextmanager
 from pathlib import Path
 from deltasync.errors import DeltaSyncError, TransportClosed
-from tests.integrations.fleets import fleet_of
+from tests.worlds.fleets import fleet_of
 
 with tempfile.TemporaryDirectory() as folder, fleet_of(Path(folder), 2) as here:
     here.send()
@@ -409,7 +409,7 @@ from deltasync import ModuleSource
 from deltasync.errors import DeltaSyncError
 from deltasync.integrations.fleet import EngineFleet
 from deltasync.transports import collective
-from tests.integrations.fleets import Server, model
+from tests.worlds.fleets import Server, model
 
 fleet, server = EngineFleet(ModuleSource(model(0)), collective.Sender()), Server(model(1))
 fleet.add(server)

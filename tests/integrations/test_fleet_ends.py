@@ -15,9 +15,9 @@ from deltasync import SenderOptions
 from deltasync.errors import SyncAborted, TransportError, TransportTimeout
 from deltasync.integrations.fleet import Pauses
 from deltasync.testing.links import PROMPT_S, within
-from tests.integrations.fleets import SHAPES, Here, OneCall, Server, fleet_of, model
 from tests.integrations.test_fleet_attacks import Watched, at, interrupt
-from tests.sync.harness import until
+from tests.worlds.fleets import SHAPES, Here, OneCall, Server, fleet_of, model
+from tests.worlds.links import until
 
 MANY_BUCKETS: dict[str, Any] = {
     "shapes": {"a": (512, 1024), "b": (33,)},

@@ -14,10 +14,10 @@ from deltasync import SyncStats, TrainerGroup, TrainerRank
 from deltasync.errors import SyncAborted
 from deltasync.integrations.fleet import EngineFleet
 from deltasync.transports import inprocess, shared_memory
-from tests.integrations.fleets import Split, model, outcome
-from tests.sync.groups import Sharded, rows_of
-from tests.sync.harness import step
 from tests.sync.test_parts import SHAPES
+from tests.worlds.fleets import Split, model, outcome
+from tests.worlds.links import step
+from tests.worlds.trainers import Sharded, rows_of
 
 
 class Trainer:

@@ -24,8 +24,8 @@ from deltasync.testing.processes import Child
 from deltasync.transports import shared_memory
 from deltasync.transports.base import Frame
 from deltasync.wire.frame import decode
-from tests.integrations.fleets import Server, model, outcome
-from tests.sync.harness import Model, until
+from tests.worlds.fleets import Server, model, outcome
+from tests.worlds.links import Model, until
 
 SHAPES = {"a": (64, 1024), "b": (33,)}
 TIMEOUT_S = 3.0

@@ -29,7 +29,7 @@ from deltasync.integrations.worker import Worker
 from deltasync.sync.protocol.receiver_session import ReceiverState
 from deltasync.testing.links import PROMPT_S, within
 from deltasync.transports import shared_memory
-from tests.sync.harness import Model, bits_equal, random_model, until
+from tests.worlds.links import Model, bits_equal, random_model, until
 
 
 class Derived(ModuleTarget):

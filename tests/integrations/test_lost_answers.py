@@ -22,9 +22,9 @@ from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.fleet import EngineFleet
 from deltasync.integrations.vllm import HttpClient
 from deltasync.transports import shared_memory
-from tests.integrations.fleets import SHAPES, Server, fleet_of, model, outcome
 from tests.integrations.served import LOST, Engine, served
-from tests.sync.harness import Model, bits_equal, until
+from tests.worlds.fleets import SHAPES, Server, fleet_of, model, outcome
+from tests.worlds.links import Model, bits_equal, until
 
 CALLS = ["connect", "pause_generation", "write", "name", "continue_generation"]
 Way = EngineSync | EngineFleet

@@ -21,7 +21,7 @@ from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.trainer_info import TrainerInfo
 from deltasync.integrations.worker import Worker
 from deltasync.transports import shared_memory
-from tests.sync.harness import Model, random_model
+from tests.worlds.links import Model, random_model
 
 CPU = torch.device("cpu")
 

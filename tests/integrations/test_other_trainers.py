@@ -19,7 +19,7 @@ from deltasync.integrations.engine_sync import EngineSync
 from deltasync.transports import shared_memory
 from tests.integrations import test_checkpoint_engine as stand_ins
 from tests.integrations.test_checkpoint_engine import weights
-from tests.sync.harness import Model
+from tests.worlds.links import Model
 
 
 class Engine(nn.Module):

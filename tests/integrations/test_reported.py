@@ -16,7 +16,7 @@ from deltasync.integrations.verl_ends import Options, Trainer
 from deltasync.sync.events import SyncEvent, SyncFailed
 from deltasync.sync.options import SenderOptions
 from deltasync.transports import shared_memory
-from tests.integrations.fleets import OneCall, Server, fleet_of, model, outcome
+from tests.worlds.fleets import OneCall, Server, fleet_of, model, outcome
 
 KINDS = [Server, OneCall]
 

@@ -23,9 +23,9 @@ from deltasync.integrations.sglang_scheduler import _AROUND
 from deltasync.integrations.trainer_info import TrainerInfo, WorkerRequest
 from deltasync.transports import shared_memory
 from deltasync.transports.address import Address
-from tests.integrations.fleets import model
 from tests.integrations.served import Engine, served
-from tests.sync.harness import bits_equal, random_model
+from tests.worlds.fleets import model
+from tests.worlds.links import bits_equal, random_model
 
 
 @pytest.fixture(autouse=True)

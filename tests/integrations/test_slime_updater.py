@@ -19,8 +19,8 @@ from deltasync import ModuleTarget
 from deltasync.integrations.trainer_info import TrainerInfo
 from deltasync.integrations.worker import Worker
 from deltasync.transports import shared_memory
-from tests.integrations.fleets import SHAPES, model
-from tests.ranks import free_port, run_ranks
+from tests.worlds.fleets import SHAPES, model
+from tests.worlds.ranks import free_port, run_ranks
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "slime_updater.py"
 ITERATOR = "slime.backends.megatron_utils.update_weight.hf_weight_iterator_base"

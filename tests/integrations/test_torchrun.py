@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import run_ranks
-from tests.ranks import free_ports
+from tests.worlds.programs import run_ranks
+from tests.worlds.ranks import free_ports
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "docs/examples/torchrun_ranks.py"

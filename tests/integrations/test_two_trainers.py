@@ -19,10 +19,10 @@ from deltasync.integrations.fleet import EngineFleet
 from deltasync.integrations.worker import Worker
 from deltasync.testing.processes import Child
 from deltasync.transports import shared_memory
-from tests.integrations.fleets import Server, Split, fleet_of, model, outcome
 from tests.integrations.served import Engine, served
-from tests.sync.harness import Model, bits_equal, until
 from tests.sync.test_parts import SHAPES as SPLIT_SHAPES
+from tests.worlds.fleets import Server, Split, fleet_of, model, outcome
+from tests.worlds.links import Model, bits_equal, until
 
 NONE: dict[str, Any] = {}
 

@@ -32,7 +32,7 @@ from deltasync.integrations.vllm import AsyncClient, Client, VllmServer
 from deltasync.integrations.vllm_core import update, write
 from deltasync.integrations.worker import Worker
 from deltasync.transports import collective, inprocess, shared_memory
-from tests.sync.harness import Model, bits_equal, until
+from tests.worlds.links import Model, bits_equal, until
 
 UPDATE = [
     "start",

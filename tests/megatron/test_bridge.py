@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.engines.environment import ROOT
 from tests.engines.programs import Program
 from tests.megatron.gathering import EXAMPLE, STEPS
-from tests.ranks import free_port
+from tests.worlds.ranks import free_port
 
 pytestmark = pytest.mark.timeout(300)
 MODES = ("truth", "stale", "recipe", "again")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import run
+from tests.worlds.programs import run
 
 _WORKER = """
 import sys, tempfile

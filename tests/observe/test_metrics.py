@@ -20,7 +20,7 @@ from deltasync.integrations.engine import new_name as engine_name
 from deltasync.integrations.verl_ends import _new_name as rollout_name
 from deltasync.sync.events import SyncFailed
 from tests.observe.made import failed, published, received, sync
-from tests.sync.harness import fleet, random_model, step, until
+from tests.worlds.links import fleet, random_model, step, until
 
 pytest.importorskip("prometheus_client")
 from prometheus_client import CollectorRegistry, Gauge

@@ -20,8 +20,8 @@ from deltasync.observe.run_log import RunLog
 from deltasync.observe.series import series_of
 from deltasync.testing.processes import Child
 from tests.observe.made import failed, published, received, sync
-from tests.programs import run
-from tests.sync.harness import fleet, random_model
+from tests.worlds.links import fleet, random_model
+from tests.worlds.programs import run
 
 
 def test_every_kind_of_event_is_a_line_that_can_be_read(tmp_path: Path) -> None:

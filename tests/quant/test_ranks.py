@@ -34,8 +34,8 @@ from deltasync.sync.group import agreement
 from deltasync.sync.group.rank import TrainerRank
 from deltasync.transports import shared_memory
 from tests.quant.test_served import engine
-from tests.ranks import free_port, run_ranks
-from tests.sync.harness import Serving
+from tests.worlds.links import Serving
+from tests.worlds.ranks import free_port, run_ranks
 
 WIDTH, HIDDEN = 160, 416
 FORMS: dict[str, Form] = {

@@ -25,8 +25,8 @@ from deltasync.quant.int8 import Int8
 from deltasync.quant.mxfp8 import MxFp8
 from deltasync.quant.served import ServedSource, served_weights
 from deltasync.transports import inprocess
-from tests.sync.harness import Serving
 from tests.sync.lines import Lines
+from tests.worlds.links import Serving
 
 SHAPES = {"up": (256, 200), "down": (130, 384), "row": (1, 128), "odd": (7, 3)}
 

@@ -30,7 +30,7 @@ from deltasync.quant.served import ServedSource, served_weights
 from deltasync.sync.source.streamed import StreamedWeights
 from deltasync.transports import inprocess
 from tests.quant.test_served import cold, engine, forms, step, trainer
-from tests.sync.harness import Serving
+from tests.worlds.links import Serving
 
 FORM = BlockFp8()
 

@@ -19,8 +19,8 @@ from deltasync.quant.served import ServedSource, served_weights
 from deltasync.transports import inprocess
 from tests.quant.test_served import engine
 from tests.quant.test_two_forms import assert_holds
-from tests.sync.groups import Sharded, Trainer
-from tests.sync.harness import Serving
+from tests.worlds.links import Serving
+from tests.worlds.trainers import Sharded, Trainer
 
 SHAPES = {"up": (512, 64), "down": (300, 128), "small": (128, 32)}
 

@@ -20,7 +20,7 @@ from deltasync.sync.source.streamed import StreamedWeights
 from deltasync.transports import inprocess
 from tests.quant.matrices import matrix
 from tests.quant.test_served import engine
-from tests.sync.harness import Serving
+from tests.worlds.links import Serving
 
 SHAPES = {
     "attn.q_proj": (48, 64),

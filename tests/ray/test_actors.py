@@ -15,8 +15,8 @@ from ray.exceptions import ActorDiedError, RayActorError
 from deltasync import SyncStats
 from deltasync.errors import ConfigError, DeltaSyncError, SyncAborted
 from deltasync.integrations.ray import Rendezvous
-from tests.ranks import free_ports
 from tests.ray.actors import Engine, Rank
+from tests.worlds.ranks import free_ports
 
 RANKS = 2
 PATIENCE_S = 200.0

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.store.stores import Place, local_place, memory_place, s3_place, s3_server
+from tests.worlds.stores import Place, local_place, memory_place, s3_place, s3_server
 
 
 @pytest.fixture(scope="session")

@@ -15,8 +15,8 @@ from torch import nn
 
 from deltasync.store.catalogue import Run
 from deltasync.store.objects import StoreOptions
-from tests.store.stores import Place
 from tests.store.test_sender import Model, sender_of, weights_of
+from tests.worlds.stores import Place
 
 KEY = b"key"  # that records are signed with
 

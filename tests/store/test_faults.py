@@ -21,10 +21,10 @@ from deltasync.store.objects import Objects
 from deltasync.store.retention import GcStats, gc
 from deltasync.store.sender import StoreSender
 from deltasync.testing.links import within
-from tests.store.faulty import FAULTS, Faults, faulty
 from tests.store.replay import assert_holds
-from tests.store.stores import Place, s3_place
 from tests.store.test_sender import Model, run_of, sender_of, weights_of
+from tests.worlds.faults import FAULTS, Faults, faulty
+from tests.worlds.stores import Place, s3_place
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from deltasync.testing.processes import Child
 from tests.descriptors import open_links
-from tests.store.published import Follower, Publisher
-from tests.store.stores import local_place
+from tests.worlds.published import Follower, Publisher
+from tests.worlds.stores import local_place
 
 
 def test_files_are_closed_as_soon_as_a_version_is_written(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ from deltasync.store import keys
 from deltasync.store.catalogue import Published
 from deltasync.store.retention import gc
 from deltasync.store.routes import find_route
-from tests.store.faulty import Faults, faulty
-from tests.store.published import RUN, Follower, Publisher, change, small_model
-from tests.store.stores import Place, local_place, s3_place
 from tests.store.test_sender import run_of
+from tests.worlds.faults import Faults, faulty
+from tests.worlds.published import RUN, Follower, Publisher, change, small_model
+from tests.worlds.stores import Place, local_place, s3_place
 
 
 @pytest.fixture

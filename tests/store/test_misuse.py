@@ -30,8 +30,8 @@ from deltasync.errors import (
 from deltasync.store.objects import StoreOptions
 from deltasync.store.receiver import StoreReceiver
 from deltasync.store.sender import StoreSender
-from tests.store.published import Follower, Publisher
-from tests.store.stores import local_place, wait_until
+from tests.worlds.published import Follower, Publisher
+from tests.worlds.stores import local_place, wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -233,8 +233,8 @@ os.environ["TMPDIR"] = sys.argv[2]
 from deltasync.store.sender import StoreSender
 from deltasync.errors import StoreRefused
 from deltasync import ModuleSource, SenderOptions
-from tests.store.published import Follower, small_model
-from tests.store.stores import local_place
+from tests.worlds.published import Follower, small_model
+from tests.worlds.stores import local_place
 follower = Follower(local_place(Path(sys.argv[1])))
 os.setuid(65534)
 print(follower.receiver.fetch(), flush=True)

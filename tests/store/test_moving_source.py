@@ -17,7 +17,7 @@ from deltasync.store.anchors import PublishOptions
 from deltasync.store.manifest import Way
 from deltasync.store.verifying import verify_run
 from deltasync.sync.source.streamed import StreamedWeights
-from tests.strategies import same_bits
+from tests.worlds.strategies import same_bits
 
 OPTIONS = SenderOptions(stream_id="run", max_inflight_bytes=1000)
 

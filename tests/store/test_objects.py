@@ -16,7 +16,7 @@ import pytest
 
 from deltasync.errors import ConfigError, ObjectDamaged, StoreRefused, StoreUnavailable
 from deltasync.store.objects import Objects, StoreOptions
-from tests.store.stores import KEYS, Place, s3_place
+from tests.worlds.stores import KEYS, Place, s3_place
 
 
 def objects_of(place: Place) -> Objects:

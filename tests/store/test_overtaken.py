@@ -20,10 +20,10 @@ from deltasync.store.anchors import PublishOptions
 from deltasync.store.checkpoints import fetch_checkpoint
 from deltasync.store.retention import gc
 from tests.cli.command import COMMAND, ENVIRONMENT
-from tests.store.faulty import Faults, faulty
-from tests.store.published import Publisher
-from tests.store.stores import Place, local_place, s3_place
-from tests.strategies import same_bits
+from tests.worlds.faults import Faults, faulty
+from tests.worlds.published import Publisher
+from tests.worlds.stores import Place, local_place, s3_place
+from tests.worlds.strategies import same_bits
 
 SIDE = 2048
 READER = """

@@ -26,9 +26,9 @@ from deltasync.errors import (
 )
 from deltasync.store.objects import Objects, StoreOptions
 from deltasync.sync.staging_thread import StagingThread
-from tests.store.faulty import faulty
-from tests.store.published import RUN, Follower, Publisher, small_model
-from tests.store.stores import Place, s3_place, wait_until
+from tests.worlds.faults import faulty
+from tests.worlds.published import RUN, Follower, Publisher, small_model
+from tests.worlds.stores import Place, s3_place, wait_until
 
 
 def net(dtype: torch.dtype = torch.float32) -> nn.Linear:

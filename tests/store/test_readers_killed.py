@@ -15,8 +15,8 @@ from torch import Tensor
 
 from deltasync.delta.bits import as_bits
 from tests.cli.command import ENVIRONMENT
-from tests.store.published import RUN, Publisher
-from tests.store.stores import local_place
+from tests.worlds.published import RUN, Publisher
+from tests.worlds.stores import local_place
 
 NUMEL = 20_000
 READER = """

@@ -29,9 +29,9 @@ from deltasync.store.sender import PublishStats
 from deltasync.sync.target.copied import CopiedTarget
 from deltasync.transports import inprocess
 from deltasync.wire.codecs import IndexCodec
-from tests.store.published import RUN, Follower, Publisher, change, small_model, state_of
-from tests.store.stores import Place, local_place, memory_place, wait_until
-from tests.strategies import same_bits
+from tests.worlds.published import RUN, Follower, Publisher, change, small_model, state_of
+from tests.worlds.stores import Place, local_place, memory_place, wait_until
+from tests.worlds.strategies import same_bits
 
 
 def weight_of(reader: Follower) -> Tensor:

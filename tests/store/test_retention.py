@@ -14,8 +14,8 @@ from deltasync.errors import ConfigError, ManifestInvalid, StoreRefused
 from deltasync.store import keys
 from deltasync.store.retention import GcStats, gc
 from tests.store.replay import assert_holds
-from tests.store.stores import Place, memory_place
 from tests.store.test_sender import Model, run_of, sender_of, weights_of
+from tests.worlds.stores import Place, memory_place
 
 History = dict[int, dict[str, Tensor]]
 

@@ -19,7 +19,6 @@ from safetensors import safe_open
 from deltasync.errors import WriterConflict
 from deltasync.files.frame_file import FrameFile
 from deltasync.wire.frame import MAX_PAYLOAD_BYTES, decode
-from tests.store.faulty import faulty
 from tests.store.raw import (
     KEY,
     Json,
@@ -29,9 +28,10 @@ from tests.store.raw import (
     sha256,
     signed_run,
 )
-from tests.store.stores import Place, local_place, s3_place
 from tests.store.test_sender import Model, run_of, sender_of
 from tests.wire import reference
+from tests.worlds.faults import faulty
+from tests.worlds.stores import Place, local_place, s3_place
 
 HERE = Path(__file__).parent
 DOCUMENT = HERE.parents[1] / "docs" / "store.md"

@@ -17,7 +17,6 @@ from deltasync.store.retention import gc
 from deltasync.store.routes import find_route
 from deltasync.store.verifying import verify_run
 from deltasync.sync.target.copied import CopiedTarget
-from tests.store.published import RUN, Follower, Publisher, small_model, state_of
 from tests.store.raw import (
     KEY,
     Json,
@@ -32,8 +31,9 @@ from tests.store.raw import (
     signed_run,
 )
 from tests.store.replay import assert_holds
-from tests.store.stores import local_place
-from tests.strategies import same_bits
+from tests.worlds.published import RUN, Follower, Publisher, small_model, state_of
+from tests.worlds.stores import local_place
+from tests.worlds.strategies import same_bits
 
 
 @pytest.fixture(scope="module")

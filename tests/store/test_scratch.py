@@ -12,7 +12,7 @@ import pytest
 
 from deltasync.store.scratch import ScratchFolder
 from tests.descriptors import open_below
-from tests.store.stores import wait_until
+from tests.worlds.stores import wait_until
 
 ROOT = Path(__file__).parents[2]
 HOLDER = """

@@ -26,7 +26,7 @@ from deltasync.store.sender import StoreSender
 from deltasync.sync.options import SenderOptions
 from deltasync.sync.source.streamed import StreamedWeights
 from tests.store.replay import assert_holds, checkpoint_of
-from tests.store.stores import Place
+from tests.worlds.stores import Place
 
 
 class Model(nn.Module):

@@ -17,8 +17,8 @@ from deltasync import ModuleSource, ModuleTarget, SenderOptions, StoreReceiver, 
 from deltasync.errors import ConfigError, StoreUnavailable, TransportTimeout
 from deltasync.store.anchors import PublishOptions
 from tests.cli.command import ENVIRONMENT
-from tests.store.faulty import Faults, faulty
-from tests.store.stores import Place, s3_place, wait_until
+from tests.worlds.faults import Faults, faulty
+from tests.worlds.stores import Place, s3_place, wait_until
 
 SIDE, NUM_BYTES = 2048, 2 * 2048 * 2048  # 8 MB
 RUN = "run"

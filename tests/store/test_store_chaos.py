@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from tests.store.stores import Place, s3_place, s3_server
+from tests.worlds.stores import Place, s3_place, s3_server
 
 
 @pytest.fixture(scope="module")

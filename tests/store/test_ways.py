@@ -20,7 +20,7 @@ from deltasync.store.checkpoints import fetch_checkpoint
 from deltasync.store.retention import gc
 from deltasync.store.verifying import verify_run
 from tests.store.raw import bytes_of, read, sha256
-from tests.strategies import same_bits
+from tests.worlds.strategies import same_bits
 
 NUMEL = 1000
 

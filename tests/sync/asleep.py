@@ -26,7 +26,7 @@ from deltasync import (
 )
 from deltasync.delta.bits import as_bits
 from deltasync.transports import inprocess
-from tests.sync.harness import Model, bits_equal, random_model
+from tests.worlds.links import Model, bits_equal, random_model
 
 NUMEL = 1 << 16
 _NONE = 0  # PROT_NONE

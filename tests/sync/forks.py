@@ -32,8 +32,8 @@ from deltasync.errors import TransportClosed, TransportTimeout
 from deltasync.testing.links import PROMPT_S, within
 from deltasync.transports import collective, shared_memory
 from deltasync.transports.base import ReceiveTransport, SendTransport
-from tests.sync.harness import Model, random_model
-from tests.sync.processes import fingerprint
+from tests.worlds.links import Model, random_model
+from tests.worlds.mortals import fingerprint
 
 LIVES_S = 40.0
 LIMIT_S = 40.0

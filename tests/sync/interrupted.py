@@ -35,10 +35,10 @@ from deltasync.integrations.engine_sync import EngineSync
 from deltasync.store.anchors import PublishOptions
 from deltasync.sync.group.rank import TrainerRank
 from deltasync.transports import inprocess, shared_memory
-from tests.integrations.fleets import OneCall, Server, fleet_of
-from tests.sync.groups import Split, rows_of
-from tests.sync.harness import Serving, bits_equal, random_model, until
 from tests.sync.interrupts import World
+from tests.worlds.fleets import OneCall, Server, fleet_of
+from tests.worlds.links import Serving, bits_equal, random_model, until
+from tests.worlds.trainers import Split, rows_of
 
 SHAPES: dict[str, tuple[int, ...]] = {"a": (64,), "b": (33,)}
 LARGE: dict[str, tuple[int, ...]] = {"a": (4, 1024), "b": (33,)}

@@ -21,7 +21,7 @@ from deltasync import (
 from deltasync.delta.bits import as_bits
 from deltasync.files.checkpoint import Checkpoint
 from deltasync.transports.address import Address
-from tests.sync.harness import Model
+from tests.worlds.links import Model
 
 NUMEL = 1 << 14
 MATRICES = 4

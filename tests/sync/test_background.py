@@ -33,8 +33,7 @@ from deltasync.transports import inprocess
 from deltasync.transports.base import Frame, ReceiveTransport
 from deltasync.wire.frame import decode
 from tests.cli.command import hearing_signals
-from tests.programs import run
-from tests.sync.harness import (
+from tests.worlds.links import (
     Fleet,
     Model,
     Receivers,
@@ -44,6 +43,7 @@ from tests.sync.harness import (
     random_model,
     until,
 )
+from tests.worlds.programs import run
 
 SHAPES = {"first": (40, 30), "second": (700,)}
 
@@ -362,7 +362,7 @@ def test_a_second_try_looks_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_was_looked_up_for_a_call_that_came_to_nothing_is_looked_up_again() -> None:
-    from tests.sync.groups import rows_of, trainer_of
+    from tests.worlds.trainers import rows_of, trainer_of
 
     model, replica = random_model(SHAPES, 0), random_model(SHAPES, 1)
     with trainer_of(model, rows_of(model, 2)) as trainer:
@@ -559,7 +559,7 @@ def test_no_optimizer_of_several_steps_before_the_weights_were_read(
 
 
 def test_ranks_of_a_trainer_do_not_skip() -> None:
-    from tests.sync.groups import rows_of, trainer_of
+    from tests.worlds.trainers import rows_of, trainer_of
 
     model = random_model(SHAPES, 0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -570,7 +570,7 @@ def test_ranks_of_a_trainer_do_not_skip() -> None:
 
 
 def test_a_rank_of_a_trainer_is_used_by_one_thread() -> None:
-    from tests.sync.groups import rows_of, trainer_of
+    from tests.worlds.trainers import rows_of, trainer_of
 
     model, replica = random_model(SHAPES, 0), random_model(SHAPES, 1)
     with trainer_of(model, rows_of(model, 2)) as trainer:
@@ -588,7 +588,7 @@ def test_a_rank_of_a_trainer_is_used_by_one_thread() -> None:
 @pytest.mark.parametrize("where", ["source", "memory", "host memory", "callback"])
 def test_ranks_count_the_same_calls_whatever_one_of_them_raises(where: str) -> None:
     """A rank that left one out would send the weights of another step than the others."""
-    from tests.sync.groups import rows_of, trainer_of
+    from tests.worlds.trainers import rows_of, trainer_of
 
     model, replica = random_model(SHAPES, 0), random_model(SHAPES, 1)
     with trainer_of(model, rows_of(model, 2)) as trainer:
@@ -639,7 +639,7 @@ def test_ranks_count_the_same_calls_whatever_one_of_them_raises(where: str) -> N
 
 
 def test_ranks_of_a_trainer_sync_while_they_train() -> None:
-    from tests.sync.groups import rows_of, trainer_of
+    from tests.worlds.trainers import rows_of, trainer_of
 
     model, replica = random_model(SHAPES, 0), random_model(SHAPES, 1)
     with trainer_of(model, rows_of(model, 2)) as trainer:

@@ -47,7 +47,7 @@ from deltasync.wire.messages import (
     Upcoming,
     entries,
 )
-from tests.sync.by_hand import (
+from tests.worlds.peers import (
     BASE,
     DENSE,
     JOINED,

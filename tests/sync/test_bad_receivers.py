@@ -21,14 +21,14 @@ from deltasync.sync.source.weights import OwnWeights
 from deltasync.transports.base import ReceiveTransport
 from deltasync.wire.frame import FORMAT_VERSION, decode, encode, join_header
 from deltasync.wire.messages import Failed, Held, Hello, Message, Refused, entries
-from tests.sync.by_hand import (
+from tests.worlds.links import ThroughReceiver, bits_equal, fleet
+from tests.worlds.peers import (
     SPECS,
     model,
     prepare,
     said,
     welcome,
 )
-from tests.sync.harness import ThroughReceiver, bits_equal, fleet
 
 Tamper = Callable[[Any], list[Message | bytes]]
 

@@ -15,7 +15,7 @@ from deltasync import ReceiverOptions
 from deltasync.delta.bits import as_bits
 from deltasync.transports.base import Frame
 from deltasync.wire.messages import Abort, Committed, Finish, Upcoming
-from tests.sync.by_hand import (
+from tests.worlds.peers import (
     BASE,
     DENSE,
     JOINED,

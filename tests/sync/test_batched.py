@@ -15,8 +15,8 @@ import torch
 from deltasync import ReceiverOptions, SenderOptions
 from deltasync.delta.backend import Kernels
 from deltasync.errors import SourceChanged, SyncAborted
-from tests.sync.harness import Model, Stubborn, bits_equal, fleet, until
 from tests.sync.interpreted import one_kernel_at_a_time
+from tests.worlds.links import Model, Stubborn, bits_equal, fleet, until
 
 __all__ = ["one_kernel_at_a_time"]  # pytest uses it
 if torch.cuda.is_available():

@@ -32,8 +32,7 @@ from deltasync.errors import (
 )
 from deltasync.transports import inprocess, shared_memory
 from deltasync.transports.base import ReceiveTransport
-from tests.sync.groups import rows_of, trainer_of
-from tests.sync.harness import (
+from tests.worlds.links import (
     Fleet,
     Model,
     Receivers,
@@ -43,6 +42,7 @@ from tests.sync.harness import (
     fleet,
     random_model,
 )
+from tests.worlds.trainers import rows_of, trainer_of
 
 SHAPES = {"a": (8, 4), "b": (6,)}
 

@@ -13,9 +13,9 @@ import torch
 from deltasync import ModuleSource, ModuleTarget, WeightReceiver, WeightSender
 from deltasync.errors import CallOrderError
 from deltasync.transports import inprocess
-from tests.sync.harness import Serving, bits_equal, random_model, until
 from tests.sync.interrupted import Sending, change
 from tests.sync.interrupts import Strike, Struck, Tracer
+from tests.worlds.links import Serving, bits_equal, random_model, until
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 

@@ -15,7 +15,7 @@ from deltasync.errors import ConfigError, SyncAborted, WrongBase
 from deltasync.sync.protocol.round import SyncPhase
 from deltasync.transports import inprocess
 from deltasync.transports.base import Capabilities
-from tests.sync.harness import Model, Receivers, ThroughSender, bits_equal, fleet, until
+from tests.worlds.links import Model, Receivers, ThroughSender, bits_equal, fleet, until
 
 ONLY_SPARSE, ALL_DENSE = Policy(dense_above=1.0), Policy(dense_above=0.0)
 

@@ -20,9 +20,9 @@ from deltasync.delta.bits import as_bits
 from deltasync.errors import SyncAborted, WrongBase
 from deltasync.transports import inprocess
 from tests.sync.decodings import decodings
-from tests.sync.harness import Serving, bits_equal, fleet, until
 from tests.sync.test_gpu import model
 from tests.sync.test_parts import CHECKPOINT, Rank, rank_of, trainer
+from tests.worlds.links import Serving, bits_equal, fleet, until
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,10 +14,10 @@ from deltasync.transports.base import Frame, ReceiveTransport
 from deltasync.wire.frame import decode, encode
 from deltasync.wire.messages import Bucket
 from tests.sync.decodings import decodings
-from tests.sync.harness import Model, ThroughReceiver, bits_equal, fleet, until
 from tests.sync.interpreted import one_kernel_at_a_time
 from tests.sync.test_coded import nudged
 from tests.sync.test_parts import CHECKPOINT, rank_of, trainer
+from tests.worlds.links import Model, ThroughReceiver, bits_equal, fleet, until
 
 __all__ = ["one_kernel_at_a_time"]  # pytest uses it
 if torch.cuda.is_available():

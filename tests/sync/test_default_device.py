@@ -25,7 +25,7 @@ from deltasync import (
     WeightTarget,
 )
 from deltasync.transports import shared_memory
-from tests.sync.harness import Serving, bits_equal, random_model
+from tests.worlds.links import Serving, bits_equal, random_model
 
 SHAPES = {"a": (400, 16), "b": (16,), "c": (33, 4), "d": (0, 2)}
 

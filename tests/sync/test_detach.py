@@ -33,10 +33,10 @@ from deltasync.transports import inprocess
 from deltasync.transports.base import Frame
 from deltasync.wire.frame import encode
 from deltasync.wire.messages import Finish
-from tests.programs import run
 from tests.sync import asleep
-from tests.sync.by_hand import STAGED, Hand, commit, prepare
-from tests.sync.harness import Serving, bits_equal, random_model, step, until
+from tests.worlds.links import Serving, bits_equal, random_model, step, until
+from tests.worlds.peers import STAGED, Hand, commit, prepare
+from tests.worlds.programs import run
 
 SHAPES = {"a": (40, 7), "b": (300,)}
 

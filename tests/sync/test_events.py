@@ -37,10 +37,10 @@ from deltasync.integrations.engine_sync import EngineSync
 from deltasync.store.sender import PublishStats
 from deltasync.sync.events import ReceiveStats, Subscription, SyncEvent, SyncFailed, reporting
 from deltasync.transports import collective, inprocess
-from tests.programs import run
-from tests.sync.harness import Fleet, Stubborn, fleet, random_model, step, until
 from tests.sync.test_innocent import Fleet as Watching
 from tests.sync.test_staging_thread import Engine, engine, replace_storage
+from tests.worlds.links import Fleet, Stubborn, fleet, random_model, step, until
+from tests.worlds.programs import run
 
 SHAPES = {"a": (8, 4), "b": (6,)}
 T = TypeVar("T", bound=SyncEvent)
@@ -470,7 +470,7 @@ import os, sys
 from deltasync import ModuleSource, ModuleTarget, WeightReceiver, WeightSender, subscribe
 from deltasync.errors import DeltaSyncError
 from deltasync.transports import inprocess
-from tests.sync.harness import fleet, random_model
+from tests.worlds.links import fleet, random_model
 from tests.sync.test_innocent import Fleet as Watching
 
 subscribe(lambda event: print(os.getpid() == parent, type(event).__name__, flush=True))

@@ -10,7 +10,7 @@ import pytest
 
 from deltasync import ModuleSource, ModuleTarget, StagingThread, WeightReceiver, WeightSender
 from deltasync.transports import shared_memory
-from tests.sync.harness import bits_equal, random_model, until
+from tests.worlds.links import bits_equal, random_model, until
 
 SHAPES = {"w": (8, 4)}
 

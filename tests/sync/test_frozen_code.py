@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.sync.harness import fleet
+from tests.worlds.links import fleet
 
 FROZEN = """
     import logging, warnings
@@ -19,7 +19,7 @@ FROZEN = """
     import torch
     from torch import nn
     import torch._inductor.config as inductor
-    from tests.sync.harness import fleet
+    from tests.worlds.links import fleet
 
     def network():
         return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
@@ -61,7 +61,7 @@ def test_an_engine_that_will_be_frozen_is_told() -> None:
     program = """
         import torch._inductor.config
         from torch import nn
-        from tests.sync.harness import fleet
+        from tests.worlds.links import fleet
 
         with fleet(nn.Linear(8, 8)) as here:
             here.add(nn.Linear(8, 8))

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from deltasync import ModuleSource, SenderOptions
 from deltasync.delta.backend import Kernels
 from deltasync.errors import ConfigError, SourceChanged
-from tests.sync.harness import Model, bits_equal, fleet, random_model
 from tests.sync.interpreted import one_kernel_at_a_time
+from tests.worlds.links import Model, bits_equal, fleet, random_model
 
 __all__ = ["one_kernel_at_a_time"]  # pytest uses it
 SHAPES = {"a": (8, 6), "b": (40,)}

@@ -26,8 +26,8 @@ from deltasync.sync.group import orders
 from deltasync.testing.links import PROMPT_S, within
 from deltasync.transports.base import Frame, ReceiveTransport, SendTransport
 from tests.delta.shards import placements
-from tests.sync.groups import Boxes, Sharded, Split, rows_of, trainer_of
-from tests.sync.harness import (
+from tests.sync.test_parts import CHECKPOINT, SHAPES, rank_of
+from tests.worlds.links import (
     Model,
     ThroughReceiver,
     ThroughSender,
@@ -37,7 +37,7 @@ from tests.sync.harness import (
     step,
     until,
 )
-from tests.sync.test_parts import CHECKPOINT, SHAPES, rank_of
+from tests.worlds.trainers import Boxes, Sharded, Split, rows_of, trainer_of
 
 SMALL = SenderOptions(policy=Policy(chunk_numel=16), bucket_bytes=400, compression="zstd")
 CODED = SMALL.model_copy(update={"compression": "gap"})

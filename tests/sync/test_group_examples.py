@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.programs import run_ranks
-from tests.sync.groups import Trainer
+from tests.worlds.programs import run_ranks
+from tests.worlds.trainers import Trainer
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 

@@ -14,9 +14,9 @@ from deltasync import (
     WeightSender,
 )
 from deltasync.transports.collective import Receiver, Sender
-from tests.ranks import free_port, run_ranks
-from tests.sync.groups import Sharded, rows_of
-from tests.sync.harness import Model, bits_equal, random_model, step
+from tests.worlds.links import Model, bits_equal, random_model, step
+from tests.worlds.ranks import free_port, run_ranks
+from tests.worlds.trainers import Sharded, rows_of
 
 TRAINERS, VERSIONS = 2, 6
 SECRET = b"of lanes, which greet twice then"

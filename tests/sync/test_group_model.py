@@ -15,7 +15,7 @@ from deltasync.sync.protocol.frames import SentBuckets
 from deltasync.wire.digest import MASK
 from deltasync.wire.messages import ParameterSpec
 from tests.delta.shards import placements
-from tests.sync.groups import Boxes
+from tests.worlds.trainers import Boxes
 
 SHAPES = {"a": (6, 4), "b": (5,), "c": (2, 3, 2)}
 SPECS = tuple(

@@ -13,7 +13,7 @@ from deltasync import DeltaSyncError, Policy, ReceiverOptions, SenderOptions
 from deltasync.delta.bits import as_bits
 from deltasync.errors import NoReceivers, SyncAborted, TransportError
 from deltasync.transports.base import Frame, ReceiveTransport
-from tests.sync.harness import Fleet, Model, ThroughReceiver, bits_equal, fleet
+from tests.worlds.links import Fleet, Model, ThroughReceiver, bits_equal, fleet
 
 
 class Faulty(ThroughReceiver):

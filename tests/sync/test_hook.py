@@ -10,7 +10,7 @@ from torch import nn
 
 from deltasync import DeltaSyncError, SyncStats, sync_after_step
 from deltasync.errors import ConfigError, NoReceivers, StepApplied, SyncAborted
-from tests.sync.harness import Fleet, Model, bits_equal, fleet
+from tests.worlds.links import Fleet, Model, bits_equal, fleet
 
 Optimizer = torch.optim.Optimizer
 

@@ -40,8 +40,8 @@ from deltasync.sync.source.weights import LocalWeights
 from deltasync.sync.target.copied import CopiedTarget
 from deltasync.transports import inprocess, shared_memory
 from deltasync.transports.base import ReceiveTransport, SendTransport
-from tests.sync.groups import Sharded, Trainer
-from tests.sync.harness import random_model
+from tests.worlds.links import random_model
+from tests.worlds.trainers import Sharded, Trainer
 
 SHAPES = {"a": (40, 16), "b": (16,), "c": (33, 4)}
 SCHEDULES = {

@@ -29,8 +29,7 @@ from deltasync.transports import inprocess, shared_memory
 from deltasync.transports.address import Address
 from deltasync.transports.base import Frame, SendTransport
 from deltasync.wire.frame import decode
-from tests.sync.groups import rows_of, trainer_of
-from tests.sync.harness import (
+from tests.worlds.links import (
     Model,
     Receivers,
     ThroughSender,
@@ -39,6 +38,7 @@ from tests.sync.harness import (
     step,
     until,
 )
+from tests.worlds.trainers import rows_of, trainer_of
 
 SHAPES = {"a": (40, 7), "b": (300,), "c": (1,)}
 LARGE = {"a": (64, 512), "b": (64, 512)}

@@ -14,7 +14,7 @@ from deltasync.delta.bits import as_bits
 from deltasync.delta.host.staging import Staging
 from deltasync.errors import DirtyReceiver, NoReceivers, SyncAborted
 from deltasync.transports import inprocess, shared_memory
-from tests.sync.harness import Model, Serving, bits_equal, fleet
+from tests.worlds.links import Model, Serving, bits_equal, fleet
 
 
 def model(seed: int, dtype: torch.dtype = torch.bfloat16) -> Model:

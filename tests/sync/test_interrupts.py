@@ -17,7 +17,6 @@ from deltasync import ModuleSource, ModuleTarget, WeightReceiver, WeightSender
 from deltasync.errors import ConfigError, DeltaSyncError, SyncAborted
 from deltasync.sync.protocol.round import SyncPhase
 from deltasync.transports import inprocess
-from tests.sync.harness import Serving, bits_equal, random_model, until
 from tests.sync.interrupted import SHAPES, WORLDS, Sending, change, retried
 from tests.sync.interrupts import (
     Figures,
@@ -29,6 +28,7 @@ from tests.sync.interrupts import (
     places_of,
     strikes_at,
 )
+from tests.worlds.links import Serving, bits_equal, random_model, until
 
 pytestmark = [
     # An interrupt between a descriptor and the line after leaves it to the garbage collector.

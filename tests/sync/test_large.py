@@ -31,8 +31,8 @@ from deltasync.transports import shared_memory
 from deltasync.transports.control.connection import DEFAULT_MAX_MESSAGE_BYTES
 from deltasync.wire.frame import decode, encode
 from deltasync.wire.messages import Hello, Layout, ParameterSpec, entries
-from tests.sync.groups import rows_of, trainer_of
-from tests.sync.harness import Model, bits_equal, random_model, step
+from tests.worlds.links import Model, bits_equal, random_model, step
+from tests.worlds.trainers import rows_of, trainer_of
 
 INT32 = 1 << 31
 HUGE = INT32 + (1 << 20) + 5

@@ -15,7 +15,7 @@ from deltasync.errors import SyncAborted
 from deltasync.transports import collective, inprocess, shared_memory
 from deltasync.transports.base import Frame, ReceiveTransport, SendTransport
 from deltasync.wire.frame import decode
-from tests.sync.harness import Receivers, ThroughSender, bits_equal, random_model, step, until
+from tests.worlds.links import Receivers, ThroughSender, bits_equal, random_model, step, until
 
 STEPS, RUNS = 3, 3
 

@@ -18,7 +18,7 @@ from deltasync.engines.proof.proving import Proof
 from deltasync.engines.routes.recorder import CheckpointTensor
 from deltasync.errors import ConfigError, TargetMoved
 from tests.engines.checkpoints import Weights
-from tests.sync.harness import fleet
+from tests.worlds.links import fleet
 
 FP8 = torch.float8_e4m3fn
 

@@ -19,7 +19,6 @@ from deltasync import ReceiverOptions, WeightReceiver
 from deltasync.engines.proof.reach import Reach
 from deltasync.errors import DeltaSyncError, SyncAborted
 from tests.engines.checkpoints import Weights
-from tests.sync.harness import Fleet, fleet
 from tests.sync.test_learnt import Engine, Matrix
 from tests.sync.test_learnt import checkpoint as matrices
 from tests.sync.test_recomputed import (
@@ -34,6 +33,7 @@ from tests.sync.test_recomputed import (
     state_of,
     verified,
 )
+from tests.worlds.links import Fleet, fleet
 
 _ROOT = str(Path(deltasync.__file__).parent)
 

@@ -23,8 +23,8 @@ from deltasync.engines.routes.recorder import CheckpointTensor
 from deltasync.errors import ConfigError, SyncAborted
 from tests.engines.checkpoints import Weights
 from tests.engines.repacked import packed, tiles_like_machete, tiles_of_marlin, unpacked
-from tests.sync.harness import Fleet, StubbornLearnt, fleet, until
 from tests.sync.test_learnt import Engine, Matrix, bits_of, proof_of, target_of
+from tests.worlds.links import Fleet, StubbornLearnt, fleet, until
 
 ROWS, COLS, GROUP = 64, 96, 32  # of each of two fused matrices
 

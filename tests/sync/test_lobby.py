@@ -18,7 +18,7 @@ from deltasync.testing.links import background
 from deltasync.transports import inprocess
 from deltasync.wire.frame import decode, encode
 from deltasync.wire.messages import Failed, Hello, Refused
-from tests.sync.harness import until
+from tests.worlds.links import until
 
 
 class Waiting:

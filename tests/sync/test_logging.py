@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import pytest
 
 from deltasync import StagingThread
-from tests.sync.harness import Receivers, Stubborn, fleet, random_model, until
 from tests.sync.test_innocent import Fleet as Watching
 from tests.sync.test_staging_thread import engine, replace_storage
+from tests.worlds.links import Receivers, Stubborn, fleet, random_model, until
 
 SHAPES = {"a": (8, 4), "b": (6,)}
 

@@ -21,8 +21,8 @@ from deltasync.errors import ConfigError, PeerLost
 from deltasync.sync.protocol.receiver_session import DETACHED, INCOMPLETE
 from deltasync.transports import collective
 from deltasync.wire.messages import Failed, Prepare
-from tests.sync.groups import rows_of, trainer_of
-from tests.sync.harness import Model, Receivers, Serving, bits_equal, random_model, step
+from tests.worlds.links import Model, Receivers, Serving, bits_equal, random_model, step
+from tests.worlds.trainers import rows_of, trainer_of
 
 pytestmark = pytest.mark.timeout(300)  # gloo forms groups anew
 

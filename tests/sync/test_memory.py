@@ -22,8 +22,8 @@ from deltasync import (
 from deltasync.delta.bits import as_bits
 from deltasync.errors import SyncAborted
 from deltasync.testing.processes import Child
-from tests.sync.harness import Model
-from tests.sync.processes import connect, fingerprint, listen
+from tests.worlds.links import Model
+from tests.worlds.mortals import connect, fingerprint, listen
 
 NUMEL = 24 << 20
 MARGIN_BYTES = 12 << 20

@@ -15,7 +15,7 @@ from deltasync import ModuleSource, ModuleTarget, StagingThread, WeightReceiver,
 from deltasync.errors import DeltaSyncError, LayoutMismatch, Refused, is_permanent
 from deltasync.integrations.follower import Follower
 from deltasync.transports import shared_memory
-from tests.store.stores import wait_until
+from tests.worlds.stores import wait_until
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from deltasync.delta.readers import WireReader
 from deltasync.delta.shard import whole
 from deltasync.sync.protocol.one_way import OneWayReader, one_way_frames
 from deltasync.testing.bits import specs_of
-from tests.strategies import models, mutations, policies, same_bits
+from tests.worlds.strategies import models, mutations, policies, same_bits
 
 CHUNK = 16
 

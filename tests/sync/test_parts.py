@@ -22,7 +22,7 @@ from deltasync.engines.routes.recorder import CheckpointTensor, record
 from deltasync.errors import ConfigError, LayoutMismatch, SyncAborted
 from deltasync.sync.protocol.sender_session import copies
 from deltasync.testing.bits import specs_of
-from tests.sync.harness import Model, bits_equal, fleet, random_model, step
+from tests.worlds.links import Model, bits_equal, fleet, random_model, step
 
 SHAPES = {
     "embed": (13, 4),

@@ -30,8 +30,8 @@ from deltasync.quant.served import ServedSource
 from deltasync.sync.source.streamed import StreamedWeights
 from deltasync.sync.source.weights import LocalWeights
 from deltasync.transports import inprocess
-from tests.ranks import free_port, run_ranks
-from tests.sync.harness import bits_equal, fleet
+from tests.worlds.links import bits_equal, fleet
+from tests.worlds.ranks import free_port, run_ranks
 
 
 def net() -> nn.Sequential:

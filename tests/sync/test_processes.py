@@ -14,7 +14,7 @@ from deltasync import ModuleSource, ModuleTarget, ReceiverOptions, WeightReceive
 from deltasync.errors import PeerLost, TransportTimeout
 from deltasync.testing.processes import Child
 from deltasync.transports.base import ReceiveTransport
-from tests.sync.processes import connect, fingerprint, held, listen, model, serve, step, train
+from tests.worlds.mortals import connect, fingerprint, held, listen, model, serve, step, train
 
 TRANSPORTS = ["shared_memory", "gloo"]
 RECEIVER_PHASES = ["begin", "bucket", "prepare", "prepared", "commit", "committed", "finish"]

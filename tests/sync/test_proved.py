@@ -29,7 +29,7 @@ from deltasync.engines.reloaded import ReloadedTarget
 from deltasync.engines.routed import RoutedTarget
 from deltasync.engines.routes.recorder import CheckpointTensor
 from deltasync.errors import ConfigError, DirtyReceiver
-from tests.ranks import free_port, run_ranks
+from tests.worlds.ranks import free_port, run_ranks
 
 
 class Layer(nn.Module):

@@ -25,9 +25,9 @@ from deltasync.errors import ConfigError, EngineFailed, SyncAborted
 from deltasync.sync.protocol.receiver_session import ReceiverState
 from tests.engines.checkpoints import Weights
 from tests.engines.repacked import tiles_of_marlin
-from tests.sync.harness import Fleet, Serving, StubbornLearnt, fleet, until
 from tests.sync.test_learnt import Engine, Matrix, proof_of
 from tests.sync.test_learnt import checkpoint as matrices
+from tests.worlds.links import Fleet, Serving, StubbornLearnt, fleet, until
 
 FP8 = torch.float8_e4m3fn
 State = dict[str, tuple[int, Tensor]]

@@ -17,7 +17,7 @@ from deltasync.engines.proof.proving import Proof
 from deltasync.errors import ConfigError, EngineFailed, LayoutMismatch, SyncAborted
 from deltasync.sync.target.base import WeightTarget
 from deltasync.testing.target import TargetContract
-from tests.sync.harness import Model, fleet, random_model, step
+from tests.worlds.links import Model, fleet, random_model, step
 
 SHAPES = {"a": (40, 16), "b": (16,), "c": (7, 3)}
 

@@ -17,9 +17,9 @@ from deltasync.errors import DeltaSyncError, ReplicasDiffer, SyncAborted
 from deltasync.sync.group.rank import TrainerRank
 from deltasync.sync.receiver import WeightReceiver
 from deltasync.transports import shared_memory
-from tests.ranks import free_port, run_ranks
-from tests.sync.groups import Boxes, Sharded, Trainer
-from tests.sync.harness import Model, Serving, bits_equal, random_model, step
+from tests.worlds.links import Model, Serving, bits_equal, random_model, step
+from tests.worlds.ranks import free_port, run_ranks
+from tests.worlds.trainers import Boxes, Sharded, Trainer
 
 SHAPES: dict[str, tuple[int, ...]] = {"a": (600, 512), "b": (16,), "c": (32, 6)}
 WHOLE = {name: ShardSpec.whole(shape) for name, shape in SHAPES.items()}

@@ -17,7 +17,7 @@ from deltasync.engines.routed import RoutedTarget
 from deltasync.engines.routes.recorder import CheckpointTensor
 from deltasync.errors import ConfigError, DigestMismatch, SyncAborted
 from deltasync.testing.target import TargetContract
-from tests.sync.harness import Model, bits_equal, fleet, random_model, step, until
+from tests.worlds.links import Model, bits_equal, fleet, random_model, step, until
 
 EXPERTS = 3
 SHAPES = (

@@ -30,8 +30,8 @@ from deltasync.testing.processes import Child
 from deltasync.transports import collective, inprocess, shared_memory
 from deltasync.transports.base import ReceiveTransport, SendTransport
 from deltasync.wire import frame
-from tests.sync.by_hand import JOINED, Hand, begin
-from tests.sync.harness import Serving, bits_equal, random_model, until
+from tests.worlds.links import Serving, bits_equal, random_model, until
+from tests.worlds.peers import JOINED, Hand, begin
 
 
 def next_release(path: str) -> None:

@@ -29,8 +29,8 @@ from deltasync.sync.group.rank import TrainerRank
 from deltasync.sync.sender import WeightSender
 from deltasync.sync.source.tensors import Index
 from deltasync.transports import shared_memory
-from tests.ranks import free_port, run_ranks
-from tests.sync.harness import Serving
+from tests.worlds.links import Serving
+from tests.worlds.ranks import free_port, run_ranks
 
 WIDTH, HIDDEN = 21, 38
 EXPERTS, GATE = 5, 6

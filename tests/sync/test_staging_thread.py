@@ -37,7 +37,7 @@ from deltasync.testing.links import PROMPT_S, within
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame, ReceiveTransport
 from deltasync.wire.frame import decode
-from tests.sync.harness import Model, ThroughReceiver, bits_equal, until
+from tests.worlds.links import Model, ThroughReceiver, bits_equal, until
 
 
 @pytest.fixture(autouse=True)

@@ -27,8 +27,8 @@ from deltasync.integrations.fleet import EngineFleet
 from deltasync.quant.fp8 import Fp8
 from deltasync.quant.served import ServedSource
 from deltasync.transports import shared_memory
-from tests.sync.groups import Trainer as SourcesOfRanks
-from tests.sync.harness import bits_equal, fleet
+from tests.worlds.links import bits_equal, fleet
+from tests.worlds.trainers import Trainer as SourcesOfRanks
 
 
 def network() -> nn.Module:

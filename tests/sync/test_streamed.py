@@ -34,7 +34,7 @@ from deltasync.sync.source.streamed import StreamedWeights
 from deltasync.sync.target.copied import CopiedTarget
 from deltasync.transports import inprocess
 from deltasync.wire.messages import ParameterSpec
-from tests.sync.harness import Serving, until
+from tests.worlds.links import Serving, until
 
 Weights = dict[str, Tensor]
 SHAPES = {"a": (40, 9), "b": (7,), "none": (0, 3), "scalar": (), "c": (300,)}

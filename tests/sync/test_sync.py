@@ -41,7 +41,7 @@ from deltasync.sync.protocol.receiver_session import ReceiverState
 from deltasync.transports import inprocess
 from deltasync.transports.base import Capabilities, Frame, ReceiveTransport
 from deltasync.wire.frame import decode
-from tests.sync.harness import (
+from tests.worlds.links import (
     Fleet,
     Model,
     Serving,

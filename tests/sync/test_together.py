@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from deltasync import ReceiverOptions, SenderOptions
 from deltasync.engines.routed import RoutedTarget
 from deltasync.engines.routes.recorder import CheckpointTensor, record
-from tests.sync.harness import Model, bits_equal, fleet, random_model, step
+from tests.worlds.links import Model, bits_equal, fleet, random_model, step
 
 COUNT = 90  # tensors beside those that are loaded in pairs
 SHAPES = (

@@ -11,7 +11,7 @@ from deltasync import ModuleSource, ModuleTarget, SenderOptions, StoreSender, We
 from deltasync.errors import ConfigError
 from deltasync.transports import collective, inprocess
 from deltasync.transports.address import Address
-from tests.sync.harness import Model, fleet
+from tests.worlds.links import Model, fleet
 
 ODD = "a\udc80"  # as a name of a file that is not UTF-8
 

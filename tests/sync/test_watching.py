@@ -18,9 +18,9 @@ from deltasync import SenderOptions, SyncStats
 from deltasync.delta.bits import as_bits
 from deltasync.errors import ConfigError
 from deltasync.sync.stats import layer_of
-from tests.sync.groups import rows_of, trainer_of
-from tests.sync.harness import Fleet, Model, fleet
 from tests.sync.test_group import change, model
+from tests.worlds.links import Fleet, Model, fleet
+from tests.worlds.trainers import rows_of, trainer_of
 
 
 class Trained(nn.Module):

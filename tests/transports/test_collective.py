@@ -45,8 +45,8 @@ from deltasync.testing.transport import TransportContract
 from deltasync.transports.base import Frame, ReceiveTransport
 from deltasync.transports.collective import DEFAULT_MAX_PAYLOAD_BYTES, Receiver, Sender
 from deltasync.transports.control.connection import Connection, Kind
-from tests.programs import run
-from tests.ranks import free_port, free_ports, run_ranks
+from tests.worlds.programs import run
+from tests.worlds.ranks import free_port, free_ports, run_ranks
 
 
 def ends(secret: bytes | None = None, max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES) -> Ends:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from deltasync.transports.process_group import BroadcastStream, GroupSpec, Join, serve_store
-from tests.programs import Program
-from tests.ranks import free_port
+from tests.worlds.programs import Program
+from tests.worlds.ranks import free_port
 
 SENDER = """
 import sys

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from deltasync.testing.processes import Child, ChildFailed
-from tests.ranks import run_ranks
+from tests.worlds.ranks import run_ranks
 
 
 def succeed(rank: int, text: str) -> None:

@@ -21,7 +21,7 @@ from deltasync.transports.address import Address
 from deltasync.transports.base import Frame
 from deltasync.transports.collective import Receiver, Sender
 from deltasync.transports.process_group import BroadcastStream, GroupSpec, Join, serve_store
-from tests.ranks import free_port
+from tests.worlds.ranks import free_port
 
 calls: list[str] = []
 

@@ -38,7 +38,7 @@ from deltasync.store.sender import StoreSender
 from deltasync.sync.options import ReceiverOptions
 from deltasync.sync.staging_thread import StagingThread
 from deltasync.transports import shared_memory
-from tests.ranks import free_port
+from tests.worlds.ranks import free_port
 
 HERE = Path(__file__).parent
 LASTS_S, EACH_S, STEPS = 180, 0.5, 360

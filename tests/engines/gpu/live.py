@@ -19,7 +19,7 @@ from deltasync.errors import DeltaSyncError
 from deltasync.integrations.http import Http
 from deltasync.integrations.vllm import AsyncClient, HttpClient, OfflineClient
 from tests.engines.offline import SHORT, engine_settings, stop, tokens
-from tests.ranks import free_port
+from tests.worlds.ranks import free_port
 
 _START_S, _END_S = 200.0, 30.0
 _CLIENTS, _LENGTH = 6, 120

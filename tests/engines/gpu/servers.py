@@ -33,7 +33,7 @@ from deltasync.transports import collective
 from tests.engines.checkpoints import Weights, change, checkpoint, write_config, write_model
 from tests.engines.environment import ROOT
 from tests.engines.programs import Program, wait_until_up
-from tests.ranks import free_port
+from tests.worlds.ranks import free_port
 
 _IS_GPU = torch.cuda.is_available()
 _BACKEND = "nccl" if _IS_GPU else "gloo"

@@ -19,7 +19,7 @@ from deltasync.errors import DeltaSyncError
 from deltasync.transports import collective, shared_memory
 from deltasync.transports.base import Frame, ReceiveTransport, SendTransport
 from deltasync.wire.frame import decode
-from tests.sync.harness import Model, ThroughReceiver, ThroughSender
+from tests.worlds.links import Model, ThroughReceiver, ThroughSender
 
 NUMELS = (5000, 3, 40_000, 0)
 

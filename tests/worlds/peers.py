@@ -42,7 +42,7 @@ from deltasync.wire.messages import (
     layout_hash,
 )
 from deltasync.wire.table import ROW, RowKind, aligned
-from tests.sync.harness import Model, Serving, bits_equal
+from tests.worlds.links import Model, Serving, bits_equal
 
 SPECS = (
     ParameterSpec(("a",), (8, 5), dtypes.BY_NAME["bfloat16"]),

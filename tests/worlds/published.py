@@ -13,8 +13,8 @@ from deltasync import ModuleSource, ModuleTarget, ReceiverOptions, SenderOptions
 from deltasync.store.anchors import PublishOptions
 from deltasync.store.receiver import StoreReceiver
 from deltasync.store.sender import StoreSender
-from tests.store.stores import Place
-from tests.strategies import same_bits
+from tests.worlds.stores import Place
+from tests.worlds.strategies import same_bits
 
 RUN = "run"
 

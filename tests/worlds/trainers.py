@@ -25,7 +25,7 @@ from deltasync.sync.group.group import GroupCalls, TrainerGroup
 from deltasync.sync.group.rank import TrainerRank
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame, SendTransport
-from tests.sync.harness import Linking, Receivers, ThroughSender
+from tests.worlds.links import Linking, Receivers, ThroughSender
 
 Boxes = Mapping[str, ShardSpec]
 
