@@ -181,6 +181,7 @@ def rule_name(rule: object) -> str | None:
     return getattr(rule, "__name__", None)
 
 
+@pytest.mark.promise("Security", "Nothing is unpickled.")
 @pytest.mark.parametrize("rule", RULES, ids=rule_name)
 def test_package_keeps_the_rule(rule: Rule) -> None:
     findings = [

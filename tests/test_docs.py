@@ -2,7 +2,7 @@
 
 A ```python block runs alone, in a fresh process without GPUs. The only way out is a line
 `<!-- not-run: reason -->` right before it. ```bash and ```console blocks are not run: the
-sub-commands and make targets that they name are looked up. Tests that docs/promises.md names exist,
+sub-commands and make targets that they name are looked up. docs/promises.md is that of the marks,
 and figures of docs/operations.md are those of the code.
 """
 
@@ -33,9 +33,11 @@ from deltasync.sync.group.rank import TrainerRank
 from deltasync.sync.protocol import lobby
 from deltasync.sync.protocol.links import _READING_S
 from deltasync.sync.target import bound
+from deltasync.testing.transport import TransportContract
 from deltasync.transports import cuda_ipc
 from deltasync.transports.control import newcomers
 from deltasync.transports.control.endpoints import Server
+from tests import promises
 from tests.cli.command import call
 from tests.worlds.programs import run
 
@@ -357,55 +359,29 @@ def test_first_word_of_a_deltasync_command_is_its_name() -> None:
     assert named("deltasync", shlex.split("pip install deltasync")) == []
 
 
-PROMISES = (ROOT / "docs" / "promises.md").read_text(encoding="utf-8")
-TEST_ID = re.compile(r"`([\w/]+\.py(?:::\w+)+)`")
+def test_the_page_of_promises_is_that_of_the_marks() -> None:
+    assert promises.PAGE.read_text(encoding="utf-8") == promises.page(promises.all_marks())
+    assert {mark.section for mark in promises.all_marks()} == set(promises.SECTIONS)
 
 
-def missing_tests(text: str) -> list[str]:
-    """What is wrong with the rows of promises: those without a test, and tests that are not."""
-    rows = re.findall(r"^\|(?! promise |---)(.*)\|$", text, flags=re.MULTILINE)
-    untested = [f"no test: {row}" for row in rows if not TEST_ID.search(row)]
-    return untested + [name for name in TEST_ID.findall(text) if not is_test(name)]
+def test_promises_of_contracts_name_tests_that_exist() -> None:
+    for mark in promises.OF_CONTRACTS:
+        assert mark.test.startswith(promises.CONTRACT)
+        assert hasattr(TransportContract, mark.test.removeprefix(promises.CONTRACT))
 
 
-def is_test(name: str) -> bool:
-    path, *parts = name.split("::")
-    if not (ROOT / path).is_file():
-        return False
-    body: list[ast.stmt] = statements_of(path)
-    for part in parts:
-        found = [
-            n for n in body if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == part
-        ]
-        if not found:
-            return False
-        body = found[0].body
-    return parts[-1].startswith("test_")
-
-
-@cache
-def statements_of(path: str) -> list[ast.stmt]:
-    return ast.parse((ROOT / path).read_text(encoding="utf-8")).body
-
-
-def test_every_promise_names_tests_that_exist() -> None:
-    assert not (found := missing_tests(PROMISES)), "\n" + "\n".join(found)
-
-
-@pytest.mark.parametrize(
-    ("row", "faults"),
-    [
-        ("| It holds. | `tests/test_docs.py::test_every_promise_names_tests_that_exist` |", 0),
-        ("| It holds. | |", 1),
-        ("| It holds. | `tests/test_docs.py::test_gone` |", 1),
-        ("| It holds. | `tests/test_gone.py::test_gone` |", 1),
-        ("| It holds. | `tests/test_docs.py::is_test` |", 1),
-        ("| It holds. | `tests/test_docs.py::Page::test_gone` |", 1),
-        ("| promise | tests |\n|---|---|", 0),
-    ],
-)
-def test_missing_tests_are_found(row: str, faults: int) -> None:
-    assert len(missing_tests(row)) == faults
+def test_marks_are_found_in_classes_too() -> None:
+    text = """
+@pytest.mark.promise("S", "P" " Q")
+def test_a(): ...
+class Tests:
+    @pytest.mark.promise("S", "R")
+    def test_b(self): ...
+"""
+    assert promises.marks("f.py", text) == [
+        ("S", "P Q", "f.py::test_a"),
+        ("S", "R", "f.py::Tests::test_b"),
+    ]
 
 
 def default(call: object, name: str) -> object:
@@ -444,6 +420,7 @@ FIGURES = {
 }
 
 
+@pytest.mark.promise("Security", "The figures of Operations are those of the code.")
 @pytest.mark.parametrize("page", FIGURES)
 def test_figures_are_those_of_the_code(page: str) -> None:
     text = " ".join((ROOT / page).read_text(encoding="utf-8").replace("%", " %").split())

@@ -55,6 +55,7 @@ def test_a_level_of_the_drawing_is_a_level_of_inheritance() -> None:
     }
 
 
+@pytest.mark.promise("Errors", "The runbook lists every error.")
 def test_the_runbook_has_every_error() -> None:
     runbook = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
     assert [c.__name__ for c in defined_classes() if f"`{c.__name__}`" not in runbook] == []

@@ -124,6 +124,7 @@ def equal(left: Model, right: Model) -> bool:
     return all(same_bits(left[name], right[name]) for name in left)
 
 
+@pytest.mark.promise("All or nothing", "Staging writes nothing.")
 @given(sync=syncs(), bucket_bytes=BUCKET_BYTES)
 def test_stage_writes_nothing_commit_all_and_undo_takes_it_back(
     sync: Sync, bucket_bytes: int
@@ -296,6 +297,10 @@ RUNS = {
 }
 
 
+@pytest.mark.promise(
+    "Checks",
+    "What is written is read back; a write that does not persist is an error.",
+)
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS.keys())
 @pytest.mark.parametrize("layout", ["contiguous", "stepped"])
 def test_a_write_that_does_not_stick_is_an_error(run: Run, layout: own.Layout) -> None:

@@ -304,6 +304,7 @@ def test_bad_indices_are_found_before_a_write(indices: list[int], *, in_place: b
     assert not both.replica["w"].any()
 
 
+@pytest.mark.promise("Errors", "In place, nothing of a bad bucket, or of later ones, is written.")
 @pytest.mark.parametrize("bad", [0, 1, 2])
 def test_in_place_nothing_of_a_bucket_with_bad_indices_is_written_nor_of_later_ones(
     bad: int,
@@ -349,6 +350,10 @@ def test_a_sync_is_written_in_place_if_it_does_not_fit(max_bytes: int, *, in_pla
     assert staging.in_place == in_place
 
 
+@pytest.mark.promise(
+    "Checks",
+    "What is written is read back; a write that does not persist is an error.",
+)
 def test_weights_that_do_not_keep_what_is_written_are_found() -> None:
     both, payload, reader = payload_of([1, 2, 3])
     staging = BatchedStaging(both.weights, both.ledger)

@@ -131,6 +131,11 @@ def test_of_what_is_not_held_there_are_indices_alone() -> None:
         assert isinstance(found, bytes)
 
 
+@pytest.mark.promise(
+    "Errors",
+    "A GPU decodes and refuses the payloads that the host decodes and refuses, before "
+    "anything is written.",
+)
 @few
 @given(seed=SEEDS, flips=st.integers(1, 4), data=st.data())
 def test_damage_anywhere_ends_alike(seed: int, flips: int, data: st.DataObject) -> None:
@@ -142,6 +147,11 @@ def test_damage_anywhere_ends_alike(seed: int, flips: int, data: st.DataObject) 
     decoded_alike(bytes(made), *args(here))
 
 
+@pytest.mark.promise(
+    "Errors",
+    "A GPU decodes and refuses the payloads that the host decodes and refuses, before "
+    "anything is written.",
+)
 @few
 @given(seed=SEEDS, data=st.data())
 def test_blocks_that_lie_end_alike(seed: int, data: st.DataObject) -> None:
@@ -268,6 +278,11 @@ def test_w14_raw_rows_of_a_coded_payload_are_checked(wrong: list[int]) -> None:
     assert str(found).startswith("w0: ")
 
 
+@pytest.mark.promise(
+    "Errors",
+    "A GPU decodes and refuses the payloads that the host decodes and refuses, before "
+    "anything is written.",
+)
 @few
 @given(given_helds=helds(), seed=SEEDS, is_wrong=st.booleans())
 def test_who_holds_boxes_decodes_as_the_host_does(

@@ -185,6 +185,7 @@ def test_bits_are_equal_unless_one_of_them_differs(
     assert are_equal(left[:0], right[:0])
 
 
+@pytest.mark.promise("Bits", "-0.0, NaN payloads, denormals and every dtype arrive as they are.")
 def test_every_dtype_of_the_table_is_known() -> None:
     for dtype in dtypes.DTYPES:
         tensor = torch.zeros(1, dtype=torch_dtype(dtype))

@@ -142,6 +142,7 @@ MODEL = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.promise("Checks", "The digest depends on every bit and its position.")
 @given(model=MODEL, seed=own.SEEDS)
 def test_one_flipped_bit_shows(model: dict[str, Tensor], seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -152,6 +153,7 @@ def test_one_flipped_bit_shows(model: dict[str, Tensor], seed: int) -> None:
     assert total(model) != before
 
 
+@pytest.mark.promise("Checks", "The digest depends on every bit and its position.")
 @given(model=MODEL, seed=own.SEEDS)
 def test_swapped_elements_show(model: dict[str, Tensor], seed: int) -> None:
     flat = Flat.of(model["norm.weight"])

@@ -40,6 +40,7 @@ CASTS = [
 ]
 
 
+@pytest.mark.promise("Bits", "-0.0, NaN payloads, denormals and every dtype arrive as they are.")
 @given(pair=own.pairs(), policy=own.policies(), layout=own.LAYOUTS)
 def test_applying_the_diff_gives_the_new_bits(
     pair: tuple[Tensor, Tensor], policy: Policy, layout: own.Layout
@@ -106,6 +107,7 @@ def test_patch_does_not_alias_the_source() -> None:
     assert patch.values.tolist() == [1] * 8
 
 
+@pytest.mark.promise("Bits", "-0.0, NaN payloads, denormals and every dtype arrive as they are.")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_negative_zero_is_a_change_and_nan_is_none(dtype: torch.dtype) -> None:
     base = torch.tensor([0.0, torch.nan, 1.0], dtype=dtype)
@@ -118,6 +120,7 @@ def test_negative_zero_is_a_change_and_nan_is_none(dtype: torch.dtype) -> None:
     assert live[0].signbit()
 
 
+@pytest.mark.promise("Bits", "float32 masters are compared as torch casts them.")
 @given(data=st.data(), cast=st.sampled_from(CASTS), policy=own.policies())
 def test_masters_are_compared_as_torch_casts_them(
     data: st.DataObject, cast: tuple[torch.dtype, torch.dtype], policy: Policy

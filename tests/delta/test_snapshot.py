@@ -111,6 +111,7 @@ def mutate(model: dict[str, Tensor], data: st.DataObject) -> None:
         Flat.of(tensor).write(0, Flat.of(own_bits).read(0, tensor.numel()))
 
 
+@pytest.mark.promise("All or nothing", "A failed sync loses nothing: the next one covers both.")
 @given(model=own.models(), data=st.data(), max_held=st.sampled_from([0, 30, 200, 1 << 30]))
 def test_any_history_of_syncs_and_aborts_ends_bit_equal(
     model: dict[str, Tensor], data: st.DataObject, max_held: int
@@ -161,6 +162,10 @@ def changed_link() -> Link:
     return link
 
 
+@pytest.mark.promise(
+    "Cost",
+    "Memory beyond weights and snapshot stays within the bounds of the options.",
+)
 def test_held_bytes_are_bounded_and_the_rest_is_found_again() -> None:
     link = changed_link()
     whole = link.diff(1 << 30)
@@ -187,6 +192,11 @@ def test_aborted_sync_leads_to_a_dense_resend_of_just_what_was_overwritten() -> 
     link.assert_agree()
 
 
+@pytest.mark.promise(
+    "Cost",
+    "Runs that are not held before the decision are read from the source, and sent again "
+    "after an abort.",
+)
 def test_a_dense_run_is_written_ahead_and_sent_again_after_an_abort() -> None:
     link = Link({"w": torch.zeros(20, dtype=torch.int16)})
     link.model["w"].fill_(1)

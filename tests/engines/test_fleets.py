@@ -152,6 +152,11 @@ def await_answers(*clients: Requests) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.promise(
+    "Time",
+    "Requests to a vLLM or SGLang server go on while another one of its fleet is killed, "
+    "restarted and caught up.",
+)
 @pytest.mark.parametrize("made", [Vllm, Sglang])
 def test_requests_go_on_while_another_server_is_killed_and_restarted(
     made: type[Kind], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

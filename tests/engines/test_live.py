@@ -11,6 +11,10 @@ from tests.engines.programs import Program, objects
 _SEVERAL = {"LLM": 8, "AsyncLLM": 10, "vllm serve": 9}
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "An update of a running vLLM takes one call where that is safe.",
+)
 @pytest.mark.timeout(500)
 def test_updates_of_running_engines_take_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     use_cpu(monkeypatch, packs=False)

@@ -98,6 +98,10 @@ def check(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
         assert torch.equal(as_bits(tensor), as_bits(theirs[name])), name
 
 
+@pytest.mark.promise(
+    "Bits",
+    "Codes and scales of 4 bits are those that the producers of checkpoints write.",
+)
 @pytest.mark.parametrize("kind", MATRICES)
 @pytest.mark.parametrize("rows", [1, 7, 130])
 def test_nvfp4_is_that_of_compressed_tensors(kind: str, rows: int) -> None:
@@ -112,6 +116,10 @@ def test_nvfp4_is_that_of_compressed_tensors(kind: str, rows: int) -> None:
         assert torch_dtype(part.dtype) == theirs[name].dtype, name
 
 
+@pytest.mark.promise(
+    "Bits",
+    "Codes and scales of 4 bits are those that the producers of checkpoints write.",
+)
 @pytest.mark.parametrize("kind", MATRICES)
 @pytest.mark.parametrize("rows", [1, 7, 130])
 def test_mxfp4_is_that_of_compressed_tensors(kind: str, rows: int) -> None:
@@ -136,6 +144,10 @@ def test_fused_layers_of_compressed_tensors_share_a_global_scale() -> None:
             check(ours, compressed(weights, number=number))
 
 
+@pytest.mark.promise(
+    "Bits",
+    "Codes and scales of 4 bits are those that the producers of checkpoints write.",
+)
 @pytest.mark.parametrize("kind", MATRICES)
 @pytest.mark.parametrize("group", [32, 128, None])
 @pytest.mark.parametrize("rows", [1, 7, 130])

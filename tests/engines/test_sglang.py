@@ -70,6 +70,10 @@ def test_a_server_without_configuration(
         assert generate(http)["output_ids"] == before  # disconnected
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "Each update drops what the old weights computed.",
+)
 @pytest.mark.parametrize("version", [None, "0.5.20"], ids=["sessions", "no sessions"])
 def test_prompts_find_nothing_that_old_weights_have_made(
     version: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -58,6 +58,7 @@ def follow(_: int, folder: Path) -> None:
             assert_as_loaded(model, weights)
 
 
+@pytest.mark.promise("Bits", "An engine holds what its own loader would load.")
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_any_history_leaves_what_sglang_would_load(

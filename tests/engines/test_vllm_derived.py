@@ -45,6 +45,10 @@ def judge(_rank: int, architecture: str, folder: Path) -> None:
     (folder / "outcomes.json").write_text(json.dumps(outcomes), encoding="utf-8")
 
 
+@pytest.mark.promise(
+    "Bits",
+    "What an engine computes from its weights is updated in each sync, or `connect` refuses.",
+)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_what_is_computed_from_weights_follows(

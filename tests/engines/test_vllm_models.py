@@ -157,6 +157,7 @@ def refuse(_: int, architecture: str, folder: Path) -> None:
         assert not any(parameter.any() for parameter in model.parameters())
 
 
+@pytest.mark.promise("Bits", "An engine holds what its own loader would load.")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("architecture", sorted(CONFIGS.keys() - REFUSED.keys()))
 def test_any_history_leaves_what_vllm_would_load(

@@ -72,6 +72,11 @@ def judged(folder: Path, case: Case, mode: WithoutRoutes = "refuse") -> Verdict:
     return Verdict(**json.loads((folder / "verdict.json").read_text(encoding="utf-8")))
 
 
+@pytest.mark.promise(
+    "Bits",
+    "What an engine computes of small tensors, such as scales, is computed again in the "
+    "decision that writes them, or the old version stays.",
+)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", ROUTED + RECOMPUTED, ids=" ".join)
 def test_what_is_moved_or_computed_of_scales_after_loading_is_written_in_place(

@@ -37,6 +37,11 @@ def serve(model: Path, host: str, port: int) -> Program:
     return Program("-m", "vllm.entrypoints.openai.api_server", "--model", model, *where, *backend)
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "A `vllm serve` across a network serves what a fresh one serves of the trainer's last "
+    "checkpoint. `make test-engines`",
+)
 def test_a_server_across_the_network_serves_what_the_trainer_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

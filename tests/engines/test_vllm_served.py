@@ -41,6 +41,22 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "Each token of vLLM is of one version, and requests go on over an update.",
+)
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "A vLLM whose update failed stays paused until one succeeds, even if the trainer dies.",
+)
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "A version that changes nothing is named without a pause, and cached prefixes stay.",
+)
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "Requests continue while versions arrive.",
+)
 def test_requests_go_on_while_versions_come(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_cpu(monkeypatch, packs=False)
     output_of("-m", "tests.engines.served", model)
@@ -84,6 +100,14 @@ def served(
         yield f"http://127.0.0.1:{port}"
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "Each update drops what the old weights computed.",
+)
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "A vLLM whose update failed stays paused until one succeeds, even if the trainer dies.",
+)
 def test_a_server_drops_what_old_weights_made_and_says_why_it_declines(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,6 +161,12 @@ def answer(url: str, model: Path, **options: object) -> str:
     return str(Http(url).post("v1/completions", asked | options)["choices"][0]["text"])
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "Loops that drive vLLM's own trainer interface get the same: engines hold the trainer's "
+    "bits after each `send_weights`, which raises if one does not, and the next call covers "
+    "that.",
+)
 def test_the_example_with_the_trainers_half_of_vllm(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

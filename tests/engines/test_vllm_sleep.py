@@ -13,6 +13,10 @@ from tests.engines.programs import Program
 pytestmark = pytest.mark.timeout(500)
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "Sleeping weights are not touched. Weights that were kept take the next delta.",
+)
 def test_the_calls_of_an_engine_that_sleeps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,6 +115,12 @@ def trainer(source: Any, fleet: Fleet, **settings: Any) -> Iterator[DeltaSyncTra
         worker.disconnect()
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "Loops that drive vLLM's own trainer interface get the same: engines hold the trainer's "
+    "bits after each `send_weights`, which raises if one does not, and the next call covers "
+    "that.",
+)
 @pytest.mark.parametrize("make", [TheirSource, ModuleSource])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_engines_follow_by_deltas(make: Callable[[nn.Module], Any], dtype: torch.dtype) -> None:
@@ -143,6 +149,12 @@ def test_what_the_options_leave_out_is_not_sent() -> None:
             assert fleet.hold(model)
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "Loops that drive vLLM's own trainer interface get the same: engines hold the trainer's "
+    "bits after each `send_weights`, which raises if one does not, and the next call covers "
+    "that.",
+)
 def test_a_sync_that_fails_is_covered_by_the_next() -> None:
     model, fleet = random_model(SHAPES, 0), Fleet(engine_of(), engine_of())
     with trainer(TheirSource(model), fleet, timeout_s=2.0) as engine:
@@ -181,6 +193,11 @@ class Scripted(WeightSource):
             yield name, tensor.clone()
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "A source of vLLM's that brings something else than it declares is refused by name, and "
+    "ranks that gather are not left waiting.",
+)
 @pytest.mark.parametrize(
     ("other", "problem"),
     [
@@ -228,6 +245,12 @@ def test_another_rank_only_goes_through_the_source() -> None:
     assert fleet.calls == []
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "Loops that drive vLLM's own trainer interface get the same: engines hold the trainer's "
+    "bits after each `send_weights`, which raises if one does not, and the next call covers "
+    "that.",
+)
 @pytest.mark.timeout(280)
 def test_ranks_that_hold_parts_gather_them() -> None:
     run_ranks(gather, 2, free_port(), timeout_s=240)
@@ -454,6 +477,12 @@ class Together:
         return call
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "Loops that drive vLLM's own trainer interface get the same: engines hold the trainer's "
+    "bits after each `send_weights`, which raises if one does not, and the next call covers "
+    "that.",
+)
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
 def test_whole_engines_follow(

@@ -59,6 +59,11 @@ def checkpoint(
     return path
 
 
+@pytest.mark.promise(
+    "Bits",
+    "What is quantized is what the engine's checkpoint has quantized; everything else is "
+    "served as it is.",
+)
 @pytest.mark.parametrize(("form", "config"), CASES, ids=lambda case: str(type(case).__name__))
 def test_a_checkpoint_says_what_is_quantized(tmp_path: Path, form: Form, config: Any) -> None:
     forms = forms_of_checkpoint(checkpoint(tmp_path, form, config))
@@ -110,6 +115,10 @@ def test_parts_that_the_form_does_not_make_are_refused(
         forms(f"{layer}.weight", (192, 64))
 
 
+@pytest.mark.promise(
+    "Checks",
+    "A `quantization_config` that is not known bit for bit is refused by name.",
+)
 @pytest.mark.parametrize("part", ["weight_zero_point", "weight_g_idx", "weight_scale", "qzeros"])
 def test_parts_that_no_form_has_are_refused_at_once(tmp_path: Path, part: str) -> None:
     changed: dict[str, Tensor | None] = {f"{LAYER}.self_attn.q_proj.{part}": torch.ones(3)}
@@ -117,6 +126,11 @@ def test_parts_that_no_form_has_are_refused_at_once(tmp_path: Path, part: str) -
         forms_of_checkpoint(checkpoint(tmp_path, BlockFp8(), FP8, changed))
 
 
+@pytest.mark.promise(
+    "Bits",
+    "What is quantized is what the engine's checkpoint has quantized; everything else is "
+    "served as it is.",
+)
 @pytest.mark.parametrize(
     ("name", "shape"),
     [

@@ -166,6 +166,10 @@ def test_generation_resumes_when_others_have_loaded_the_trainers_weights(tmp_pat
         assert server.named == [sync.sender.version]
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "An engine that may hold a mixture stays paused, and `close` logs it.",
+)
 def test_an_engine_that_may_hold_a_mixture_stays_paused_and_close_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -107,6 +107,10 @@ def synced(source: Model, server: Sleeper, path: Path, sent: str = "abc") -> Any
         server.worker.disconnect()
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "After a sleep without a copy of the weights, what no sync writes is there again.",
+)
 def test_what_no_sync_writes_is_there_again(tmp_path: Path) -> None:
     source, server = trainer(0), Sleeper()
     with synced(source, server, tmp_path) as sync:
@@ -177,6 +181,10 @@ def test_an_engine_that_sleeps_before_a_trainer_connects_is_as_it_was() -> None:
         assert torch.equal(tensor, before[name]), name
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "After a sleep without a copy of the weights, what no sync writes is there again.",
+)
 @pytest.mark.parametrize(("first", "second"), [("abc", "ab"), ("abc", "c"), ("ab", "c")])
 def test_a_trainer_of_other_tensors_cannot_bring_back_the_rest(
     first: str, second: str, tmp_path: Path

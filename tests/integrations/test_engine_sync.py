@@ -93,6 +93,7 @@ with sync:
 """
 
 
+@pytest.mark.promise("Children", "A child sends no requests to the engine and does not resume it.")
 def test_a_child_asks_nothing_of_the_engine_and_does_not_resume_it() -> None:
     done = run(_FORKED)
     assert done.stdout == "asked to connect\nTrue\nresumed by parent\n", done.stderr

@@ -121,6 +121,11 @@ def refuse(call: str) -> None:
     raise ConnectionError("refused")
 
 
+@pytest.mark.promise(
+    "All or nothing",
+    "In a fleet, a server that fails or hangs in any call is dropped from a version and "
+    "caught up; the others take it.",
+)
 @pytest.mark.parametrize("call", ["connect", "pause", "update", "updated", "name", "resume"])
 @pytest.mark.parametrize("how", ["fails", "hangs"])
 @pytest.mark.parametrize("pauses", ["together", "rolling"])
@@ -145,6 +150,11 @@ def test_a_server_that_fails_in_a_call_is_caught_up_and_the_others_go_on(
         here.check(*ALL)
 
 
+@pytest.mark.promise(
+    "All or nothing",
+    "In a fleet, a server that fails or hangs in any call is dropped from a version and "
+    "caught up; the others take it.",
+)
 @pytest.mark.parametrize("call", ["switch", "switched"])
 @pytest.mark.parametrize("how", ["fails", "hangs"])
 def test_a_server_that_fails_in_its_one_call_is_caught_up(
@@ -164,6 +174,10 @@ def test_a_server_that_fails_in_its_one_call_is_caught_up(
         here.check(*ALL)
 
 
+@pytest.mark.promise(
+    "Time",
+    "An engine resumes when its own ranks have written, whatever another engine does.",
+)
 @pytest.mark.parametrize("kind", [Server, OneCall, Split])
 def test_a_server_resumes_before_another_one_has_answered(
     kind: type[Server], tmp_path: Path
@@ -187,6 +201,7 @@ def test_a_server_resumes_before_another_one_has_answered(
         here.check(*ALL)
 
 
+@pytest.mark.promise("Time", "In a rolling fleet one server pauses at a time.")
 def test_in_a_rolling_fleet_one_server_pauses_at_a_time(tmp_path: Path) -> None:
     with fleet_of(tmp_path, 3, pauses="rolling") as here:
         here.send()
@@ -202,6 +217,11 @@ def test_in_a_rolling_fleet_one_server_pauses_at_a_time(tmp_path: Path) -> None:
         here.check(*ALL)
 
 
+@pytest.mark.promise(
+    "All or nothing",
+    "A version that fewer than `min_engines` servers can take is aborted, and no server that "
+    "staged it changes.",
+)
 @pytest.mark.parametrize("needed", [3, None], ids=["three", "all"])
 def test_too_few_servers_abort_a_version_and_nobody_changes(
     tmp_path: Path, needed: int | None
@@ -224,6 +244,11 @@ def test_too_few_servers_abort_a_version_and_nobody_changes(
         here.check(*ALL)
 
 
+@pytest.mark.promise(
+    "All or nothing",
+    "A version that fewer than `min_engines` servers can take is aborted, and no server that "
+    "staged it changes.",
+)
 def test_a_version_that_too_few_could_stage_is_aborted(tmp_path: Path) -> None:
     with fleet_of(tmp_path, 3, min_engines=3, timeout_s=6.0) as here:
         here.send()

@@ -82,6 +82,11 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.promise(
+    "All or nothing",
+    "A server lost while others write what arrives leaves none of them dirty, where the "
+    "transport outlives losses.",
+)
 @pytest.mark.parametrize("number", [1, 3])
 def test_a_server_lost_while_all_write_what_arrives_leaves_nobody_dirty(
     number: int, tmp_path: Path
@@ -132,6 +137,11 @@ def test_what_is_written_as_it_arrives_and_too_few_take_is_repaired_in_the_pause
         here.check("0", "1", "2")
 
 
+@pytest.mark.promise(
+    "All or nothing",
+    "In a fleet, a server that fails or hangs in any call is dropped from a version and "
+    "caught up; the others take it.",
+)
 @pytest.mark.parametrize("kind", [Server, OneCall, Split])
 def test_a_server_that_dies_between_the_decision_and_its_reply_is_alone_in_that(
     kind: type[Server], tmp_path: Path
@@ -153,6 +163,10 @@ def test_a_server_that_dies_between_the_decision_and_its_reply_is_alone_in_that(
         here.check("0", "1", "2")
 
 
+@pytest.mark.promise(
+    "All or nothing",
+    "An engine that was restarted in its pause is paused again before it is written.",
+)
 def test_a_server_that_was_restarted_in_its_pause_is_paused_before_it_is_written(
     tmp_path: Path,
 ) -> None:
@@ -214,6 +228,11 @@ def test_over_a_link_that_does_not_outlive_losses_the_others_have_the_version(
         here.check("0", "1", "2")
 
 
+@pytest.mark.promise(
+    "All or nothing",
+    "Where a payload travels by way of other receivers and is lost with one of them, those "
+    "that miss it stay members, and have the version when the call returns.",
+)
 @pytest.mark.timeout(300)  # gloo forms groups anew
 @pytest.mark.parametrize("dies", ["0", "1", "2"])
 def test_who_is_sent_to_by_way_of_one_that_dies_has_the_version(
@@ -250,6 +269,10 @@ def test_who_is_sent_to_by_way_of_one_that_dies_has_the_version(
 MOMENTS = ["layout", "welcome", "begin", "bucket", "buffer", "prepare", "replies", "commit"]
 
 
+@pytest.mark.promise(
+    "All or nothing",
+    "An interrupted trainer leaves no server of a fleet paused for good.",
+)
 @pytest.mark.parametrize("moment", [*MOMENTS, "some replies", "finish"])
 @pytest.mark.parametrize("kind", [Server, OneCall])
 def test_an_interrupted_trainer_goes_on_and_no_server_is_left_paused(
@@ -398,6 +421,7 @@ with tempfile.TemporaryDirectory() as folder, fleet_of(Path(folder), 2) as here:
 """
 
 
+@pytest.mark.promise("Children", "A child sends no requests to the engine and does not resume it.")
 def test_a_child_asks_no_server_for_anything() -> None:
     done = run(_FORKED)
     assert done.stdout == "True\nTrue\n2\n", done.stderr

@@ -10,6 +10,11 @@ from typer.testing import CliRunner
 from benchmarks.__main__ import app
 
 
+@pytest.mark.promise(
+    "All or nothing",
+    "Every version that an engine of a fleet serves is one that was committed, whatever is "
+    "killed, stopped, added or removed.",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "more",

@@ -245,6 +245,11 @@ def check_stopped_at(here: Fleet, kind: str, number: int, sound: str) -> list[st
     return late
 
 
+@pytest.mark.promise(
+    "Time",
+    "Servers that stop at the same time cost one timeout a phase, whatever their number; in a "
+    "rolling fleet two.",
+)
 def test_engines_that_stop_at_once_cost_one_timeout(tmp_path: Path) -> None:
     with fleet_of(tmp_path, 4, options=BUCKETS) as here:
         assert here.fleet.send_weights().receivers == 4
@@ -253,6 +258,11 @@ def test_engines_that_stop_at_once_cost_one_timeout(tmp_path: Path) -> None:
         assert check_stopped_at(here, "commit", 1, "0") == ["some replies"]
 
 
+@pytest.mark.promise(
+    "Time",
+    "Servers that stop at the same time cost one timeout a phase, whatever their number; in a "
+    "rolling fleet two.",
+)
 def test_in_a_rolling_fleet_they_cost_one_alone_and_one_together(tmp_path: Path) -> None:
     with fleet_of(tmp_path, 4, pauses="rolling", options=BUCKETS) as here:
         here.fleet.send_weights()
@@ -281,6 +291,11 @@ def test_engines_that_stop_in_turn_before_the_first_wait_cost_two_at_most(tmp_pa
         assert all(map(here.holds, here.servers))
 
 
+@pytest.mark.promise(
+    "Time",
+    "Servers that stop at the same time cost one timeout a phase, whatever their number; in a "
+    "rolling fleet two.",
+)
 @pytest.mark.parametrize("pauses", ["together", "rolling"])
 def test_an_engine_joins_although_others_stop_as_they_join(pauses: Pauses, tmp_path: Path) -> None:
     with fleet_of(tmp_path, 4, pauses=pauses, options=BUCKETS) as here:

@@ -142,6 +142,10 @@ def outcome(call: Callable[[], object]) -> object:
         return error
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "An engine that failed to resume is resumed by the next sync, or by `close`.",
+)
 def test_an_engine_that_did_not_resume_does_when_it_holds_the_weights(tmp_path: Path) -> None:
     with connected(tmp_path) as (sync, source, server):
         server.fails = "resume"
@@ -153,6 +157,10 @@ def test_an_engine_that_did_not_resume_does_when_it_holds_the_weights(tmp_path: 
         assert not server.is_paused
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "An engine that failed to resume is resumed by the next sync, or by `close`.",
+)
 def test_close_resumes_an_engine_that_did_not_resume(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -194,6 +202,10 @@ def test_an_engine_that_was_restarted_in_its_pause_is_paused_again(tmp_path: Pat
         assert not server.is_paused
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "An engine's late update ends before the next one begins.",
+)
 @pytest.mark.parametrize(
     ("call", "kind"),
     [
@@ -243,6 +255,11 @@ def test_a_second_thread_is_refused_and_costs_the_first_nothing(tmp_path: Path) 
             source.get_parameter("a").data[0] *= 2
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "An engine whose update raised stays paused until a sync has ended. A worker that could "
+    "not put old weights back gets a full sync.",
+)
 @pytest.mark.parametrize("kind", [Server, OneCall])
 @pytest.mark.parametrize("undoes", [True, False], ids=["finish fails", "nothing is undone"])
 def test_an_engine_of_which_a_write_was_not_undone_stays_paused_until_it_is_whole(
@@ -296,6 +313,10 @@ def test_a_total_timeout_covers_the_wait_for_the_last_update(tmp_path: Path) -> 
             sync.send_weights(total_timeout_s=0.5)
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "An update of a running vLLM takes one call where that is safe.",
+)
 def test_an_update_in_one_call_is_asked_for_nothing_else(tmp_path: Path) -> None:
     with connected(tmp_path, kind=OneCall) as (sync, source, server):
         for work in ("write", "pass", "write", "pass", "pass"):
@@ -312,6 +333,10 @@ def test_an_update_in_one_call_is_asked_for_nothing_else(tmp_path: Path) -> None
         assert server.calls == ["pause", "name", "written", "resume"]  # as after another trainer
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "A vLLM whose update failed stays paused until one succeeds, even if the trainer dies.",
+)
 @pytest.mark.parametrize("call", ["write", "written"])
 def test_an_update_in_one_call_that_fails_is_paused_for_until_the_next(
     call: str, tmp_path: Path
@@ -328,6 +353,10 @@ def test_an_update_in_one_call_that_fails_is_paused_for_until_the_next(
         assert server.version == sync.sender.version
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "A version that changes nothing is named without a pause, and cached prefixes stay.",
+)
 def test_a_version_that_changes_weights_is_not_written_without_a_pause(tmp_path: Path) -> None:
     with connected(tmp_path, timeout_s=2.0) as (sync, source, server):
         before = server.module.get_parameter("a").clone()

@@ -151,6 +151,11 @@ def refused(source: WeightSource, folder: Path, *, engine: Engine | None = None)
     return str(raised.value)
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "`connect` names tensors that the engine does not take, or was started on and does not "
+    "receive.",
+)
 def test_what_the_engine_does_not_take_is_said_when_it_connects(tmp_path: Path) -> None:
     source = with_names(embed=(6, 4), norm=(4,), mtp=(3,), bias=(2,))
     said = refused(ModuleSource(source), tmp_path)

@@ -71,6 +71,11 @@ def trainer(
     )
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "A trainer with other tensors can take over an engine that another trainer has written, "
+    "or the error says what to do.",
+)
 @pytest.mark.parametrize("seed", [1, 2], ids=["its weights", "others"])
 @pytest.mark.parametrize("what", ["other dtypes", "fewer tensors", "more tensors"])
 def test_a_trainer_of_other_tensors_takes_over_an_engine_that_another_has_written(
@@ -100,6 +105,11 @@ def test_a_trainer_of_other_tensors_takes_over_an_engine_that_another_has_writte
                 assert torch.equal(held, source.get_parameter(name).float())
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "A trainer with other tensors can take over an engine that another trainer has written, "
+    "or the error says what to do.",
+)
 def test_what_no_trainer_has_written_is_held_against_the_checkpoint_and_the_way_on_is_named(
     tmp_path: Path,
 ) -> None:

@@ -81,6 +81,10 @@ class Worker:
     def disconnect(self, holder: str, /) -> None: ...
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "`connect` raises a worker's own `ConfigError`, whichever client is used.",
+)
 def test_a_worker_that_cannot_connect_tells_the_trainer(tmp_path: Path) -> None:
     source = ModuleSource(random_model({"a": (3,)}, 0))
     link = shared_memory.Sender(tmp_path / "socket")
@@ -251,6 +255,10 @@ class Sleeper:
             self.strides.fill_(7)
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "After a sleep without a copy of the weights, what no sync writes is there again.",
+)
 @pytest.mark.parametrize("tags", [None, ["weights"]])
 @pytest.mark.parametrize("kept", [True, False])
 def test_weights_that_sglang_keeps_take_the_next_delta_and_others_are_sent(

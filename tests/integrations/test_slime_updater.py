@@ -97,6 +97,10 @@ class ToyServer:
         return all(torch.equal(held[name], tensor) for name, tensor in weights.items())
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "The recipe for slime: ranks gather together, and servers that come and go hold each version.",
+)
 def test_servers_hold_what_ranks_have_gathered(tmp_path: Path) -> None:
     run_ranks(rank_of_slime, 2, tmp_path, free_port(), timeout_s=100)
 

@@ -80,6 +80,11 @@ def source(weights: dict[str, Tensor]) -> ModuleSource:
     return ModuleSource(module)
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "A proof puts everything back, whatever is raised. If it cannot, the worker refuses every "
+    "request.",
+)
 def test_an_engine_that_a_proof_has_spoiled_takes_no_order(tmp_path: Path) -> None:
     weights = checkpoint()
     server = Server(weights)

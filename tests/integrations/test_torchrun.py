@@ -108,6 +108,10 @@ def noting_steps(lines: Iterator[str], seen: list[int]) -> Iterator[str]:
         yield line
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "Ranks that torchrun restarts resume, and are sent nothing.",
+)
 def test_ranks_that_are_restarted_resume_and_are_sent_nothing(tmp_path: Path) -> None:
     recipe = ["--steps", "100", "--checkpoint", str(tmp_path / "checkpoint")]
     recipe += ["--port", str(free_ports(4))]
@@ -159,6 +163,10 @@ def check_a_node_that_comes_back(
     return step
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "A node of torchrun that is killed and started again joins; the trainer goes on meanwhile.",
+)
 def test_nodes_come_back_each_by_itself(tmp_path: Path) -> None:
     with ExitStack() as stack:
         lines, (first, second), again = two_nodes(

@@ -168,6 +168,10 @@ def test_what_is_too_large_to_be_staged_is_received_in_the_update(tmp_path: Path
         assert server.version == "2"
 
 
+@pytest.mark.promise(
+    "Cost",
+    "An engine is paused early only for a sync that may not fit into staging.",
+)
 def test_what_can_be_staged_pauses_the_engine_only_when_it_is_decided(tmp_path: Path) -> None:
     source, server = model(0), Server(model(0))
     weights, decided = as_bits(source.get_parameter("a").data).view(-1), list[int]()
@@ -295,6 +299,10 @@ def test_weights_that_others_touch_while_the_workers_are_disconnected_are_made_g
         assert bits_equal(source, server.module)
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "Sleeping weights are not touched. Weights that were kept take the next delta.",
+)
 def test_weights_that_are_kept_in_a_sleep_take_the_next_delta(tmp_path: Path) -> None:
     source, server = model(0), Server(model(0))
     with connected(source, server, tmp_path) as sync:
@@ -323,6 +331,10 @@ def test_weights_that_have_changed_in_a_sleep_are_made_good(tmp_path: Path) -> N
         assert bits_equal(source, server.module)
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "Sleeping weights are not touched. Weights that were kept take the next delta.",
+)
 @pytest.mark.parametrize("max_staged_bytes", [1 << 20, 1], ids=["staged", "in place"])
 def test_weights_that_sleep_are_not_touched(max_staged_bytes: int, tmp_path: Path) -> None:
     source, server = model(0), Server(model(0))
@@ -359,6 +371,10 @@ def test_a_worker_that_cannot_take_part_says_why(tmp_path: Path) -> None:
         server.worker.disconnect()
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "`connect` raises a worker's own `ConfigError`, whichever client is used.",
+)
 @pytest.mark.parametrize(
     ("said", "heard", "text"),
     [
@@ -381,6 +397,11 @@ def test_why_a_worker_declines_is_heard_from_itself_if_the_engine_does_not_pass_
         assert sync.send_weights().receivers == 1
 
 
+@pytest.mark.promise(
+    "Errors",
+    "`EngineFailed`: whatever an engine raises becomes this error, and the next sync covers "
+    "the version.",
+)
 def test_what_an_engine_raises_is_an_error_of_ours(tmp_path: Path) -> None:
     """`sync_after_step` goes on after those alone."""
     source, server = model(0), Server(model(0))
@@ -392,6 +413,11 @@ def test_what_an_engine_raises_is_an_error_of_ours(tmp_path: Path) -> None:
         assert sync.send_weights().receivers == 1
 
 
+@pytest.mark.promise(
+    "Errors",
+    "`EngineFailed`: whatever an engine raises becomes this error, and the next sync covers "
+    "the version.",
+)
 @pytest.mark.parametrize("moment", ["pause", "resume"])
 def test_what_pausing_raises_is_an_error_of_ours(moment: str, tmp_path: Path) -> None:
     source, server = model(0), Server(model(0))
@@ -418,6 +444,7 @@ def test_what_pausing_raises_is_an_error_of_ours(moment: str, tmp_path: Path) ->
         assert bits_equal(source, server.module)
 
 
+@pytest.mark.promise("Time", "Calls of an asynchronous vLLM are bounded.")
 def test_a_call_of_an_asynchronous_engine_is_bounded() -> None:
     class Engine:
         is_ended = False
@@ -456,6 +483,7 @@ def test_an_engine_that_an_earlier_trainer_left_behind_takes_no_part(tmp_path: P
     assert not bits_equal(source, left.module)
 
 
+@pytest.mark.promise("Security", "Engine workers read their secret from `DELTASYNC_SECRET`.")
 def test_workers_take_their_secret_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     source, server = model(0), Server(model(1))
     monkeypatch.setenv("DELTASYNC_SECRET", "of both ends")

@@ -21,6 +21,10 @@ class TrainerWeightTransferEngine:
 OLD_INIT = "HTTPVLLMWeightSyncClient = WeightTransferTrainerFactory = None"
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "A vLLM without the trainer's half that is needed is a `ConfigError` that says which one is.",
+)
 @pytest.mark.parametrize(
     ("init", "base", "problem"),
     [

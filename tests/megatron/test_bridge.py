@@ -41,6 +41,11 @@ def said_by_ranks(program: Path, folder: Path) -> str:
         return running.wait()
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "With Megatron-core's distributed optimizer and `overlap_param_gather`, what the recipe "
+    "exports after a step is what all ranks have updated. `make test-megatron`",
+)
 def test_what_is_exported_after_a_step_is_what_all_ranks_have_updated(folder: Path) -> None:
     said = said_by_ranks(ROOT / "tests" / "megatron" / "gathering.py", folder)
     found = re.findall(r"rank (\d) (\w+) (\d+) ([0-9a-f]{64})", said)

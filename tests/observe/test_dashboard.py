@@ -43,6 +43,10 @@ def samples() -> dict[str, set[str]]:
 SAMPLES = samples()
 
 
+@pytest.mark.promise(
+    "What operators see",
+    "The dashboard asks for metrics that exist, and each is documented.",
+)
 @pytest.mark.parametrize("query", QUERIES)
 def test_a_query_asks_for_metrics_that_exist(query: str) -> None:
     names = re.findall(r"\bdeltasync_\w+", query)
@@ -72,6 +76,10 @@ def test_legends_use_labels_that_exist() -> None:
             assert labels <= set().union(*(SAMPLES[name] for name in names)), panel["title"]
 
 
+@pytest.mark.promise(
+    "What operators see",
+    "The dashboard asks for metrics that exist, and each is documented.",
+)
 def test_every_metric_is_on_the_dashboard_and_on_the_page() -> None:
     asked = " ".join(QUERIES)
     bare = {re.sub(r"_(bucket|sum|count)$", "", name) for name in SAMPLES}

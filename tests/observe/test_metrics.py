@@ -167,6 +167,10 @@ def test_names_follow_the_conventions_of_prometheus(
             assert metric.name.endswith(UNITS), metric.name
 
 
+@pytest.mark.promise(
+    "What operators see",
+    "Labels of metrics stay few, whatever peers are called and report.",
+)
 def test_labels_stay_few_whatever_peers_are_called(
     registry: CollectorRegistry, value: Callable[..., float]
 ) -> None:
@@ -362,6 +366,10 @@ def worker(number: int) -> None:
     metrics(received(name="store[0/1]") if number else dirty("store[0/1]"))
 
 
+@pytest.mark.promise(
+    "What operators see",
+    "Metrics of several processes, and of their forks, add up.",
+)
 def test_processes_and_their_forks_add_up_in_multiprocess_mode(
     tmp_path: Path,
 ) -> None:

@@ -82,6 +82,10 @@ def history(versions: int, layers: int = 4) -> list[SyncEvent]:
     return found
 
 
+@pytest.mark.promise(
+    "What operators see",
+    "A report loads nothing, and shows names and messages as text.",
+)
 @pytest.mark.parametrize("versions", [1, 2, 10, 60, 10_000])
 def test_a_page_is_whole_and_loads_nothing(versions: int, tmp_path: Path) -> None:
     text = page_of(tmp_path / "run.jsonl", history(versions))
@@ -98,6 +102,10 @@ def test_a_page_is_whole_and_loads_nothing(versions: int, tmp_path: Path) -> Non
     assert f"v{versions}" in page.texts
 
 
+@pytest.mark.promise(
+    "What operators see",
+    "A report loads nothing, and shows names and messages as text.",
+)
 def test_names_and_messages_are_text_and_nothing_else(tmp_path: Path) -> None:
     events = [
         sync(density_by={EVIL: 0.5, "ok": 0.1}, warnings=(EVIL,), lost={EVIL: EVIL}),

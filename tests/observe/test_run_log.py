@@ -124,6 +124,10 @@ def test_of_ends_without_number_a_bounded_number_is_remembered(tmp_path: Path) -
     assert series_of(read_run(path)).num_failures == 6000
 
 
+@pytest.mark.promise(
+    "What operators see",
+    "A killed process leaves at most one torn line in a run log; the report skips it and says so.",
+)
 @given(cut=st.integers(1, 400))
 @settings(max_examples=30, deadline=None)
 def test_a_torn_line_is_reported_and_skipped_and_what_follows_is_read(
@@ -151,6 +155,10 @@ def write_for_ever(path: Path) -> None:
             log(sync(version=version, density_by={f"layers.{n}": 0.5 for n in range(200)}))
 
 
+@pytest.mark.promise(
+    "What operators see",
+    "A killed process leaves at most one torn line in a run log; the report skips it and says so.",
+)
 def test_a_killed_writer_leaves_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     with Child(write_for_ever, path) as child:
@@ -205,6 +213,7 @@ def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
     assert [line.version for line in lines if isinstance(line, SyncLine)] == [2]
 
 
+@pytest.mark.promise("What operators see", "A full disk costs lines of the log, and no sync.")
 def test_a_full_disk_is_said_once_and_costs_no_sync(caplog: pytest.LogCaptureFixture) -> None:
     if not os.path.exists("/dev/full"):
         pytest.skip("needs /dev/full")

@@ -92,6 +92,10 @@ def engine(folder: Path) -> None:
         (folder / "engine").write_text(json.dumps([os.getpid(), spans]))
 
 
+@pytest.mark.promise(
+    "What operators see",
+    "Trainer and engines make one trace of a version, and nothing about it is sent.",
+)
 def test_two_processes_make_one_trace_of_each_version(tmp_path: Path) -> None:
     with Child(trainer, tmp_path) as one, Child(engine, tmp_path) as other:
         one.wait(timeout_s=80)

@@ -134,6 +134,10 @@ def test_targets_that_are_parts_of_classes_are_refused(target: str, tmp_path: Pa
         forms_of_checkpoint(tmp_path, config=told)
 
 
+@pytest.mark.promise(
+    "Checks",
+    "A `quantization_config` that is not known bit for bit is refused by name.",
+)
 @pytest.mark.parametrize(
     ("config", "says"),
     [

@@ -114,6 +114,11 @@ def borders(draw: st.DrawFn, length: int, step: int) -> list[int]:
     return sorted([0, *draw(inner), length])
 
 
+@pytest.mark.promise(
+    "Bits",
+    "Ranks that quantize what they hold send what a gather would produce, also where blocks "
+    "lie on several ranks.",
+)
 @settings(max_examples=300, deadline=None)
 @given(data=st.data(), form=st.sampled_from(list(STEPS)), kind=st.sampled_from(KINDS))
 def test_boxes_are_served_as_the_whole(data: st.DataObject, form: Form, kind: str) -> None:

@@ -50,6 +50,10 @@ def same(left: Tensor, right: Tensor) -> bool:
     return left.dtype == right.dtype and torch.equal(as_bits(left), as_bits(right))
 
 
+@pytest.mark.promise(
+    "Bits",
+    "Codes and scales of 4 bits are those that the producers of checkpoints write.",
+)
 @pytest.mark.parametrize("kind", MATRICES)
 @pytest.mark.parametrize("form", FORMS)
 def test_parts_are_those_that_producers_write(form: str, kind: str) -> None:

@@ -39,6 +39,10 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 every_form = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 
 
+@pytest.mark.promise(
+    "Bits",
+    "Kernels quantize to the bits of the reference, whatever the weights are. (CPU, GPU)",
+)
 @pytest.mark.parametrize("device", DEVICES)
 @every_form
 def test_kernels_compute_the_reference(form: Form, device: str) -> None:
@@ -83,6 +87,10 @@ def test_every_bfloat16_is_rounded_as_the_reference_rounds_it(exponent: int, dev
         assert torch.equal(narrow[fits].view(torch.int32), expected[fits].view(torch.int32))
 
 
+@pytest.mark.promise(
+    "Bits",
+    "Kernels quantize to the bits of the reference, whatever the weights are. (CPU, GPU)",
+)
 @pytest.mark.parametrize("device", DEVICES)
 @every_form
 def test_kernels_find_the_scale_of_every_maximum(form: Form, device: str) -> None:

@@ -97,6 +97,11 @@ def gather(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.promise(
+    "Bits",
+    "Ranks that quantize what they hold send what a gather would produce, also where blocks "
+    "lie on several ranks.",
+)
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_engines_hold_what_a_gather_would_give_them(world: int, tmp_path: Path) -> None:
     run_ranks(train, world, world, free_port(), tmp_path, timeout_s=150)
@@ -198,6 +203,11 @@ def divide(rank: int, port: int, folder: Path) -> None:
     os._exit(0)
 
 
+@pytest.mark.promise(
+    "Bits",
+    "A rank that is lost while ranks agree on maxima ends the sync as a failure that the next "
+    "one covers.",
+)
 @pytest.mark.parametrize("dying", [0, 1])
 @pytest.mark.parametrize("turn", [0, 1])
 def test_a_rank_that_dies_while_maxima_are_exchanged_ends_the_sync(

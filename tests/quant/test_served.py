@@ -81,6 +81,11 @@ def step(source: nn.Module, share: float, seed: int) -> None:
         parameter.data += torch.where(chosen, change, 0).to(parameter.dtype)
 
 
+@pytest.mark.promise(
+    "Bits",
+    "An engine that serves a quantized form holds what it would load from a checkpoint of the "
+    "trainer's weights.",
+)
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 @pytest.mark.parametrize("scale", ["float32", "ue8m0"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -97,6 +97,7 @@ def holds(replica: nn.Module, expected: dict[str, Tensor]) -> None:
         assert torch.equal(as_bits(tensor), as_bits(expected[name])), name
 
 
+@pytest.mark.promise("Checks", "NaN and infinity are not quantized when engines connect.")
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, 3.4e38])
 def test_weights_without_a_form_are_refused_at_connect(bad: float) -> None:
     source = trainer(0, torch.float32)  # 3.4e38 is infinite as bfloat16
@@ -105,6 +106,7 @@ def test_weights_without_a_form_are_refused_at_connect(bad: float) -> None:
     assert "down.weight: NaN or infinity" in refusal(served(source), replica)
 
 
+@pytest.mark.promise("Checks", "NaN and infinity are not quantized when engines connect.")
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_weights_without_a_form_that_come_by_a_stream_are_refused(bad: float) -> None:
     source = trainer(0, torch.bfloat16)
@@ -121,6 +123,10 @@ def test_weights_without_a_form_that_come_by_a_stream_are_refused(bad: float) ->
     assert went_by == list(source.state_dict())  # other ranks are not left waiting
 
 
+@pytest.mark.promise(
+    "Checks",
+    "Quantized weights meet their scales, or are refused by name before anything is written.",
+)
 def test_an_engine_that_is_quantized_takes_nothing_from_a_trainer_that_is_not() -> None:
     source = trainer(0, torch.bfloat16)
     told = refusal(ModuleSource(source), engine(cold(source, FORM)))
@@ -128,6 +134,10 @@ def test_an_engine_that_is_quantized_takes_nothing_from_a_trainer_that_is_not() 
     assert "deltasync.quant" in told
 
 
+@pytest.mark.promise(
+    "Checks",
+    "Quantized weights meet their scales, or are refused by name before anything is written.",
+)
 def test_an_engine_that_is_not_quantized_takes_nothing_that_is() -> None:
     source = trainer(0, torch.bfloat16)
     told = refusal(served(source), engine(dict(source.state_dict())))
@@ -135,6 +145,10 @@ def test_an_engine_that_is_not_quantized_takes_nothing_that_is() -> None:
     assert "float8_e4m3fn" in told
 
 
+@pytest.mark.promise(
+    "Checks",
+    "Quantized weights meet their scales, or are refused by name before anything is written.",
+)
 @pytest.mark.parametrize(("name", "says"), [("up", "bfloat16"), ("down", "down.weight")])
 def test_one_layer_that_either_end_does_not_quantize_is_named(name: str, says: str) -> None:
     source = trainer(0, torch.bfloat16)
@@ -150,6 +164,10 @@ def test_one_layer_that_either_end_does_not_quantize_is_named(name: str, says: s
         assert f"{name}.weight" in told
 
 
+@pytest.mark.promise(
+    "Checks",
+    "Quantized weights meet their scales, or are refused by name before anything is written.",
+)
 def test_an_engine_of_another_scale_is_refused() -> None:
     source = trainer(0, torch.bfloat16)
     weights = cold(source, FORM)
@@ -162,6 +180,10 @@ def test_an_engine_of_another_scale_is_refused() -> None:
     assert "weight_scale" in refusal(served(source), engine(renamed))
 
 
+@pytest.mark.promise(
+    "Checks",
+    "Quantized weights meet their scales, or are refused by name before anything is written.",
+)
 @pytest.mark.parametrize("pattern", ["*", "up.weight", "*_scale_inv"])
 def test_wire_dtypes_change_nothing_that_is_served(pattern: str) -> None:
     source = trainer(0, torch.float32)

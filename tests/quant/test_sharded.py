@@ -55,6 +55,11 @@ WAYS = [
 ]
 
 
+@pytest.mark.promise(
+    "Bits",
+    "Ranks that quantize what they hold send what a gather would produce, also where blocks "
+    "lie on several ranks.",
+)
 @settings(max_examples=20, deadline=None)
 @given(
     ways=st.sampled_from(WAYS),
@@ -115,6 +120,11 @@ def test_ranks_exchange_maxima_only_where_blocks_cross(crosses: bool) -> None:
     assert asked == ["measure"] * crosses + ["compare", "send", "decide", "done"]
 
 
+@pytest.mark.promise(
+    "Bits",
+    "A rank that is lost while ranks agree on maxima ends the sync as a failure that the next "
+    "one covers.",
+)
 def test_a_rank_whose_source_fails_as_maxima_are_exchanged_ends_the_sync() -> None:
     source = model()
     parts = parts_of(source, WAYS[0])

@@ -73,6 +73,10 @@ def test_layers_that_engines_fuse_share() -> None:
     assert siblings("a.own.weight", [("own", "other")]) == ("a.own.weight", "a.other.weight")
 
 
+@pytest.mark.promise(
+    "Bits",
+    "Matrices of 4 bits that engines fuse share their scale, in streams too.",
+)
 @pytest.mark.parametrize("form", [CompressedNvfp4(), ModelOptNvfp4(), Int4(32)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_an_engine_of_4_bits_holds_what_a_cold_load_gives(form: Form, dtype: torch.dtype) -> None:
@@ -102,6 +106,10 @@ def test_an_engine_of_4_bits_holds_what_a_cold_load_gives(form: Form, dtype: tor
         sender.close()
 
 
+@pytest.mark.promise(
+    "Bits",
+    "Matrices of 4 bits that engines fuse share their scale, in streams too.",
+)
 @pytest.mark.parametrize("form", [CompressedNvfp4(), ModelOptNvfp4()])
 def test_streams_hold_back_what_shares(form: Form) -> None:
     model = trainer(torch.bfloat16)

@@ -24,6 +24,11 @@ def plain(source: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.bfloat16() for name, tensor in source.state_dict().items()}
 
 
+@pytest.mark.promise(
+    "Bits",
+    "An engine that serves a quantized form holds what it would load from a checkpoint of the "
+    "trainer's weights.",
+)
 @pytest.mark.parametrize("on_busy", [None, "wait"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_engines_of_two_forms_follow_one_trainer(on_busy: str | None, dtype: torch.dtype) -> None:

@@ -70,6 +70,11 @@ def check(ranks: Sequence[Any], engines: Sequence[Any], version: int) -> None:
     assert ray.get(held, timeout=PATIENCE_S) == [(version, bits)] * len(engines)
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "Actors that Ray restarts, or that are added, connect by themselves; engines serve while "
+    "the trainer is away, and find the next one.",
+)
 def test_engines_are_killed_restarted_stopped_and_added(meeting: Rendezvous) -> None:
     engines = [engine(meeting, max_restarts=-1) for _ in range(3)]  # before the trainer is there
     ranks = trainer(meeting)
@@ -101,6 +106,11 @@ def test_engines_are_killed_restarted_stopped_and_added(meeting: Rendezvous) -> 
     check(ranks, engines, done[-1].version)
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "Actors that Ray restarts, or that are added, connect by themselves; engines serve while "
+    "the trainer is away, and find the next one.",
+)
 def test_engines_serve_while_the_trainer_is_away_and_find_the_next_one(meeting: Rendezvous) -> None:
     ranks, engines = trainer(meeting), [engine(meeting) for _ in range(2)]
     assert send(ranks, wait_for=2).version == 1

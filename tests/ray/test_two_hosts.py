@@ -81,6 +81,10 @@ def dropped(name: str) -> int:
     return int(found[1])
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "Behind firewalls a torchrun of two nodes needs the documented ports alone.",
+)
 def test_nodes_need_the_documented_ports_alone(
     hosts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

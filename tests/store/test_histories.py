@@ -95,6 +95,11 @@ def fewest_bytes(run: Run, held: int | None, to: int) -> int:
     return costs[to]
 
 
+@pytest.mark.promise(
+    "Cost",
+    "A reader of a store fetches the fewest bytes that lead to a version, in whatever codec: "
+    "the deltas that it has missed, as one commit, or an anchor and what follows.",
+)
 @settings(deadline=None)
 @given(
     versions=histories(),
@@ -129,6 +134,11 @@ def test_readers_of_any_history_take_the_fewest_bytes(
             held = to
 
 
+@pytest.mark.promise(
+    "Cost",
+    "A reader of a store fetches the fewest bytes that lead to a version, in whatever codec: "
+    "the deltas that it has missed, as one commit, or an anchor and what follows.",
+)
 @pytest.mark.parametrize("coding", CODINGS)
 def test_a_reader_8_versions_behind_merges_8_deltas_into_one_commit(coding: Coding) -> None:
     place, states = memory_place(), large_states(9)
@@ -156,6 +166,11 @@ def large_states(count: int, *, density: float = 0.01, numel: int = 20_000) -> l
     return states
 
 
+@pytest.mark.promise(
+    "Cost",
+    "A reader of a store fetches the fewest bytes that lead to a version, in whatever codec: "
+    "the deltas that it has missed, as one commit, or an anchor and what follows.",
+)
 @pytest.mark.parametrize("coding", ["none", "gap", "block"])
 def test_ranks_that_hold_parts_merge_deltas(tmp_path: Path, coding: Coding) -> None:
     """Also of a parameter that has changed, and is as it was at the version held."""

@@ -94,6 +94,11 @@ def collect(place: Place) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.promise(
+    "Cost",
+    "A reader whose objects are deleted while it fetches them goes on with the newest "
+    "version, and never mixes two.",
+)
 @pytest.mark.parametrize("held", [None, 2])
 def test_a_slow_reader_goes_on_with_the_newest_version(
     link: tuple[Place, Place, Faults], held: int | None

@@ -198,6 +198,7 @@ def test_a_sync_that_is_due_waits_for_the_one_before(opened: Open) -> None:
     assert (training.hook.syncs, training.hook.skipped) == (3, 0)
 
 
+@pytest.mark.promise("Cost", "With `on_busy`, a step waits only until the weights have been read.")
 def test_the_optimizer_waits_until_the_weights_have_been_read(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:

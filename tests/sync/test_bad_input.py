@@ -313,6 +313,10 @@ CASES: dict[str, tuple[list[Said], type[DeltaSyncError]]] = {
 }
 
 
+@pytest.mark.promise(
+    "Errors",
+    "`VersionGap`, `WrongStream`, every `WireError`: nothing is written, and the receiver rejoins.",
+)
 @pytest.mark.parametrize("name", CASES)
 def test_a_bad_sender_changes_no_bit_and_the_receiver_rejoins(name: str) -> None:
     talk, expected = CASES[name]
@@ -331,6 +335,7 @@ def test_a_bad_sender_changes_no_bit_and_the_receiver_rejoins(name: str) -> None
     hand.serve_honestly()
 
 
+@pytest.mark.promise("Errors", "In place, every mixture of versions is detected.")
 @pytest.mark.parametrize("name", CASES)
 def test_a_bad_sender_leaves_no_mixture_unnoticed_where_syncs_are_written_in_place(
     name: str,
@@ -345,6 +350,7 @@ def test_a_bad_sender_leaves_no_mixture_unnoticed_where_syncs_are_written_in_pla
     hand.serve_honestly()
 
 
+@pytest.mark.promise("Errors", "In place, nothing of a bad bucket, or of later ones, is written.")
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", [name for name in CASES if issubclass(CASES[name][1], WireError)])
 def test_bytes_that_break_the_format_write_nothing_of_their_bucket_in_place(
@@ -360,6 +366,7 @@ def test_bytes_that_break_the_format_write_nothing_of_their_bucket_in_place(
     assert hand.is_untouched() is not is_written
 
 
+@pytest.mark.promise("Errors", "In place, nothing of a bad bucket, or of later ones, is written.")
 def test_in_place_an_earlier_bucket_is_written_and_the_receiver_refuses_to_serve() -> None:
     hand = Hand(OPTIONS.model_copy(update={"max_staged_bytes": 0}))
     small = begin(sparse_bytes=18, dense_bytes=0)  # the first bucket is all that it declares
@@ -423,6 +430,11 @@ def test_a_link_that_ends_within_a_sync_changes_nothing() -> None:
     hand.serve_honestly()
 
 
+@pytest.mark.promise(
+    "All or nothing",
+    "If the sender dies between commit and finish, a rank that does not know what the others "
+    "hold is dirty.",
+)
 def test_a_rank_that_never_hears_whether_its_engine_committed_must_not_serve() -> None:
     hand = Hand(world=2)
     error = hand.say([*STAGED, prepare(), commit(), Finish(version=99, undo=())])
@@ -431,6 +443,7 @@ def test_a_rank_that_never_hears_whether_its_engine_committed_must_not_serve() -
         hand.receiver.check_serving()
 
 
+@pytest.mark.promise("Errors", "`Refused` says why.")
 def test_a_refusal_is_told_with_its_reason() -> None:
     hand = Hand()
     error = hand.say([messages.Refused(error="ConfigError", reason="no room")])
@@ -460,6 +473,7 @@ def test_a_sync_aborted_while_it_is_written_in_place_is_dirty_and_it_rejoins_at_
     hand.serve_honestly()
 
 
+@pytest.mark.promise("All or nothing", "A receiver that has written nothing is not dirty.")
 def test_a_sync_aborted_before_it_is_written_in_place_costs_nothing() -> None:
     hand = Hand(OPTIONS.model_copy(update={"max_staged_bytes": 0}))
     error = hand.say([*JOINED, begin(), Abort(version=NEXT, reason="")])

@@ -186,6 +186,11 @@ def settle(sender: WeightSender, count: int) -> None:
 UNPREPARED = [n for n, (kind, _, _) in LIES.items() if kind == "prepared" and "twice" not in n]
 
 
+@pytest.mark.promise(
+    "All or nothing",
+    "A version becomes final only when every receiver that takes it has staged it and "
+    "predicts the trainer's digest.",
+)
 @pytest.mark.parametrize("name", UNPREPARED)
 def test_a_version_that_nobody_prepared_is_not_decided(name: str) -> None:
     kind, tamper, reason = LIES[name]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -137,6 +138,7 @@ def is_ordered(rows: list[Row]) -> bool:
     return all(end <= start for end, start in zip(ends, starts[1:], strict=False))
 
 
+@pytest.mark.promise("Security", "Arbitrary bytes cause a typed error, in bounded memory.")
 @settings(max_examples=300)
 @given(talks())
 def test_nothing_but_a_whole_legal_sync_changes_a_bit(talk: list[Sent]) -> None:

@@ -102,6 +102,11 @@ def test_what_is_written_while_it_is_packed_stays_raw() -> None:
             assert bits_equal(source, target)
 
 
+@pytest.mark.promise(
+    "Errors",
+    "A GPU decodes and refuses the payloads that the host decodes and refuses, before "
+    "anything is written.",
+)
 @pytest.mark.parametrize("staged_bytes", [None, 0])
 def test_a_wrong_base_is_found_before_anything_is_written(staged_bytes: int | None) -> None:
     source, target = model(1), model(1)
@@ -144,6 +149,11 @@ class Damaged(ThroughReceiver):
         return Frame(encode(message, payload_bytes=len(payload)), payload)
 
 
+@pytest.mark.promise(
+    "Errors",
+    "A GPU decodes and refuses the payloads that the host decodes and refuses, before "
+    "anything is written.",
+)
 @pytest.mark.parametrize("at", [3, 60, 100, -1, -200, -2000])
 def test_damage_loses_nothing(at: int) -> None:
     source, target = model(1), model(1)

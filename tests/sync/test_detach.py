@@ -80,6 +80,7 @@ def engine(options: ReceiverOptions | None = None) -> Iterator[Engine]:
         made.trainer.shutdown()
 
 
+@pytest.mark.promise("Checks", "Between `detach` and `attach` nothing reads or writes the weights.")
 @pytest.mark.parametrize("kind", ["staged", "in place"])
 def test_nothing_looks_at_weights_that_were_released(kind: str) -> None:
     """They cannot be read while the engine sleeps; a trainer sends all the time."""

@@ -70,6 +70,10 @@ def assert_in_order(phases: tuple[tuple[str, float, float], ...], total_s: float
     assert all(0 <= begin <= end <= total_s + 1e-6 for _, begin, end in phases)
 
 
+@pytest.mark.promise(
+    "What operators see",
+    "Each end reports each sync once, when it is over; failures too.",
+)
 def test_each_end_reports_each_sync() -> None:
     source = random_model(SHAPES, 0)
     with heard() as events, fleet(source) as here:
@@ -126,6 +130,7 @@ def test_a_closed_subscription_hears_nothing() -> None:
     assert len(of(others, SyncStats)) == 2
 
 
+@pytest.mark.promise("What operators see", "A listener that raises costs no sync.")
 def test_a_listener_that_raises_costs_no_sync_and_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -217,6 +222,10 @@ def test_receivers_that_sleep_are_not_lost() -> None:
     assert (failed.lost, failed.receivers) == ({}, 1)
 
 
+@pytest.mark.promise(
+    "What operators see",
+    "Each end reports each sync once, when it is over; failures too.",
+)
 def test_a_sync_that_a_receiver_breaks_is_a_failure_at_both_ends() -> None:
     source, target = random_model(SHAPES, 0), Stubborn(random_model(SHAPES, 1))
     with heard() as events, fleet(source) as here:
@@ -286,6 +295,7 @@ def test_a_second_attempt_is_counted_and_timed() -> None:
     assert [event.version for event in of(events, SyncStats)][-1] == stats.version
 
 
+@pytest.mark.promise("What operators see", "What the scrub finds is reported.")
 def test_what_a_scrub_finds_is_reported_and_so_is_its_repair() -> None:
     source, replica = random_model({"layer": (64,)}, 0), random_model({"layer": (64,)}, 1)
     options = ReceiverOptions(scrub_every=1, chunk_numel=16)
@@ -308,6 +318,10 @@ def test_what_a_scrub_finds_is_reported_and_so_is_its_repair() -> None:
     assert of(events, ReceiveStats)[-1].kind == "full"
 
 
+@pytest.mark.promise(
+    "What operators see",
+    "What a commit has done is reported after the engine's pause.",
+)
 def test_a_commit_is_reported_when_the_pause_is_over() -> None:
     with heard() as events, engine() as here:
         sent = here.send()
@@ -389,6 +403,10 @@ class Refuses:
         return asked
 
 
+@pytest.mark.promise(
+    "What operators see",
+    "Each end reports each sync once, when it is over; failures too.",
+)
 def test_what_an_engine_refuses_is_one_failure() -> None:
     source = ModuleSource(random_model(SHAPES, 0))
     with (
@@ -440,6 +458,10 @@ def test_a_receiver_that_an_aborted_sync_leaves_dirty_reports_it() -> None:
     assert (event.version, event.is_dirty) == (2, True)
 
 
+@pytest.mark.promise(
+    "What operators see",
+    "Each end reports each sync once, when it is over; failures too.",
+)
 def test_stores_report_what_is_published_and_fetched(tmp_path: Path) -> None:
     shapes = {"a": (256, 256)}
     source, target = random_model(shapes, 0), random_model(shapes, 1)

@@ -76,12 +76,20 @@ def sgd() -> torch.optim.Optimizer:
     return torch.optim.SGD(MODEL.parameters(), lr=0.1)
 
 
+@pytest.mark.promise(
+    "Errors",
+    "`ConfigError`: a bad option or call raises one line that says what was expected.",
+)
 @pytest.mark.parametrize(("make", "words"), MISTAKES.values(), ids=MISTAKES.keys())
 def test_what_was_meant_is_said(make: Callable[[], object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         make()
 
 
+@pytest.mark.promise(
+    "Errors",
+    "`ConfigError`: a bad option or call raises one line that says what was expected.",
+)
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -124,6 +132,10 @@ def failing_steps(count: int, callback: Callable[[SyncStats | DeltaSyncError], N
     return hook.failures
 
 
+@pytest.mark.promise(
+    "All or nothing",
+    "A failed sync is counted and kept in `last_error`; training continues.",
+)
 def test_syncs_that_fail_are_warned_of_but_not_each(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):  # not once a process only
         caplog.clear()

@@ -45,6 +45,11 @@ def both(kind: str, mode: str, folder: Path) -> Iterator[dict[str, Child]]:
                     os.killpg(int(path.read_text()), signal.SIGKILL)
 
 
+@pytest.mark.promise(
+    "Children",
+    "A forked child that closes, exits or loads data affects neither end; its own calls raise "
+    "`TransportClosed`.",
+)
 @pytest.mark.parametrize("mode", ["ends", "exits", "loads"])
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -57,6 +62,10 @@ def test_children_that_close_exit_or_load_data_disturb_nobody(
         assert not (tmp_path / "noticed").exists()
 
 
+@pytest.mark.promise(
+    "Children",
+    "A child or a program that keeps running keeps no connection of a dead process open.",
+)
 @pytest.mark.parametrize("mode", ["outlives", "starts"])
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("kind", KINDS)

@@ -52,6 +52,10 @@ def told(program: str, **environment: str) -> tuple[str, int]:
     return done.stdout, done.stderr.count("torch.compile freezes these weights")
 
 
+@pytest.mark.promise(
+    "What operators see",
+    "An engine whose compiled code has frozen copies of its weights is warned of.",
+)
 def test_an_engine_whose_code_was_frozen_is_told_that_it_is_stale() -> None:
     assert told(FROZEN) == ("stale True\n", 1)
 

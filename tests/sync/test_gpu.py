@@ -163,6 +163,7 @@ def test_a_commit_is_ordered_by_the_callers_stream() -> None:
         sender.close()
 
 
+@pytest.mark.promise("Bits", "GPU kernels give the same bits as the host's. (GPU)")
 def test_kernels_agree_with_the_host() -> None:
     assert KERNELS["cuda"] is reference
     new = torch.randint(-(2**15), 2**15, (100_000,), dtype=torch.int16)

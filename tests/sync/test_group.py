@@ -167,6 +167,11 @@ def joined(here: Split, target: Model, count: int = 1) -> None:
     until(lambda: serving.receiver.version == here.sender.version)  # it may join by digest alone
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "If a trainer rank fails or is late, the version is aborted on all ranks; receivers keep "
+    "the old one.",
+)
 @pytest.mark.parametrize(
     "error",
     [
@@ -195,6 +200,11 @@ def test_one_rank_that_fails_aborts_the_version_everywhere(error: Exception) -> 
             assert bits_equal(source, target)
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "If a trainer rank fails or is late, the version is aborted on all ranks; receivers keep "
+    "the old one.",
+)
 def test_a_rank_that_is_late_costs_a_version_and_no_full_sync() -> None:
     source, target = model(1), model(1)
     with trainer_of(source, rows_of(source, 3)) as here:
@@ -212,6 +222,10 @@ def test_a_rank_that_is_late_costs_a_version_and_no_full_sync() -> None:
         assert bits_equal(source, target)
 
 
+@pytest.mark.promise(
+    "Time",
+    "A trainer rank abandons a call if rank 0 sends no order for ten timeouts.",
+)
 def test_a_sync_may_take_longer_than_ranks_wait_for_an_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -228,6 +242,10 @@ def test_a_sync_may_take_longer_than_ranks_wait_for_an_order(
         assert bits_equal(source, target)
 
 
+@pytest.mark.promise(
+    "Time",
+    "A trainer rank abandons a call if rank 0 sends no order for ten timeouts.",
+)
 def test_a_rank_gives_up_a_call_of_which_it_hears_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deltasync.sync.group.rank._PATIENCE", 1)
     source, target = model(1), model(2)
@@ -267,6 +285,10 @@ def test_a_rank_that_has_lost_its_snapshot_starts_over_with_all(error: BaseExcep
         assert bits_equal(source, target)
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "What several ranks hold alike is sent once.",
+)
 def test_replicas_send_once_and_about_as_much() -> None:
     shapes = {"big": (64, 8192), "odd": (3, 5), "norm": (512,)}
     source, target = random_model(shapes, 1), random_model(shapes, 2)
@@ -442,6 +464,10 @@ def test_ranks_that_leave_something_out_are_refused() -> None:
         assert all("'q' among them, are not whole together" in str(one) for one in outcomes)
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "A receiver needs a lane to each rank.",
+)
 def test_receivers_need_a_lane_to_each_rank() -> None:
     source = model(1)
     with trainer_of(source, rows_of(source, 3)) as here:
@@ -621,6 +647,7 @@ class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
 
+@pytest.mark.promise("Cost", "No rank of a sharded trainer creates a full-size tensor.")
 @pytest.mark.parametrize("dim", [0, 1])
 def test_no_rank_makes_a_tensor_of_full_size(dim: int) -> None:
     shapes = {"big": (512, 512), "other": (256, 512)}

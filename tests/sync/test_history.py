@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
+import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -122,6 +123,10 @@ receiver_options = st.builds(
 )
 
 
+@pytest.mark.promise(
+    "Bits",
+    "After any history of steps, failures and joins, receivers hold the trainer's bits.",
+)
 @settings(
     suppress_health_check=[HealthCheck.too_slow],
     max_examples=80,

@@ -164,6 +164,10 @@ def test_training_goes_on_without_a_receiver_and_the_next_sync_covers_both(here:
     assert bits_equal(here.source, replica)
 
 
+@pytest.mark.promise(
+    "All or nothing",
+    "A failed sync is counted and kept in `last_error`; training continues.",
+)
 def test_training_goes_on_when_a_receiver_is_lost_and_the_next_sync_covers_both(
     here: Fleet,
 ) -> None:
@@ -184,6 +188,10 @@ def test_training_goes_on_when_a_receiver_is_lost_and_the_next_sync_covers_both(
     assert bits_equal(here.source, replica)
 
 
+@pytest.mark.promise(
+    "Errors",
+    "`StepApplied`: the step was applied, and the message says why the sync failed.",
+)
 def test_raising_says_that_the_step_was_applied_and_why_the_sync_failed(here: Fleet) -> None:
     optimizer = torch.optim.SGD(here.source.parameters(), lr=0.1)
     hook = sync_after_step(optimizer, here.sender, on_error="raise")

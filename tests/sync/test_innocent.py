@@ -94,6 +94,7 @@ def models(count: int) -> list[Model]:
     return [random_model(SHAPES, seed) for seed in range(count)]
 
 
+@pytest.mark.promise("All or nothing", "A receiver that has written nothing is not dirty.")
 @pytest.mark.parametrize("kind", ["full", "delta"])
 @pytest.mark.parametrize("options", [STAGED, IN_PLACE], ids=["staged", "in place"])
 def test_a_receiver_lost_at_begin_costs_the_others_nothing(
@@ -119,6 +120,7 @@ def test_a_receiver_lost_at_begin_costs_the_others_nothing(
         here.close()
 
 
+@pytest.mark.promise("All or nothing", "A receiver killed in any phase costs the others nothing.")
 @pytest.mark.parametrize("options", [STAGED, IN_PLACE], ids=["staged", "in place"])
 @pytest.mark.parametrize("kind", ["full", "delta"])
 def test_a_receiver_lost_between_payloads_costs_the_others_nothing(
@@ -267,6 +269,7 @@ def test_an_engines_worker_takes_the_next_try_within_the_update_that_was_asked_f
             sender.close()
 
 
+@pytest.mark.promise("Errors", "`CallOrderError`: an early commit costs nothing.")
 @pytest.mark.parametrize("kind", ["layout", "begin", "bucket", "prepare", "commit"])
 def test_a_commit_that_is_called_too_early_costs_nothing(kind: str) -> None:
     """Whatever the receiver has come to: in the same thread, or while another one stages."""
@@ -331,6 +334,10 @@ class Slow(ModuleTarget):
         super().finish(changed)
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "A second thread in `commit` is refused, and costs the first nothing.",
+)
 @pytest.mark.parametrize("options", [STAGED, IN_PLACE], ids=["staged", "in place"])
 def test_a_second_thread_in_commit_is_refused_and_costs_the_first_nothing(
     options: ReceiverOptions,

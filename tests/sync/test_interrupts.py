@@ -42,6 +42,11 @@ class Alarmed(TimeoutError):
     """What a handler of SIGALRM may raise; the system raises errors of its base class, too."""
 
 
+@pytest.mark.promise(
+    "All or nothing",
+    "An interrupt at any moment of any call, or a second one while it is cleaned up after, "
+    "leaves both ends able to go on with the next call.",
+)
 @pytest.mark.parametrize("name", WORLDS)
 def test_both_ends_go_on_after_interrupts(name: str) -> None:
     check(WORLDS[name], lambda strikes: strikes[:_STRIKES])
@@ -54,6 +59,11 @@ class Preempted(SyncAborted):
 _KINDS = [Alarmed, ValueError, Preempted, GeneratorExit, SystemExit]
 
 
+@pytest.mark.promise(
+    "All or nothing",
+    "An interrupt at any moment of any call, or a second one while it is cleaned up after, "
+    "leaves both ends able to go on with the next call.",
+)
 @pytest.mark.parametrize("kind", _KINDS)
 def test_whatever_a_signal_handler_raises_is_like_an_interrupt(kind: type[BaseException]) -> None:
     def of_kind(strikes: list[Strike]) -> list[Strike]:

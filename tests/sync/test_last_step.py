@@ -36,6 +36,10 @@ def in_process(_: Path) -> tuple[SendTransport, Callable[[], ReceiveTransport]]:
     return sender, sender.receiver
 
 
+@pytest.mark.promise(
+    "All or nothing",
+    "A receiver that leaves after its digest was accepted fails no sync.",
+)
 @pytest.mark.parametrize("link", [in_process, over_shared_memory, over_gloo])
 @pytest.mark.parametrize("run", range(RUNS))
 def test_a_receiver_that_closes_after_its_last_sync_fails_no_step(

@@ -63,6 +63,10 @@ def waiting() -> Iterator[Waiting]:
         yield waiting
 
 
+@pytest.mark.promise(
+    "Security",
+    "Engines whose ranks never all connect cost bounded receivers, bytes and time.",
+)
 def test_engines_that_never_become_whole_are_bounded_in_number(waiting: Waiting) -> None:
     whole = [waiting.greet("whole", rank, 2) for rank in range(2)]
     first = waiting.greet("first", 0, 2)
@@ -85,6 +89,10 @@ def test_ranks_that_connect_again_and_again_do_not_pile_up(waiting: Waiting) -> 
     assert [len(engine) for engine in waiting.lobby.engines()] == [2]
 
 
+@pytest.mark.promise(
+    "Security",
+    "Engines whose ranks never all connect cost bounded receivers, bytes and time.",
+)
 def test_engines_that_never_become_whole_are_bounded_in_bytes(
     waiting: Waiting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,6 +103,10 @@ def test_engines_that_never_become_whole_are_bounded_in_bytes(
     assert len(waiting.lobby) == 2
 
 
+@pytest.mark.promise(
+    "Security",
+    "Engines whose ranks never all connect cost bounded receivers, bytes and time.",
+)
 def test_engines_that_never_become_whole_are_bounded_in_time(
     waiting: Waiting, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,7 @@ def last_hash(folder: Path, engine: str) -> object:
     return lines[-1].get("hash") if lines else None
 
 
+@pytest.mark.promise("All or nothing", "A receiver killed in any phase costs the others nothing.")
 @pytest.mark.parametrize("kind", TRANSPORTS)
 def test_a_receiver_killed_at_any_phase_holds_up_nobody_and_rejoins(
     kind: str, tmp_path: Path
@@ -104,6 +105,11 @@ def test_a_member_killed_within_a_delta_leaves_the_version_to_the_others(
             child.kill()
 
 
+@pytest.mark.promise(
+    "All or nothing",
+    "If one rank of an engine cannot commit, its other ranks put the old version back; other "
+    "engines keep the new one.",
+)
 @pytest.mark.parametrize("kind", TRANSPORTS)
 @pytest.mark.parametrize("phase", ["commit", "committed"])
 def test_a_rank_killed_after_the_decision_takes_its_engine_back_unless_it_had_committed(
@@ -150,6 +156,10 @@ def test_a_rank_killed_after_the_decision_takes_its_engine_back_unless_it_had_co
             child.kill()
 
 
+@pytest.mark.promise(
+    "Time",
+    "A receiver that hangs in any phase delays the trainer by one `timeout_s`.",
+)
 @pytest.mark.parametrize("kind", TRANSPORTS)
 def test_a_receiver_that_hangs_holds_the_trainer_up_for_one_timeout(
     kind: str, tmp_path: Path
@@ -183,6 +193,7 @@ def test_a_receiver_that_hangs_holds_the_trainer_up_for_one_timeout(
             child.kill()
 
 
+@pytest.mark.promise("All or nothing", "A sender killed in any phase leaves a whole version.")
 @pytest.mark.parametrize("kind", TRANSPORTS)
 def test_a_sender_killed_at_any_phase_leaves_the_old_version_and_comes_back(
     kind: str, tmp_path: Path

@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -72,6 +73,10 @@ def prove() -> None:
     assert taken <= MOST_LAYERS * LAYER_BYTES, f"{taken / LAYER_BYTES:.1f} of {LAYERS} layers"
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "A proof takes the memory of a few layers.",
+)
 def test_a_proof_takes_the_memory_of_a_few_layers() -> None:
     with Child(prove) as child:
         child.wait(timeout_s=240)

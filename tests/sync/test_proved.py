@@ -280,6 +280,10 @@ def write(target: RoutedTarget, weights: dict[str, Tensor], changed: Sequence[st
     target.finish(numbers)
 
 
+@pytest.mark.promise(
+    "Bits",
+    "What an engine computes from its weights is updated in each sync, or `connect` refuses.",
+)
 @pytest.mark.parametrize(
     "kind",
     [Engine, engines(Again), engines(OfView), engines(Beside), InLoader, ForLoaded],
@@ -297,6 +301,10 @@ def test_what_is_derived_follows_every_update_in_its_place(kind: type[Engine]) -
     assert_same(snapshot(engine), snapshot(kind.started(mixed.items())), places=False)
 
 
+@pytest.mark.promise(
+    "Bits",
+    "What an engine computes from its weights is updated in each sync, or `connect` refuses.",
+)
 @pytest.mark.parametrize(
     ("layer", "path"),
     [
@@ -311,6 +319,11 @@ def test_what_would_be_stale_is_refused_by_name(layer: type[Layer], path: str) -
         prove(engines(layer), checkpoint())
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "`connect` names tensors that the engine does not take, or was started on and does not "
+    "receive.",
+)
 def test_weights_that_the_trainer_does_not_send_are_refused_by_name() -> None:
     weights = checkpoint()
     sent = weights.keys() - {"head"}
@@ -494,6 +507,11 @@ def test_a_proof_that_is_interrupted_at_any_moment_puts_everything_back() -> Non
     assert interrupts > 20
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "A proof puts everything back, whatever is raised. If it cannot, the worker refuses every "
+    "request.",
+)
 @pytest.mark.parametrize("at", range(1, 40, 3))
 def test_whatever_is_raised_everything_is_put_back(at: int) -> None:
     """At each call of what an engine does."""

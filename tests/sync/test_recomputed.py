@@ -124,6 +124,11 @@ def followed(
         yield here, source, serving
 
 
+@pytest.mark.promise(
+    "Bits",
+    "What an engine computes of small tensors, such as scales, is computed again in the "
+    "decision that writes them, or the old version stays.",
+)
 @settings(max_examples=10)
 @given(st.integers(0, 1 << 20), st.lists(st.sampled_from(["weight", "scale", "whole", "inputs"])))
 def test_any_history_leaves_what_the_engine_would_make(seed: int, changed: list[str]) -> None:
@@ -333,6 +338,11 @@ class FailingEngine(FusedEngine):
     made = Failing
 
 
+@pytest.mark.promise(
+    "Bits",
+    "What an engine computes of small tensors, such as scales, is computed again in the "
+    "decision that writes them, or the old version stays.",
+)
 def test_an_engine_whose_code_raises_keeps_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
     now = checkpoint(0)
     engine = FailingEngine.started(now)
@@ -400,6 +410,11 @@ class ElsewhereEngine(FusedEngine):
     made = Elsewhere
 
 
+@pytest.mark.promise(
+    "Bits",
+    "What an engine computes of small tensors, such as scales, is computed again in the "
+    "decision that writes them, or the old version stays.",
+)
 @pytest.mark.parametrize(
     "place",
     [
@@ -556,6 +571,11 @@ def test_work_that_was_interrupted_is_done_again_from_the_beginning() -> None:
     check_is(engine, new, before)
 
 
+@pytest.mark.promise(
+    "Bits",
+    "What an engine computes of small tensors, such as scales, is computed again in the "
+    "decision that writes them, or the old version stays.",
+)
 @pytest.mark.parametrize("which", [0, 1])
 def test_what_was_computed_is_undone_with_the_rest(which: int) -> None:
     """In the rank that failed, and in the one that had committed."""

@@ -46,6 +46,10 @@ def started(model: Model, boxes: Sequence[Boxes]) -> tuple[Trainer, list[Sharded
     return Trainer(sources), sources
 
 
+@pytest.mark.promise(
+    "Errors",
+    "`ReplicasDiffer`: names parameters and ranks, nothing is sent, and members stay.",
+)
 @pytest.mark.parametrize(("boxes", "drifter", "name", "ranks"), CASES.values(), ids=CASES)
 def test_ranks_that_drift_apart_send_nothing_until_they_agree(
     boxes: Sequence[Boxes], drifter: int, name: str, ranks: str
@@ -85,6 +89,11 @@ def check(trainer: Trainer, name: str, ranks: str) -> None:
         assert "ReplicasDiffer" in str(other)
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "Ranks that have drifted apart send nothing: all that they hold alike is compared at the "
+    "first sync, and a part in each later one.",
+)
 def test_a_drift_of_one_among_many_parameters_is_found_within_some_syncs() -> None:
     shapes: dict[str, tuple[int, ...]] = {f"layer{n}": (8,) for n in range(100)}
     whole = {name: ShardSpec.whole(shape) for name, shape in shapes.items()}
@@ -101,6 +110,11 @@ def test_a_drift_of_one_among_many_parameters_is_found_within_some_syncs() -> No
             found.append(trainer.outcomes()[0])
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "Ranks that have drifted apart send nothing: all that they hold alike is compared at the "
+    "first sync, and a part in each later one.",
+)
 def test_replicas_of_torch_meshes_are_compared(tmp_path: Path) -> None:
     run_ranks(train, 2, 2, free_port(), tmp_path, timeout_s=100)
 

@@ -104,6 +104,7 @@ def engine_of(source: nn.Module, kind: type[Engine] = Engine) -> Engine:
     return engine
 
 
+@pytest.mark.promise("Bits", "An engine holds what its own loader would load.")
 @settings(max_examples=15, deadline=None)
 @given(
     same=st.booleans(),

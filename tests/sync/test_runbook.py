@@ -46,6 +46,10 @@ def next_release(path: str) -> None:
         follower.close()
 
 
+@pytest.mark.promise(
+    "Errors",
+    "`UnsupportedVersion`: both ends report a release with another format.",
+)
 def test_a_release_of_another_format_is_named_at_both_ends(tmp_path: Path) -> None:
     source = random_model({"w": (9,)}, 0)
     sender = WeightSender(ModuleSource(source), shared_memory.Sender(tmp_path / "socket"))
@@ -73,6 +77,11 @@ def linked(kind: str, folder: Path) -> tuple[SendTransport, Callable[[], Receive
     return link, lambda: collective.Receiver(*link.address)
 
 
+@pytest.mark.promise(
+    "Errors",
+    "`SyncAborted`, `SyncStats.lost`: the trainer learns why a receiver failed, within a sync "
+    "and between syncs.",
+)
 @pytest.mark.parametrize("kind", ["inprocess", "shared_memory", "collective"])
 def test_why_a_receiver_fails_within_a_sync_is_named_at_both_ends(
     kind: str, tmp_path: Path
@@ -105,6 +114,11 @@ def test_why_a_receiver_fails_within_a_sync_is_named_at_both_ends(
     assert torch.equal(as_bits(models["small"].get_parameter("w").data), before)
 
 
+@pytest.mark.promise(
+    "Errors",
+    "`SyncAborted`, `SyncStats.lost`: the trainer learns why a receiver failed, within a sync "
+    "and between syncs.",
+)
 @pytest.mark.parametrize("kind", ["inprocess", "shared_memory", "collective"])
 def test_why_a_receiver_left_between_syncs_is_named_by_the_trainer(
     kind: str, tmp_path: Path
@@ -129,6 +143,11 @@ def test_why_a_receiver_left_between_syncs_is_named_by_the_trainer(
     assert bits_equal(source, replica)
 
 
+@pytest.mark.promise(
+    "Time",
+    "A sender that is silent within a sync is lost after `stall_timeout_s`, but not before "
+    "twice its own timeout.",
+)
 def test_the_sender_may_be_silent_for_twice_its_own_timeout() -> None:
     hand = Hand()
     began = time.monotonic()

@@ -54,6 +54,11 @@ def ready(version: int = 1, world: int = 1) -> ReceiverSession:
     return session
 
 
+@pytest.mark.promise(
+    "All or nothing",
+    "A version becomes final only when every receiver that takes it has staged it and "
+    "predicts the trainer's digest.",
+)
 def test_a_whole_delta_sync() -> None:
     session = ready(4)
     for message in (begin(5, 4), bucket(5, 0), bucket(5, 1), Prepare(version=5, num_buckets=2)):
@@ -163,6 +168,7 @@ def test_an_abort_leads_back_to_the_old_version() -> None:
     session.on(begin(2, 1))
 
 
+@pytest.mark.promise("Errors", "`DirtyReceiver`: refuses to serve until a full sync.")
 def test_breaking_off_in_place_is_dirty_until_a_version_is_kept() -> None:
     session = ready(1)
     session.on(begin(2, 1))

@@ -49,6 +49,7 @@ KINDS = {
 OPTIONS = SenderOptions(policy=Policy(chunk_numel=64), bucket_bytes=1024)
 
 
+@pytest.mark.promise("Bits", "Sharded ranks send what a gather would produce.")
 @pytest.mark.parametrize("world", [2, 4])
 def test_receivers_hold_what_a_gather_would_give_them(world: int, tmp_path: Path) -> None:
     run_ranks(train, world, world, free_port(), tmp_path, timeout_s=150)

@@ -612,6 +612,10 @@ def scrubbed(every: int, backend: HostBackend) -> BoundWeights:
     return weights
 
 
+@pytest.mark.promise(
+    "Checks",
+    "The scrub checks all weights within 64 syncs and names what changed; a full sync repairs it.",
+)
 @pytest.mark.parametrize("every", [1, 2, 3, 64])
 def test_scrub_looks_at_everything_within_its_share_of_calls(every: int) -> None:
     for number, position in ((0, 0), (0, 9), (2, 0), (3, 24)):

@@ -118,6 +118,7 @@ def engine(
         made.close()
 
 
+@pytest.mark.promise("All or nothing", "Staging writes nothing.")
 def test_the_engine_serves_the_old_version_until_it_commits() -> None:
     with engine() as here, StagingThread(here.receiver) as staging:
         old = bits_of(here.replica)
@@ -148,6 +149,7 @@ def test_many_syncs_in_a_row() -> None:
         assert staging.last_error is None
 
 
+@pytest.mark.promise("Checks", "Replaced storage is detected before what is staged is written.")
 def test_storage_replaced_before_the_pause_is_noticed_in_it() -> None:
     with engine() as here, StagingThread(here.receiver) as staging:
         here.join(staging)
@@ -163,6 +165,7 @@ def test_storage_replaced_before_the_pause_is_noticed_in_it() -> None:
             sent.result(60)
 
 
+@pytest.mark.promise("Checks", "Replaced storage is detected before what is staged is written.")
 @pytest.mark.parametrize("max_staged_bytes", [1 << 20, 1], ids=["staged", "in place"])
 def test_storage_replaced_is_written_to_only_by_a_sync_in_place(max_staged_bytes: int) -> None:
     options = ReceiverOptions(stall_timeout_s=60, max_staged_bytes=max_staged_bytes)
@@ -275,6 +278,11 @@ def test_a_failed_sync_is_kept_as_last_error_and_the_next_one_works(
         assert type(staging.last_error).__name__ == error
 
 
+@pytest.mark.promise(
+    "Time",
+    "A sender that is silent within a sync is lost after `stall_timeout_s`, but not before "
+    "twice its own timeout.",
+)
 @pytest.mark.parametrize("kind", ["bucket", "prepare"])
 def test_a_sender_that_falls_silent_within_a_sync_is_a_failed_sync(kind: str) -> None:
     with (
@@ -289,6 +297,7 @@ def test_a_sender_that_falls_silent_within_a_sync_is_a_failed_sync(kind: str) ->
         assert isinstance(staging.last_error, TransportTimeout)
 
 
+@pytest.mark.promise("Time", "A `receive_weights` that times out loses nothing.")
 def test_waiting_for_a_sync_is_no_failed_sync() -> None:
     with engine() as here, StagingThread(here.receiver) as staging:
         here.join(staging)

@@ -87,6 +87,10 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.promise(
+    "What operators see",
+    "Norms and scales that small steps rarely change are not taken for stale.",
+)
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_reinforcement_learning_at_small_steps_is_not_warned_of(
@@ -98,6 +102,10 @@ def test_reinforcement_learning_at_small_steps_is_not_warned_of(
         assert warnings_of(here, make(policy.parameters()), policy) == []
 
 
+@pytest.mark.promise(
+    "What operators see",
+    "Norms and scales that small steps rarely change are not taken for stale.",
+)
 def test_scales_of_quantized_weights_are_not_warned_of() -> None:
     """They follow the largest elements, which small steps do not change."""
     torch.manual_seed(0)

@@ -91,6 +91,11 @@ STRANGERS: dict[str, Callable[[nn.Module], tuple[WeightSource, torch.optim.Optim
 }
 
 
+@pytest.mark.promise(
+    "What operators see",
+    "`sync_after_step` refuses an optimizer that steps nothing of the source, and names what "
+    "is stepped and not sent.",
+)
 @pytest.mark.parametrize("make", STRANGERS.values(), ids=STRANGERS.keys())
 def test_an_optimizer_that_steps_nothing_of_the_source_is_refused(
     make: Callable[[nn.Module], tuple[WeightSource, torch.optim.Optimizer]],
@@ -131,6 +136,11 @@ DROPPED: dict[str, Callable[[nn.Module], tuple[WeightSource, SenderOptions]]] = 
 }
 
 
+@pytest.mark.promise(
+    "What operators see",
+    "`sync_after_step` refuses an optimizer that steps nothing of the source, and names what "
+    "is stepped and not sent.",
+)
 @pytest.mark.parametrize("make", DROPPED.values(), ids=DROPPED.keys())
 def test_trained_tensors_that_are_not_sent_are_named(
     make: Callable[[nn.Module], tuple[WeightSource, SenderOptions]],

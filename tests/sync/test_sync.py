@@ -116,6 +116,11 @@ def test_what_was_sent_is_not_sent_again() -> None:
         assert here.sender.send_weights().payload_bytes == 0
 
 
+@pytest.mark.promise(
+    "All or nothing",
+    "A lost receiver or a restarted trainer rejoins by digest if the weights match, otherwise "
+    "by a full sync.",
+)
 def test_a_late_joiner_alone_gets_a_full_sync() -> None:
     source, early, late = model(), model(), model(2)
     with fleet(source) as here:
@@ -191,6 +196,7 @@ def test_a_receiver_waits_for_the_second_try_however_long_the_first_took() -> No
         assert bits_equal(source, replica)
 
 
+@pytest.mark.promise("Errors", "`NoReceivers`: no receiver is connected.")
 def test_nobody_to_send_to_is_said() -> None:
     with fleet(model()) as here, pytest.raises(NoReceivers):
         here.sender.send_weights()
@@ -198,6 +204,7 @@ def test_nobody_to_send_to_is_said() -> None:
         here.sender.wait_for_receivers(1, timeout_s=0.05)
 
 
+@pytest.mark.promise("All or nothing", "A failed sync loses nothing: the next one covers both.")
 def test_losing_everybody_aborts_and_loses_nothing() -> None:
     source, replica = model(), model()
     with fleet(source) as here:
@@ -280,6 +287,11 @@ def test_ranks_that_do_not_cover_the_model_are_refused_by_name() -> None:
         assert "layer" in str(error)
 
 
+@pytest.mark.promise(
+    "All or nothing",
+    "If one rank of an engine cannot commit, its other ranks put the old version back; other "
+    "engines keep the new one.",
+)
 def test_one_rank_that_cannot_commit_undoes_its_whole_engine_and_no_other() -> None:
     source = model()
     halves = [Half(source, ["embed", "norm"]), Half(source, ["layer", "norm"])]
@@ -375,6 +387,7 @@ def test_two_receivers_of_one_name_are_told_apart() -> None:
         first.stop()
 
 
+@pytest.mark.promise("Errors", "`LayoutMismatch`: models that differ are refused by name.")
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -446,6 +459,7 @@ def test_receivers_of_another_dtype_are_refused_and_an_override_settles_who_is_r
         assert here.serving["single/0"].receiver.state is not ReceiverState.OUTSIDE
 
 
+@pytest.mark.promise("Bits", "float32 masters are compared as torch casts them.")
 def test_fp32_masters_are_compared_as_their_bf16_cast() -> None:
     source, replica = model(dtype=torch.float32), model(1)
     with fleet(source) as here:
@@ -460,6 +474,7 @@ def test_fp32_masters_are_compared_as_their_bf16_cast() -> None:
         assert bits_equal(source.to(torch.bfloat16), replica)
 
 
+@pytest.mark.promise("Cost", "The snapshot may live on the host.")
 def test_the_snapshot_may_live_on_the_host() -> None:
     source, replica = model(), model(1)
     with fleet(source, options=SenderOptions(snapshot_device="cpu")) as here:
@@ -471,6 +486,7 @@ def test_the_snapshot_may_live_on_the_host() -> None:
         assert bits_equal(source, replica)
 
 
+@pytest.mark.promise("Errors", "`SourceChanged`: members keep what they hold.")
 def test_a_source_that_is_another_model_now_is_refused_and_members_stay() -> None:
     source, replica = model(), model()
     with fleet(source) as here:
@@ -487,6 +503,7 @@ def test_a_source_that_is_another_model_now_is_refused_and_members_stay() -> Non
         assert bits_equal(source, replica)
 
 
+@pytest.mark.promise("Checks", "Replaced storage is detected before what is staged is written.")
 def test_replaced_target_storage_is_noticed_before_a_decision_and_bound_anew() -> None:
     source, replica = model(), model(1)
     with fleet(source) as here:
@@ -560,6 +577,10 @@ def test_invalidate_refuses_deltas_until_rejoined() -> None:
         settle(here, source, replica)
 
 
+@pytest.mark.promise(
+    "Checks",
+    "The scrub checks all weights within 64 syncs and names what changed; a full sync repairs it.",
+)
 def test_a_flipped_bit_in_an_untouched_element_is_found_by_the_scrub_and_healed() -> None:
     source, replica = model(), model()
     options = ReceiverOptions(scrub_every=4, chunk_numel=16)
@@ -574,6 +595,7 @@ def test_a_flipped_bit_in_an_untouched_element_is_found_by_the_scrub_and_healed(
         assert "layer" in str(found[0])
 
 
+@pytest.mark.promise("Checks", "A delta on wrong weights is refused before it is written.")
 @pytest.mark.parametrize("max_staged_bytes", [0, None])
 def test_wrong_weights_under_a_delta_are_caught_before_any_write(
     max_staged_bytes: int | None,
@@ -594,6 +616,10 @@ def test_wrong_weights_under_a_delta_are_caught_before_any_write(
         settle(here, source, replica)
 
 
+@pytest.mark.promise(
+    "Cost",
+    "Memory beyond weights and snapshot stays within the bounds of the options.",
+)
 def test_memory_is_bounded_on_both_sides() -> None:
     source, replica = model(), model()
     options = SenderOptions(
@@ -611,6 +637,7 @@ def test_memory_is_bounded_on_both_sides() -> None:
         assert bits_equal(source, replica)
 
 
+@pytest.mark.promise("Cost", "What is sent and staged grows with what changed, not with the model.")
 def test_what_is_sent_and_staged_does_not_grow_with_the_model() -> None:
     took = []
     for numel in (1 << 17, 1 << 22):
@@ -628,6 +655,11 @@ def test_what_is_sent_and_staged_does_not_grow_with_the_model() -> None:
     assert large.receiver_bytes < 1.5 * small.receiver_bytes
 
 
+@pytest.mark.promise(
+    "All or nothing",
+    "A sync larger than `max_staged_bytes` is written in place. If it breaks off, a receiver "
+    "that has written something is dirty, refuses to serve, and is repaired by a full sync.",
+)
 def test_a_sync_too_large_to_stage_is_written_in_place_by_commit() -> None:
     source, replica = model(), model(1)
     transport = inprocess.Sender()
@@ -656,6 +688,11 @@ def test_a_sync_too_large_to_stage_is_written_in_place_by_commit() -> None:
     assert not receiver.is_dirty
 
 
+@pytest.mark.promise(
+    "All or nothing",
+    "A sync larger than `max_staged_bytes` is written in place. If it breaks off, a receiver "
+    "that has written something is dirty, refuses to serve, and is repaired by a full sync.",
+)
 def test_breaking_off_in_place_is_dirty_refuses_to_serve_and_heals() -> None:
     source, replica = model(), model(1)
     with fleet(source, options=SenderOptions(bucket_bytes=256)) as here:
@@ -713,6 +750,11 @@ def test_a_call_within_a_call_is_refused_and_costs_nothing() -> None:
         assert source.refused
 
 
+@pytest.mark.promise(
+    "All or nothing",
+    "A lost receiver or a restarted trainer rejoins by digest if the weights match, otherwise "
+    "by a full sync.",
+)
 def test_a_restarted_trainer_sends_nothing_to_receivers_that_agree() -> None:
     source, replica = model(), model()
     with fleet(source) as first:

@@ -128,6 +128,10 @@ def test_what_a_loader_needs_in_one_call_is_known(kind: type[Engine]) -> None:
         assert sorted(groups) == [("a0", "b0"), ("a1", "b1")]
 
 
+@pytest.mark.promise(
+    "Cost",
+    "A full sync through a loader buffers one parameter, and what the loader needs in one call.",
+)
 @settings(max_examples=20, deadline=None)
 @given(
     kind=st.sampled_from(KINDS),

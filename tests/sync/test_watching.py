@@ -52,6 +52,10 @@ def send(here: Fleet, *names: str) -> SyncStats:
     return here.sender.send_weights(timeout_s=5)
 
 
+@pytest.mark.promise(
+    "What operators see",
+    "Trained parameters that never change, and densities that jump, are warned of once.",
+)
 def test_trained_parameters_that_never_change_are_named_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -93,6 +97,10 @@ def test_syncs_in_which_nothing_changes_count_for_no_single_parameter() -> None:
         assert len(send(here, "stem").warnings) == 1
 
 
+@pytest.mark.promise(
+    "What operators see",
+    "Trained parameters that never change, and densities that jump, are warned of once.",
+)
 def test_a_density_that_jumps_is_warned_of_once_for_each_jump() -> None:
     options = SenderOptions(warn_unchanged_syncs=None, warn_density_factor=5)
     with one(Model({"w": torch.zeros(1000)}), options) as here:

@@ -66,6 +66,10 @@ def link(request: pytest.FixtureRequest) -> Iterator[Link]:
         yield Link(ends(request.param), stack)
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "The default process group is neither used nor created.",
+)
 def test_the_default_group_is_neither_used_nor_made(link: Link) -> None:
     link.add(2)
     link.open()
@@ -242,6 +246,7 @@ def test_options_that_cannot_work_are_refused(options: dict[str, str | bytes]) -
         Sender(**options)  # type: ignore[arg-type]
 
 
+@pytest.mark.promise("Errors", "`TransportUnavailable` says what to use instead.")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPUs")
 def test_nccl_without_gpus_is_unavailable() -> None:
     with pytest.raises(TransportUnavailable):
@@ -729,6 +734,10 @@ def test_nccl_on_one_gpu_is_refused_and_the_way_out_named() -> None:
             sender.send(Frame(b"x", payload), timeout_s=60)
 
 
+@pytest.mark.promise(
+    "Security",
+    "Both ports of a `collective` sender can be chosen; one in use is named.",
+)
 def test_both_ports_may_be_chosen() -> None:
     """Nothing else listens, but for what gloo opens, on ports of the system's choice."""
     port = free_ports(2)
@@ -739,6 +748,10 @@ def test_both_ports_may_be_chosen() -> None:
         pass
 
 
+@pytest.mark.promise(
+    "Security",
+    "Both ports of a `collective` sender can be chosen; one in use is named.",
+)
 @pytest.mark.parametrize("taken", [0, 1])
 def test_a_port_in_use_is_named_and_the_other_one_is_free_again(taken: int) -> None:
     port = free_ports(2)

@@ -187,6 +187,7 @@ def test_messages_may_arrive_in_any_pieces(make_star: MakeStar) -> None:
     assert replies == [b"%d" % number for number in range(100)]
 
 
+@pytest.mark.promise("Security", "Strangers cost bounded connections, bytes, descriptors and time.")
 def test_who_does_not_greet_is_dropped(make_star: MakeStar) -> None:
     star = make_star(greeting_timeout_s=0.2)
     silent, slow = star.raw(), star.raw()
@@ -196,6 +197,7 @@ def test_who_does_not_greet_is_dropped(make_star: MakeStar) -> None:
     assert is_closed(slow)
 
 
+@pytest.mark.promise("Security", "Strangers cost bounded connections, bytes, descriptors and time.")
 def test_strangers_are_bounded_in_number(make_star: MakeStar) -> None:
     star = make_star()
     strangers = [star.raw() for _ in range(100)]
@@ -274,6 +276,10 @@ def test_signed_connections_work(make_star: MakeStar) -> None:
         star.assert_serves(client, peer)
 
 
+@pytest.mark.promise(
+    "Security",
+    "Without the secret nobody becomes a peer, and nothing that they send is kept.",
+)
 @pytest.mark.parametrize(
     ("server", "client"),
     [(b"one", b"another"), (b"one", None), (None, b"another")],
@@ -349,6 +355,11 @@ def test_the_cable_carries_signed_messages(wire: Wire) -> None:
     assert (up.data, down.data) == (b"up", b"down")
 
 
+@pytest.mark.promise(
+    "Security",
+    "Signed messages cannot be changed, repeated, reordered, reflected or taken from another "
+    "connection.",
+)
 @pytest.mark.parametrize("position", [2, 4, 8, 12, 13, -1])
 def test_a_changed_byte_is_noticed(wire: Wire, position: int) -> None:
     wire.client.write(Kind.REPLY, b"hello")
@@ -369,6 +380,11 @@ def test_another_kind_is_noticed(wire: Wire) -> None:
     assert wire.server.take() is None
 
 
+@pytest.mark.promise(
+    "Security",
+    "Signed messages cannot be changed, repeated, reordered, reflected or taken from another "
+    "connection.",
+)
 def test_a_replayed_message_is_noticed(wire: Wire) -> None:
     wire.client.write(Kind.REPLY, b"once")
     data = wire.sent_by_client()
@@ -376,6 +392,11 @@ def test_a_replayed_message_is_noticed(wire: Wire) -> None:
     assert wire.server.lost is not None
 
 
+@pytest.mark.promise(
+    "Security",
+    "Signed messages cannot be changed, repeated, reordered, reflected or taken from another "
+    "connection.",
+)
 def test_reordered_messages_are_noticed(wire: Wire) -> None:
     wire.client.write(Kind.REPLY, b"first")
     first = wire.sent_by_client()
@@ -385,6 +406,11 @@ def test_reordered_messages_are_noticed(wire: Wire) -> None:
     assert wire.server.take() is None
 
 
+@pytest.mark.promise(
+    "Security",
+    "Signed messages cannot be changed, repeated, reordered, reflected or taken from another "
+    "connection.",
+)
 @pytest.mark.parametrize("heard", range(3))
 def test_a_reflected_message_is_noticed(wire: Wire, heard: int) -> None:
     for _ in range(heard):
@@ -397,6 +423,11 @@ def test_a_reflected_message_is_noticed(wire: Wire, heard: int) -> None:
     assert wire.client.take() is None
 
 
+@pytest.mark.promise(
+    "Security",
+    "Signed messages cannot be changed, repeated, reordered, reflected or taken from another "
+    "connection.",
+)
 def test_a_message_of_another_connection_is_noticed(wire: Wire) -> None:
     other = Wire(b"secret")
     other.client.write(Kind.REPLY, b"yesterday")

@@ -432,6 +432,7 @@ def test_memory_that_cannot_be_opened_is_said_and_ends_the_connection(
             time.sleep(0.01)
 
 
+@pytest.mark.promise("Errors", "`TransportUnavailable` says what to use instead.")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPUs")
 @pytest.mark.parametrize("end", [cuda_ipc.Sender, cuda_ipc.Receiver])
 def test_no_gpu_is_unavailable(path: Path, end: Callable[[Path], object]) -> None:

@@ -134,6 +134,11 @@ def test_a_network_without_a_secret_is_warned_of() -> None:
 # Ownership
 
 
+@pytest.mark.promise(
+    "Time",
+    "Over NIXL, a receiver that was dropped as late never gets bytes of two payloads. `make "
+    "test-nixl`",
+)
 def test_who_reads_too_late_gets_no_other_payload(link: Link) -> None:
     link.add(1)
     assert link.sender.open_epoch(link.peers, timeout_s=1) == {}
@@ -150,6 +155,11 @@ def test_who_reads_too_late_gets_no_other_payload(link: Link) -> None:
         receive_all(link.receivers[0], sent)
 
 
+@pytest.mark.promise(
+    "Time",
+    "Over NIXL, a receiver that was dropped as late never gets bytes of two payloads. `make "
+    "test-nixl`",
+)
 def test_reads_that_are_overtaken_are_never_returned(link: Link) -> None:
     """A sender that has no patience overwrites what is being read, again and again."""
     got, stop = [0], threading.Event()
@@ -279,6 +289,11 @@ def endless_sender(port: int) -> None:
     send_for_ever(sender)
 
 
+@pytest.mark.promise(
+    "Time",
+    "Over NIXL, ends killed while a payload is read are lost, and the others get every frame. "
+    "`make test-nixl`",
+)
 @pytest.mark.parametrize("delay_s", [0.0, 0.03, 0.3])
 def test_a_sender_killed_while_it_is_read_is_lost(delay_s: float) -> None:
     port = free_port()
@@ -299,6 +314,11 @@ def endless_receiver(make: Callable[[], ReceiveTransport]) -> None:
     receive_for_ever(receiver)
 
 
+@pytest.mark.promise(
+    "Time",
+    "Over NIXL, ends killed while a payload is read are lost, and the others get every frame. "
+    "`make test-nixl`",
+)
 def test_receivers_killed_while_they_read_are_lost_and_others_get_all(link: Link) -> None:
     good = link.add_echo()
     for delay_s in (0.0, 0.02, 0.1):

@@ -174,6 +174,7 @@ def test_a_name_that_nobody_registered_is_refused() -> None:
         Sender(backend="hccl")
 
 
+@pytest.mark.promise("Errors", "`TransportUnavailable` says what to use instead.")
 def test_a_device_that_is_not_there_is_unavailable() -> None:
     with pytest.raises(TransportUnavailable, match="no device of type npu"):
         Sender(backend="elsewhere")

@@ -87,6 +87,10 @@ def listen_until_killed(path: Path) -> None:
     Sender(path).poll(timeout_s=60)
 
 
+@pytest.mark.promise(
+    "Security",
+    "On one host only processes of the same user, or of root, can connect.",
+)
 def test_only_the_user_may_connect(path: Path) -> None:
     with closing(Sender(path)):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600

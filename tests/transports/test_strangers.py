@@ -142,6 +142,7 @@ def test_a_poll_returns_although_there_are_no_descriptors(make_place: MakePlace)
     place.join(place.client())
 
 
+@pytest.mark.promise("Security", "Strangers cost bounded connections, bytes, descriptors and time.")
 def test_strangers_leave_descriptors_to_the_process(make_place: MakePlace) -> None:
     place = make_place()
     for _ in range(200):
@@ -155,6 +156,7 @@ def test_strangers_leave_descriptors_to_the_process(make_place: MakePlace) -> No
             os.close(file)
 
 
+@pytest.mark.promise("Time", "A call returns after its timeout, whatever keeps sending.")
 def test_who_keeps_sending_does_not_hold_a_poll(make_place: MakePlace) -> None:
     place = make_place()
     greeting = message(Kind.GREETING, b"x")
@@ -179,6 +181,7 @@ def test_half_a_message_does_not_slow_each_poll(
             place.server.poll(Deadline(0))
 
 
+@pytest.mark.promise("Security", "Strangers cost bounded connections, bytes, descriptors and time.")
 def test_trickles_take_a_small_share_of_the_time(make_place: MakePlace) -> None:
     place = make_place()
     sock = place.stranger(HEADER.pack(b"dS", Kind.GREETING, 1 << 20))
@@ -258,6 +261,7 @@ def test_a_sender_that_does_not_accept_does_not_hold_a_receiver(tmp_path: Path) 
             receiver.connect(b"hello", timeout_s=0.3)
 
 
+@pytest.mark.promise("Time", "A call returns after its timeout, whatever keeps sending.")
 def test_a_sender_that_keeps_sending_does_not_hold_a_receiver() -> None:
     is_over = threading.Event()
     abandon = message(Kind.ABANDON, bytes(8)) * 1000
@@ -286,6 +290,10 @@ def test_a_sender_that_keeps_sending_does_not_hold_a_receiver() -> None:
 # Memory
 
 
+@pytest.mark.promise(
+    "Security",
+    "Without the secret nobody becomes a peer, and nothing that they send is kept.",
+)
 def test_who_does_not_know_the_secret_is_not_heard(make_place: MakePlace) -> None:
     place = make_place(SECRET)
     sock = place.stranger(message(Kind.NONCE, bytes(32)) + bytes(32))  # not signed
@@ -304,6 +312,7 @@ def test_who_does_not_know_the_secret_announces_no_more_than_a_nonce(make_place:
         pass
 
 
+@pytest.mark.promise("Security", "Strangers cost bounded connections, bytes, descriptors and time.")
 def test_half_greetings_are_bounded_together(make_place: MakePlace) -> None:
     place = make_place()
     half = HEADER.pack(b"dS", Kind.GREETING, 16 << 20) + bytes((16 << 20) - 1)
@@ -365,6 +374,10 @@ def test_of_the_gone_only_the_answers_that_are_waited_for_are_kept(make_place: M
 # Networks
 
 
+@pytest.mark.promise(
+    "Security",
+    "A sender without a secret on an address that is not loopback logs a warning.",
+)
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_a_network_without_a_secret_is_warned_of(host: str) -> None:
     with pytest.warns(UserWarning, match="without a secret"):

@@ -100,6 +100,10 @@ def use_private_path(folder: Path) -> None:
         assert stat.S_IMODE(sender.path.parent.stat().st_mode) == 0o700
 
 
+@pytest.mark.promise(
+    "Security",
+    "On one host only processes of the same user, or of root, can connect.",
+)
 @as_root
 def test_a_receiver_takes_nothing_from_another_user(shared: Path) -> None:
     with Child(as_somebody, listen_first, shared) as child:
@@ -112,6 +116,10 @@ def test_a_receiver_takes_nothing_from_another_user(shared: Path) -> None:
             done(child, shared)
 
 
+@pytest.mark.promise(
+    "Security",
+    "On one host only processes of the same user, or of root, can connect.",
+)
 @as_root
 def test_a_sender_lets_no_other_user_in(shared: Path) -> None:
     with closing(shared_memory.Sender(shared / "weights")) as sender:
@@ -156,6 +164,10 @@ def test_a_private_directory_of_another_user_is_refused(
             shared_memory.Sender()
 
 
+@pytest.mark.promise(
+    "Security",
+    "On one host only processes of the same user, or of root, can connect.",
+)
 @as_root
 def test_a_path_by_default_is_private(shared: Path) -> None:
     with Child(as_somebody, use_private_path, shared) as child:

@@ -15,6 +15,11 @@ from tests.trl import watched
 STEPS = 4
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "TRL's rollouts are of the trainer's weights after every optimizer step, bit for bit. "
+    "`make test-trl`",
+)
 @pytest.mark.timeout(300)
 def test_rollouts_are_of_the_weights_after_every_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -12,6 +12,11 @@ from tests.engines.programs import Program
 VERSIONS = range(1, 6)  # the weights that both begin with, and four steps of eight batches
 
 
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "With accelerate and Lightning, engines follow every optimizer step, also where gradients "
+    "accumulate. `make test-trl`",
+)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("recipe", ["accelerate_steps", "lightning_steps"])
 def test_a_second_process_holds_what_each_step_leaves(recipe: str) -> None:

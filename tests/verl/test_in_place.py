@@ -36,6 +36,11 @@ def replicas(folder: Path) -> Iterator[list[Any]]:
         yield [able, unable]
 
 
+@pytest.mark.promise(
+    "All or nothing",
+    "Under verl, vLLM's tensor-parallel workers hold the trainer's bits after an update in "
+    "place, and if an engine cannot take part the log names it and all are handed over.",
+)
 def test_both_ranks_write_what_changed_and_requests_go_on(
     folder: Path, replicas: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:

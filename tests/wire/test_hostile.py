@@ -121,6 +121,7 @@ def test_any_value_of_any_member(message: m.Message, value: Any, data: st.DataOb
     assert decode(encode(read, payload_bytes=payload_bytes)) == (read, payload_bytes)
 
 
+@pytest.mark.promise("Security", "Arbitrary bytes cause a typed error, in bounded memory.")
 @given(st.binary(max_size=200), st.integers(0, 2**64 - 1))
 def test_any_bytes_as_a_message(data: bytes, payload_bytes: int) -> None:
     header = reference.header(data, payload_bytes=payload_bytes)
@@ -192,6 +193,7 @@ def bomb() -> bytes:
     return b"".join([*parts, compressor.flush()])
 
 
+@pytest.mark.promise("Security", "Arbitrary bytes cause a typed error, in bounded memory.")
 def test_a_bomb_is_refused_before_it_inflates(bomb: bytes) -> None:
     assert len(bomb) < 1 << 16
     assert zstandard.frame_content_size(bomb) == BOMB_BYTES
@@ -282,6 +284,7 @@ def test_right_tables_are_read(case: tuple[tuple[m.ParameterSpec, ...], bytearra
     check_rows(rows, len(payload), specs)
 
 
+@pytest.mark.promise("Security", "Arbitrary bytes cause a typed error, in bounded memory.")
 @given(packed(), st.data())
 def test_lying_tables_are_refused_or_within_bounds(
     case: tuple[tuple[m.ParameterSpec, ...], bytearray, int], data: st.DataObject
