@@ -9,22 +9,21 @@ import base64
 import html
 import io
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.resources import files
 from statistics import median, quantiles
 from string import Template
-from typing import TypeVar
 
 import numpy as np
 
 from deltasync.errors import ConfigError
-from deltasync.observe.run_lines import Run
-from deltasync.observe.series import Happening, Mark, Row, Series, series_of
+from deltasync.observe.run_lines import Mark, Run
 
 try:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
@@ -33,7 +32,7 @@ except ModuleNotFoundError:
 
 _LISTED = 200  # rows of a table
 _LAYERS = 120  # rows of the heat map
-_MOST_POINTS, _MOST_DOTS = 400, 60  # of a line
+_MOST_DOTS = 60  # of a line
 _LEAST = 1e-15  # smaller values count as 0, which a logarithmic scale does not show
 _BLUE, _ORANGE, _RED, _GREEN = "#2f6db3", "#c9701a", "#c0303b", "#2b8a4b"
 _GREY, _VIOLET = "#7d8590", "#7b52ab"
@@ -56,18 +55,7 @@ _PAUSES = {
     "receive": "How long the engine had to pause for each sync.",
 }
 
-Text = Callable[[float], str]
-_Item = TypeVar("_Item")
-
-
-@dataclass(frozen=True, slots=True)
-class _Line:
-    """A line of a chart: a value for each row, None where there is none."""
-
-    name: str
-    values: Sequence[float | None]
-    colour: str = _BLUE
-    style: str = "-"
+_Values = list[float | None]
 
 
 def make_page(run: Run, title: str) -> str:
@@ -77,163 +65,125 @@ def make_page(run: Run, title: str) -> str:
         run: The log.
         title: Heading of the page, such as the name of the log. It is escaped.
     """
-    series = series_of(run)
-    parts = (
-        _head(series, title),
-        _tiles(series),
-        _notes(run, series),
-        *(_sections(series) if series.rows else ()),
-        _happenings(series),
-        _versions(series),
-    )
+    body = "\n".join((_head(run, title), *_notes(run), *_charts(run), *_tables(run)))
     template = files("deltasync.observe").joinpath("page.html").read_text(encoding="utf-8")
-    return Template(template).substitute(title=escaped(title), body="\n".join(parts))
+    return Template(template).substitute(title=escaped(title), body=body)
 
 
-def _head(series: Series, title: str) -> str:
-    parts = [_SOURCES[series.source]]
-    if series.rows:
-        first, last = series.rows[0], series.rows[-1]
-        parts.append(f"{moment(first.time)} to {moment(last.time)} UTC")
-    if series.releases:
-        parts.append(f"deltasync {', '.join(series.releases)}")
-    return f'<h1>{escaped(title)}</h1><p class="soft">{escaped("; ".join(parts))}</p>'
-
-
-def _tiles(series: Series) -> str:
+def _head(run: Run, title: str) -> str:
+    parts = [_SOURCES[run.source]]
+    if run.rows:
+        parts.append(f"{moment(run.rows[0].time)} to {moment(run.rows[-1].time)} UTC")
+    if releases := dict.fromkeys(line.deltasync for line in run.lines if line.event == "run"):
+        parts.append(f"deltasync {', '.join(releases)}")
     tiles = "".join(
         f"<div><dt>{name}</dt><dd>{escaped(value)}<small>{escaped(more)}</small></dd></div>"
-        for name, value, more in _facts(series)
+        for name, value, more in _facts(run)
     )
-    return f'<dl class="tiles">{tiles}</dl>'
+    soft = escaped("; ".join(parts))
+    return f'<h1>{escaped(title)}</h1><p class="soft">{soft}</p><dl class="tiles">{tiles}</dl>'
 
 
-def _facts(series: Series) -> Iterator[tuple[str, str, str]]:
+def _facts(run: Run) -> Iterator[tuple[str, str, str]]:
     """(name, value, more) of each tile."""
-    rows = series.rows
-    span = f"v{rows[0].version} to v{rows[-1].version}" if rows else ""
-    yield "Versions", f"{len(rows):,}", span
-    sent, dense = sum(row.sent for row in rows), sum(row.dense or 0 for row in rows)
+    rows = run.rows
+    yield "Versions", f"{len(rows):,}", f"v{rows[0].version} to v{rows[-1].version}" if rows else ""
+    sent, dense = sum(row.sent for row in rows), sum(row.dense_bytes or 0 for row in rows)
     more = f"{dense / sent:.3g}x less than all weights" if dense > 1.05 * sent > 0 else ""
-    yield (
-        "Bytes written" if series.source == "publish" else "Bytes to each receiver",
-        size(sent),
-        more,
-    )
-    if densities := [row.density for row in rows if row.density is not None]:
-        span = f"{percent(min(densities))} to {percent(max(densities))}"
-        yield "Density, median", percent(median(densities)), span
-    for name, values in (
-        ("Pause, median", [row.pause_s for row in rows if row.pause_s is not None]),
-        ("Whole call, median", [row.total_s for row in rows if row.total_s is not None]),
+    yield "Bytes written" if run.source == "publish" else "Bytes to each receiver", size(sent), more
+    for name, shown, found in (
+        ("Density", percent, [row.density for row in rows]),
+        ("Pause", seconds, [row.pause for row in rows]),
+        ("Whole call", seconds, [row.total_s for row in rows]),
     ):
-        if values:
+        if values := [value for value in found if value is not None]:
             high = quantiles(values, n=100)[98] if len(values) > 1 else values[0]
-            yield name, seconds(median(values)), f"99 %: {seconds(high)}"
-    errors = ", ".join(f"{name} {number}" for name, number in series.by_error.most_common(2))
-    yield "Failed syncs", f"{series.num_failures:,}", errors
-    yield "Receivers lost", f"{series.count('lost'):,}", ""
-    yield "Full syncs", f"{series.count('full'):,}", "of receivers that joined"
+            yield f"{name}, median", shown(median(values)), f"99 %: {shown(high)}"
+    errors = ", ".join(f"{name} {number}" for name, number in run.failures.most_common(2))
+    yield "Failed syncs", f"{run.failures.total():,}", errors
+    yield "Receivers lost", f"{run.count('lost'):,}", ""
+    yield "Full syncs", f"{run.count('full'):,}", "of receivers that joined"
 
 
-def _notes(run: Run, series: Series) -> str:
-    notes = []
+def _notes(run: Run) -> Iterator[str]:
     if run.skipped:
         first, why = run.skipped[0]
         lines = "1 line was" if len(run.skipped) == 1 else f"{len(run.skipped)} lines were"
-        notes.append(f"{lines} skipped, the first is line {first}: {why}")
-    if not series.rows:
-        notes.append("No sync of this log has succeeded.")
-    return "".join(f'<p class="note">{escaped(note)}</p>' for note in notes)
+        text = f"{lines} skipped, the first is line {first}: {why}"
+        yield f'<p class="note">{escaped(text)}</p>'
+    if not run.rows:
+        yield '<p class="note">No sync of this log has succeeded.</p>'
 
 
-def _sections(series: Series) -> Iterator[str]:
-    rows = series.rows
-    where = "written to the store for each version" if series.source == "publish" else ""
+def _charts(run: Run) -> Iterator[str]:
+    rows = run.rows
+    if not rows:
+        return
     yield _lines(
-        series,
+        run,
         "Bytes of each version",
-        f"Bytes {where or 'of payload that each receiver gets'}, on a logarithmic scale.",
-        (
-            _Line("sent", [row.sent for row in rows]),
-            _Line("all weights", [row.dense for row in rows], _GREY, "--"),
-        ),
+        "Bytes of each version and of all weights, on a logarithmic scale.",
+        {"sent": [row.sent for row in rows], "all weights": [row.dense_bytes for row in rows]},
         size,
     )
     yield _lines(
-        series,
+        run,
         "Density",
         "Share of the elements that a delta changes, on a logarithmic scale.",
-        (_Line("density", [row.density for row in rows]),),
+        {"density": [row.density for row in rows]},
         percent,
     )
-    yield _heat_map(series)
+    yield _heat_map(run)
     yield _lines(
-        series,
+        run,
         "Pauses",
-        _PAUSES[series.source],
-        (
-            _Line("pause", [row.pause_s for row in rows]),
-            _Line("whole call", [row.total_s for row in rows], _VIOLET),
-        ),
+        _PAUSES[run.source],
+        {"pause": [row.pause for row in rows], "whole call": [row.total_s for row in rows]},
         seconds,
     )
-    yield _marks(series)
+    yield _marks(run)
 
 
-def _lines(series: Series, title: str, text: str, lines: Iterable[_Line], shown: Text) -> str:
-    """A chart of lines on a logarithmic scale; empty if there is nothing to draw.
-
-    Of more versions than points: the median of some neighbours, within their least and largest.
-    """
-    drawn = [(line, _positive(line.values)) for line in lines]
-    drawn = [(line, values) for line, values in drawn if np.isfinite(values).any()]
+def _lines(
+    run: Run, title: str, text: str, lines: dict[str, _Values], shown: Callable[[float], str]
+) -> str:
+    """A chart of lines on a logarithmic scale; empty if there is nothing to draw."""
+    drawn = {name: _positive(values) for name, values in lines.items()}
+    drawn = {name: values for name, values in drawn.items() if np.isfinite(values).any()}
     if not drawn:
         return ""
-    figure, axes = _figure(series, 2.5)
-    places = np.array(_places(series), np.float64)
-    for line, values in drawn:
-        parts = np.array_split(np.arange(len(values)), min(len(values), _MOST_POINTS))
-        parts = [part for part in parts if np.isfinite(values[part]).any()]
-        middles = [places[part].mean() for part in parts]
-        if len(values) > _MOST_POINTS:
-            least, largest = (
-                [end(values[part]) for part in parts] for end in (np.nanmin, np.nanmax)
-            )
-            axes.fill_between(middles, least, largest, color=line.colour, alpha=0.2)
-        marker = "." if len(parts) <= _MOST_DOTS and line.style == "-" else None
-        medians = [np.nanmedian(values[part]) for part in parts]
-        axes.plot(middles, medians, line.style, c=line.colour, label=line.name, marker=marker)
-    low, high = _ends(np.concatenate([values for _, values in drawn]))
+    figure, axes = _figure(run, 2.5)
+    marker = "." if len(run.rows) <= _MOST_DOTS else None
+    styles = {"all weights": ("--", _GREY, None), "whole call": ("-", _VIOLET, marker)}
+    for name, values in drawn.items():
+        style, colour, dots = styles.get(name, ("-", _BLUE, marker))
+        axes.plot(_places(run), values, style, c=colour, label=name, marker=dots)
+    low, high = _ends(np.concatenate(list(drawn.values())))
     axes.set_yscale("log")
     axes.set_ylim(low, high)
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 200 else (1,)))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: shown(value)))
+    _mark_scale(axes.yaxis, low, high, shown)
     axes.grid(axis="y", color="#e2e5ea")
     if len(drawn) > 1:
         figure.legend(loc="outside lower left", ncols=len(drawn), frameon=False)
     return _section(title, text, figure)
 
 
-def _heat_map(series: Series) -> str:
+def _heat_map(run: Run) -> str:
     title = "Density by layer"
-    names, known = _layers(series)
+    names, known = _layers(run)
     if not names:
-        if not any(row.density is not None for row in series.rows):
+        if not any(row.density is not None for row in run.rows):
             return ""
         return _section(title, 'Not in this log: SenderOptions(report_density="layer") adds it.')
     text = "Share of the elements that changed, by version and layer; empty where nothing did."
     if known > len(names):
         text += f" Of {known}, the {len(names)} that change most."
-    values = np.stack(
-        [_positive([row.density_by.get(name) for row in series.rows]) for name in names]
-    )
+    values = np.stack([_positive([row.density_by.get(name) for row in run.rows]) for name in names])
     if not np.isfinite(values).any():
         return _section(title, "No layer has changed.")
-    figure, axes = _figure(series, 0.9 + 0.17 * len(names))
+    figure, axes = _figure(run, 0.9 + 0.17 * len(names))
     low, high = _ends(values)
-    places = _places(series)
+    places = _places(run)
     picture = axes.imshow(
         values,
         aspect="auto",
@@ -244,32 +194,29 @@ def _heat_map(series: Series) -> str:
     )
     axes.set_yticks(range(len(names)), list(map(_label, names)), fontsize=7, parse_math=False)
     bar = figure.colorbar(picture, ax=axes, fraction=0.03, pad=0.01)
-    bar.ax.minorticks_off()
-    bar.ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 200 else (1,)))
-    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: percent(value)))
+    _mark_scale(bar.ax.yaxis, low, high, percent)
     return _section(title, text, figure)
 
 
-def _layers(series: Series) -> tuple[list[str], int]:
+def _layers(run: Run) -> tuple[list[str], int]:
     """The layers that the heat map has, in the order of the model, and how many there are."""
-    sums: dict[str, float] = {}
-    for row in series.rows:
-        for name, density in row.density_by.items():
-            sums[name] = sums.get(name, 0.0) + density
-    most = set(sorted(sums, key=lambda name: -sums[name])[:_LAYERS])
+    sums = Counter[str]()
+    for row in run.rows:
+        sums.update(row.density_by)
+    most = {name for name, _ in sums.most_common(_LAYERS)}
     return [name for name in sums if name in most], len(sums)
 
 
-def _marks(series: Series) -> str:
+def _marks(run: Run) -> str:
     title = "Failures and recoveries"
-    marks = [mark for mark in _LANES if series.count(mark)]
+    marks = [mark for mark in _LANES if run.count(mark)]
     if not marks:
         return _section(title, "Nothing failed, and no receiver was lost.")
-    figure, axes = _figure(series, 0.6 + 0.25 * len(marks))
-    places = _places(series)
+    figure, axes = _figure(run, 0.6 + 0.25 * len(marks))
+    places = _places(run)
     for lane, mark in enumerate(marks):
         happened = [
-            places[min(one.place, len(places) - 1)] for one in series.happenings if one.mark == mark
+            places[min(one.place, len(places) - 1)] for one in run.happenings if one.mark == mark
         ]
         axes.eventplot(happened, lineoffsets=-lane, linelengths=0.7, colors=_LANES[mark][1])
     axes.set_yticks([-lane for lane in range(len(marks))], [_LANES[mark][0] for mark in marks])
@@ -277,37 +224,27 @@ def _marks(series: Series) -> str:
     return _section(title, "Where they were; the table below says what they were.", figure)
 
 
-def _figure(series: Series, height: float) -> tuple[Figure, Axes]:
+def _figure(run: Run, height: float) -> tuple[Figure, Axes]:
     """A figure of this height, in inches, whose axes have the versions along it."""
     figure = Figure(figsize=(10, height), layout="constrained")
     axes = figure.subplots()
-    versions, first = [row.version for row in series.rows], _first(series)
-    axes.set_xlim(first - 0.5, first + len(versions) - 0.5)
+    labels = {place: f"v{row.version}" for place, row in zip(_places(run), run.rows, strict=True)}
+    axes.set_xlim(min(labels) - 0.5, max(labels) + 0.5)
     axes.xaxis.set_major_locator(MaxNLocator(10, steps=[1, 2, 5, 10], integer=True))
-    axes.xaxis.set_major_formatter(
-        FuncFormatter(
-            lambda place, _: (
-                f"v{versions[int(place) - first]}"
-                if 0 <= int(place) - first < len(versions)
-                else ""
-            )
-        )
-    )
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda place, _: labels.get(int(place), "")))
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=8, colors="#5c6675")
     return figure, axes
 
 
-def _first(series: Series) -> int:
-    """Where the first row is drawn: at its version, if matplotlib can tell that from the next."""
-    version = series.rows[0].version
-    return version if version < 1 << 40 else 0
+def _places(run: Run) -> range:
+    """Where rows are drawn: one after another, since versions may begin again.
 
-
-def _places(series: Series) -> list[int]:
-    """Where rows are drawn: one after another, since versions may begin again."""
-    first = _first(series)
-    return list(range(first, first + len(series.rows)))
+    The first one is at its version, if matplotlib can tell that from the next.
+    """
+    version = run.rows[0].version or 0
+    first = version if version < 1 << 40 else 0
+    return range(first, first + len(run.rows))
 
 
 def _positive(values: Iterable[float | None]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
@@ -324,6 +261,13 @@ def _ends(values: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> tuple[fl
     return low / margin, high * margin
 
 
+def _mark_scale(axis: Axis, low: float, high: float, shown: Callable[[float], str]) -> None:
+    """Ticks of a logarithmic scale."""
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 200 else (1,)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: shown(value)))
+
+
 def _section(title: str, text: str, figure: Figure | None = None) -> str:
     picture = ""
     if figure is not None:
@@ -334,47 +278,43 @@ def _section(title: str, text: str, figure: Figure | None = None) -> str:
     return f'<h2>{title}</h2><p class="soft">{escaped(text)}</p>{picture}'
 
 
-def _happenings(series: Series) -> str:
-    head = ("time (UTC)", "version", "what", "who", "why")
-    return _table(head, series.happenings, _cells_of_happening)
-
-
-def _cells_of_happening(one: Happening) -> tuple[str, ...]:
-    version = "" if one.version is None else f"v{one.version}"
-    return moment(one.time), version, _LANES[one.mark][0], escaped(one.who, 100), escaped(one.text)
-
-
-def _versions(series: Series) -> str:
-    if not series.rows:
-        return ""
+def _tables(run: Run) -> Iterator[str]:
+    happened = [
+        (
+            moment(one.line.time),
+            "" if one.line.version is None else f"v{one.line.version}",
+            *(_LANES[one.mark][0], escaped(one.who, 100), escaped(one.text)),
+        )
+        for one in run.happenings[-_LISTED:]
+    ]
+    yield _table(("time (UTC)", "version", "what", "who", "why"), happened, len(run.happenings))
+    versions = [
+        (
+            *(moment(row.time), f"v{row.version}", size(row.sent)),
+            "" if row.dense_bytes is None else size(row.dense_bytes),
+            "" if row.density is None else percent(row.density),
+            "" if row.pause is None else seconds(row.pause),
+            "" if row.total_s is None else seconds(row.total_s),
+        )
+        for row in run.rows[-_LISTED:]
+    ]
     head = ("time (UTC)", "version", "bytes", "all weights", "density", "pause", "whole call")
-    return f"<h2>Versions</h2>{_table(head, series.rows, _cells_of_row)}"
-
-
-def _cells_of_row(row: Row) -> tuple[str, ...]:
-    return (
-        *(moment(row.time), f"v{row.version}", size(row.sent)),
-        "" if row.dense is None else size(row.dense),
-        "" if row.density is None else percent(row.density),
-        "" if row.pause_s is None else seconds(row.pause_s),
-        "" if row.total_s is None else seconds(row.total_s),
-    )
+    yield _table(head, versions, len(run.rows), "<h2>Versions</h2>")
 
 
 def _table(
-    head: Sequence[str], found: Sequence[_Item], cells: Callable[[_Item], Iterable[str]]
+    head: Sequence[str], listed: Sequence[Sequence[str]], known: int, title: str = ""
 ) -> str:
-    """The last of these, the newest first; the texts of cells are escaped already."""
-    if not found:
+    """These rows, the last of `known`, the newest first; the texts of cells are escaped already."""
+    if not listed:
         return ""
-    listed = found[-_LISTED:]
-    note = f"The last {len(listed)} of {len(found):,}." if len(listed) < len(found) else ""
+    note = f"The last {len(listed)} of {known:,}." if len(listed) < known else ""
     titles = "".join(f"<th>{one}</th>" for one in head)
     body = "".join(
-        f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells(one))}</tr>" for one in reversed(listed)
+        f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>" for cells in reversed(listed)
     )
     table = f"<table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>"
-    return f'<p class="soft">{note}</p><div class="scroll">{table}</div>'
+    return f'{title}<p class="soft">{note}</p><div class="scroll">{table}</div>'
 
 
 def escaped(text: str, most: int = 500) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal, Union
+from typing import Annotated, Literal, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 
 from deltasync.errors import ConfigError
 
@@ -17,94 +19,99 @@ ROLES = {"sync": "sender", "receive": "receiver", "publish": "publisher"}
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Seconds = Annotated[FiniteFloat, Field(ge=0, le=1e15)]
+Mark = Literal["failed", "recovered", "lost", "full", "joined", "warning"]
 
 
-class _Line(BaseModel):
+class Line(BaseModel):
+    """An event, with the fields of `SyncStats`, `ReceiveStats`, `PublishStats` or `SyncFailed`.
+
+    What an event does not have is empty. "run" begins what a process has written, and has the
+    release of deltasync. `repeated`: the failures that the line stands for.
+    """
+
     model_config = ConfigDict(frozen=True, extra="ignore")
 
+    event: Literal["run", "sync", "receive", "publish", "failed"]
     time: FiniteFloat
+    format: Literal[1] = 1
+    deltasync: str = ""
+    role: str = ""
+    name: str = ""
+    version: Count | None = None
+    kind: str = ""
+    receivers: Count = 0
+    joined: Count = 0
+    full_synced: Count = 0
+    numel: Count = 0
+    nnz: Count = 0
+    payload_bytes: Count = 0
+    joined_bytes: Count = 0
+    delta_bytes: Count = 0
+    anchor_bytes: Count = 0
+    num_bytes: Count = 0
+    dense_bytes: Count | None = None
+    commit_s: Seconds | None = None
+    pause_s: Seconds | None = None
+    total_s: Seconds | None = None
+    density_by: dict[str, Seconds] = {}
+    warnings: tuple[str, ...] = ()
+    lost: dict[str, str] = {}
+    error: str = ""
+    message: str = ""
+    repeated: Count = 1
+    was_dirty: bool = False
+    is_dirty: bool = False
+    corrupted: str = ""
+
+    @model_validator(mode="after")
+    def _has_what_is_shown(self) -> Self:
+        if self.event in ROLES and self.version is None:
+            raise ValueError("no version")
+        return self
+
+    @property
+    def sent(self) -> int:
+        """Bytes of the version; of full syncs to those that join, too."""
+        sent = self.payload_bytes + self.joined_bytes
+        return sent + self.delta_bytes + self.anchor_bytes + self.num_bytes
+
+    @property
+    def density(self) -> float | None:
+        """Share of the elements that changed; None but for deltas whose elements are counted."""
+        return self.nnz / self.numel if self.kind == "delta" and self.numel else None
+
+    @property
+    def pause(self) -> float | None:
+        """Seconds in which engines pause; None where none does, or it is not known."""
+        if self.event == "sync":
+            return self.commit_s
+        return None if self.kind == "joined" else self.pause_s
+
+    @property
+    def end(self) -> tuple[str, str]:
+        """The role and name of who succeeded or failed; senders have no name."""
+        return self.role or ROLES.get(self.event, ""), self.name
 
 
-class RunLine(_Line):
-    """A process has begun to write."""
+class Happening(NamedTuple):
+    """What is listed below the charts.
 
-    event: Literal["run"]
-    format: Literal[1]
-    deltasync: str
+    Attributes:
+        mark: What it is.
+        place: The row that it happened before or in.
+        line: What says so.
+        text: What happened.
+        who: What it happened to.
+    """
 
-
-class SyncLine(_Line):
-    """A sync of a sender. Fields as of `SyncStats`."""
-
-    event: Literal["sync"]
-    version: Count
-    kind: Literal["delta", "full"]
-    receivers: Count
-    joined: Count
-    full_synced: Count
-    lost: dict[str, str]
-    numel: Count
-    nnz: Count
-    payload_bytes: Count
-    joined_bytes: Count
-    dense_bytes: Count
-    diff_s: Seconds
-    transfer_s: Seconds
-    commit_s: Seconds
-    total_s: Seconds
-    density_by: dict[str, Seconds]
-    warnings: tuple[str, ...]
+    mark: Mark
+    place: int
+    line: Line
+    text: str
+    who: str = ""
 
 
-class ReceiveLine(_Line):
-    """A sync of a receiver. Fields as of `ReceiveStats`."""
-
-    event: Literal["receive"]
-    name: str
-    version: Count
-    kind: Literal["delta", "full", "joined"]
-    num_bytes: Count
-    was_dirty: bool
-    commit_s: Seconds
-    pause_s: Seconds
-
-
-class PublishLine(_Line):
-    """A version that was published. Fields as of `PublishStats`."""
-
-    event: Literal["publish"]
-    version: Count
-    kind: Literal["delta", "anchor", "unchanged"]
-    numel: Count
-    nnz: Count
-    delta_bytes: Count
-    anchor_bytes: Count
-    dense_bytes: Count
-    total_s: Seconds
-    density_by: dict[str, Seconds]
-    warnings: tuple[str, ...]
-
-
-class FailedLine(_Line):
-    """A sync that failed. Fields as of `SyncFailed`; how often in a row, counting from 1."""
-
-    event: Literal["failed"]
-    role: str
-    name: str
-    version: Count | None
-    error: str
-    message: str
-    repeated: Count
-    lost: dict[str, str]
-    is_dirty: bool
-    corrupted: str
-
-
-Line = Union[RunLine, SyncLine, ReceiveLine, PublishLine, FailedLine]  # noqa: UP007 - a TypeAdapter takes it
-_LINE: TypeAdapter[Line] = TypeAdapter(Annotated[Line, Field(discriminator="event")])
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Run:
     """What a log has.
 
@@ -114,7 +121,66 @@ class Run:
     """
 
     lines: tuple[Line, ...]
-    skipped: tuple[tuple[int, str], ...]
+    skipped: tuple[tuple[int, str], ...] = ()
+
+    @cached_property
+    def source(self) -> str:
+        """Whose syncs are shown: of a sender, else of what was published, else received."""
+        kinds = {line.event for line in self.lines}
+        return next((kind for kind in ("sync", "publish") if kind in kinds), "receive")
+
+    @cached_property
+    def rows(self) -> list[Line]:
+        """Of each version of `source`. Versions may begin again, when a trainer does."""
+        return [line for line in self.lines if line.event == self.source]
+
+    @cached_property
+    def failures(self) -> Counter[str]:
+        """Failed syncs by type of error."""
+        found = Counter[str]()
+        for line in self.lines:
+            if line.event == "failed":
+                found[line.error] += line.repeated
+        return found
+
+    @cached_property
+    def happenings(self) -> list[Happening]:
+        """What happened, in order. A success recovers the failures of the same end."""
+        found, failed, place = list[Happening](), Counter[tuple[str, str]](), 0
+        for line in self.lines:
+            found += (Happening(mark, place, line, text, who) for mark, text, who in _of(line))
+            if line.event == "failed":
+                failed[line.end] += line.repeated
+            elif count := failed.pop(line.end, 0):
+                text = f"covers {count} failed sync{'s' if count > 1 else ''}"
+                found.append(Happening("recovered", place, line, text, line.name))
+            place += line.event == self.source
+        return found
+
+    def count(self, mark: Mark) -> int:
+        """How often something happened."""
+        return sum(each.mark == mark for each in self.happenings)
+
+
+def _of(line: Line) -> Iterator[tuple[Mark, str, str]]:
+    """(mark, text, who) of what a line says."""
+    if line.event == "failed":
+        dirty = "; the receiver is dirty" if line.is_dirty else ""
+        times = f" ({line.repeated} times in a row)" if line.repeated > 1 else ""
+        found = f"corrupted weights in {line.corrupted}: " if line.corrupted else ""
+        yield "failed", f"{found}{line.error}: {line.message}{dirty}{times}", line.name or line.role
+    for who, why in line.lost.items():
+        yield "lost", why, who
+    if line.full_synced:
+        yield "full", f"{line.full_synced} of {line.receivers} receivers needed a full sync", ""
+    if line.joined > line.full_synced:
+        yield "joined", f"{line.joined - line.full_synced} receivers joined by digest", ""
+    if line.was_dirty:
+        yield "recovered", "a dirty receiver is whole", line.name
+    elif line.kind == "joined":
+        yield "joined", "joined by digest", line.name
+    for warning in line.warnings:
+        yield "warning", warning, ""
 
 
 def read_run(path: str | Path) -> Run:
@@ -128,7 +194,7 @@ def read_run(path: str | Path) -> Run:
         with Path(path).open("rb") as file:
             for number, line in _numbered(file):
                 try:
-                    lines.append(_LINE.validate_json(line))
+                    lines.append(Line.model_validate_json(line))
                 except ValidationError as error:
                     is_torn = not line.endswith(b"\n")
                     skipped.append((number, "torn" if is_torn else _why(error)))

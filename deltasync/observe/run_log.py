@@ -36,7 +36,8 @@ class RunLog(Closing):
     A process that is killed leaves at most a last line that is torn; `deltasync report` skips it,
     and a later `RunLog` on the same file begins a new line. If a line cannot be written, as on a
     full disk, that is logged once and no sync is affected. A failure that repeats at one end is
-    written the first, second, fourth, eighth ... time and the last, with its count. Threads may
+    written the first, second, fourth, eighth ... time and the last; each line says how many
+    failures it stands for. Threads may
     share one; give each process a file of its own; a forked child writes nothing.
 
     Args:
@@ -84,20 +85,22 @@ class RunLog(Closing):
     def _write_failure(self, event: SyncFailed) -> None:
         end, failure = (event.role, event.name), _failure_of(event)
         last = self._streaks.get(end)
-        if last is not None and all(last[key] == failure[key] for key in ("error", "message")):
-            failure["repeated"] += last["repeated"]
-            del self._streaks[end]
-        self._end_streak(end)
-        self._streaks[end] = failure
-        if _is_told(failure["repeated"]):
-            self._write(failure)
+        if last is None or any(last[key] != failure[key] for key in ("error", "message")):
+            self._end_streak(end)
+            last = failure | {"streak": 0, "repeated": 0}
+        self._streaks.pop(end, None)
+        streak, repeated = last["streak"] + 1, last["repeated"] + 1
+        self._streaks[end] = failure | {"streak": streak, "repeated": repeated}
+        if streak & (streak - 1) == 0:
+            self._write(self._streaks[end])
+            self._streaks[end]["repeated"] = 0
         if len(self._streaks) > _MOST_STREAKS:
             self._end_streak(next(iter(self._streaks)))
 
     def _end_streak(self, end: _End) -> None:
         """Write its last failure, if it was not written."""
         last = self._streaks.pop(end, None)
-        if last is not None and not _is_told(last["repeated"]):
+        if last is not None and last["repeated"]:
             self._write(last)
 
     def _write(self, record: dict[str, Any]) -> None:
@@ -120,11 +123,6 @@ def _line_of(record: dict[str, Any]) -> bytes:
     return text.encode() + b"\n"
 
 
-def _is_told(repeated: int) -> bool:
-    """Whether a failure is written at once: the first, second, fourth, eighth ... time."""
-    return repeated & (repeated - 1) == 0
-
-
 def _failure_of(event: SyncFailed) -> dict[str, Any]:
     return {
         "event": "failed",
@@ -135,7 +133,6 @@ def _failure_of(event: SyncFailed) -> dict[str, Any]:
         "version": event.version,
         "error": type(event.error).__name__,
         "message": str(event.error)[:_LONGEST],
-        "repeated": 1,
         "lost": event.lost,
         "is_dirty": event.is_dirty,
         "corrupted": event.corrupted,

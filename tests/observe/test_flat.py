@@ -79,8 +79,3 @@ def test_failures_are_told_from_successes() -> None:
         "deltasync/lost": 1.0,
         "deltasync/total_s": 2.0,
     }
-
-
-def test_densities_by_layer_are_below_their_name() -> None:
-    found = flat(sync(density_by={"model.layers.0": 0.25}))
-    assert found["deltasync/density_by/model.layers.0"] == 0.25

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from deltasync.observe.report import escaped, make_page, seconds, size
 from deltasync.observe.run_lines import read_run
 from deltasync.observe.run_log import RunLog
-from deltasync.observe.series import series_of
 from deltasync.sync.events import SyncEvent
 from tests.observe.made import failed, published, received, sync
 
@@ -137,11 +136,11 @@ def test_what_happened_is_counted_and_listed(tmp_path: Path) -> None:
         sync(version=2, warnings=("look here",)),
     ]
     text = page_of(path, events)
-    series = series_of(read_run(path))
-    assert [row.version for row in series.rows] == [1, 2]
-    assert (series.num_failures, dict(series.by_error)) == (6, {"SyncAborted": 5, "ValueError": 1})
-    assert series.count("failed") == 2  # a streak is one
-    assert [each.text for each in series.happenings if each.mark == "recovered"] == [
+    run = read_run(path)
+    assert [row.version for row in run.rows] == [1, 2]
+    assert run.failures == {"SyncAborted": 5, "ValueError": 1}
+    assert run.count("failed") == 5  # 1, 1, 2 and 1 of the sender
+    assert [each.text for each in run.happenings if each.mark == "recovered"] == [
         "covers 5 failed syncs",
         "a dirty receiver is whole",
         "covers 1 failed sync",
@@ -158,28 +157,10 @@ def failing(name: str) -> SyncEvent:
 def test_only_a_success_of_the_same_end_recovers_its_failures(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     page_of(path, [failing("a[0/1]"), sync(), received(name="b[0/1]"), published(), sync()])
-    assert series_of(read_run(path)).count("recovered") == 0
+    assert read_run(path).count("recovered") == 0
     page_of(path, [received(name="a[0/1]"), failed(), received(), sync()])
-    found = [each for each in series_of(read_run(path)).happenings if each.mark == "recovered"]
+    found = [each for each in read_run(path).happenings if each.mark == "recovered"]
     assert [(each.who, each.place) for each in found] == [("a[0/1]", 2), ("", 2)]
-
-
-def test_streaks_of_several_ends_are_listed_once_each(tmp_path: Path) -> None:
-    """Also by logs that have the last failure of a streak long after it."""
-    path, lines = tmp_path / "run.jsonl", []
-    page_of(path, [failing("a[0/1]"), failing("b[0/1]")])
-    start, *two = path.read_text().splitlines()
-    for count in (1, 2, 5):
-        lines += [line.replace('"repeated":1', f'"repeated":{count}') for line in two]
-    page_of(tmp_path / "rows", [sync(ended_at=1.7e9 + 1), sync(ended_at=1.7e9 + 2)])
-    rows = (tmp_path / "rows").read_text().splitlines()[1:]
-    path.write_text("\n".join([start, *lines[:4], *rows, *lines[4:]]))
-    series = series_of(read_run(path))
-    assert series.num_failures == 10
-    assert [(each.who, each.text, each.place) for each in series.happenings] == [
-        ("a[0/1]", "ValueError: x (5 times in a row)", 0),
-        ("b[0/1]", "ValueError: x (5 times in a row)", 0),
-    ]
 
 
 def test_logs_of_stores_and_of_receivers_are_drawn_too(tmp_path: Path) -> None:
@@ -207,7 +188,7 @@ def test_a_restarted_trainer_goes_on_to_the_right(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     page_of(path, history(5))
     page_of(path, history(3))
-    assert [row.version for row in series_of(read_run(path)).rows] == [1, 2, 3, 4, 5, 1, 2, 3]
+    assert [row.version for row in read_run(path).rows] == [1, 2, 3, 4, 5, 1, 2, 3]
     Page(make_page(read_run(path), "x"))
 
 

@@ -216,12 +216,6 @@ def test_both_ends_sample_the_same_versions() -> None:
         Spans(ratio=1.5)
 
 
-def test_a_traceparent_names_the_root() -> None:
-    trace_id, span_id = ids_of("run", 2)
-    assert traceparent("run", 2) == f"00-{trace_id:032x}-{span_id:016x}-01"
-    assert len({ids_of("run", number) for number in range(1000)}) == 1000
-
-
 def test_ids_are_those_that_are_documented() -> None:
     """Two releases, or other tools, must derive the same ones."""
     expected = "00-454f5618c9aeb1e31e9cc4d1fce64ff3-b0d79f4e7aebfe0e-01"
