@@ -210,7 +210,9 @@ def test_one_rank_that_fails_aborts_the_version_everywhere(error: BaseException)
             before = here.sender.version
             change(here, failing)
             here.sources[failing].fails = error
-            found = [future.exception() or future.result() for future in here.sending(timeout_s=1.5)]
+            found = [
+                future.exception() or future.result() for future in here.sending(timeout_s=1.5)
+            ]
             here.sources[failing].fails = None
             for rank, outcome in enumerate(found):
                 assert isinstance(outcome, type(error) if rank == failing else SyncAborted)
