@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deltasync import ModuleTarget, ReceiverOptions, WeightReceiver
+from deltasync import ModuleTarget, ReceiverOptions, WeightReceiver, subscribe
 from deltasync.errors import (
     CallOrderError,
     ConfigError,
@@ -16,6 +16,7 @@ from deltasync.errors import (
     TransportClosed,
     TransportTimeout,
 )
+from deltasync.sync.events import SyncEvent, SyncFailed
 from deltasync.sync.protocol.receiver_session import ReceiverState
 from deltasync.testing.links import PROMPT_S, within
 from deltasync.transports.base import Frame
@@ -42,7 +43,8 @@ def test_nothing_looks_at_weights_that_were_released(kind: str) -> None:
 def test_weights_that_are_kept_take_the_next_delta(max_staged_bytes: int) -> None:
     """A sync that begins while the engine sleeps costs nothing else. Twice is the same as once."""
     options = ReceiverOptions(stall_timeout_s=2, max_staged_bytes=max_staged_bytes)
-    with staging_engine(options) as (here, staging):
+    told: list[SyncEvent] = []
+    with staging_engine(options) as (here, staging), subscribe(told.append):
         here.receiver.attach()
         here.join(staging)
         for syncs in range(3):
@@ -62,6 +64,8 @@ def test_weights_that_are_kept_take_the_next_delta(max_staged_bytes: int) -> Non
             stats = here.join(staging)
             assert (stats.kind, stats.joined, stats.full_synced) == ("delta", 0, 0)
         assert staging.last_error is None
+    failed = [event for event in told if isinstance(event, SyncFailed)]
+    assert [(event.lost, event.receivers) for event in failed] == [({}, 1)] * 3
 
 
 @pytest.mark.parametrize("moved", [False, True])

@@ -25,7 +25,6 @@ from deltasync import (
 )
 from deltasync.delta.bits import as_bits
 from deltasync.errors import (
-    ConfigError,
     DirtyReceiver,
     EngineFailed,
     NoReceivers,
@@ -40,7 +39,6 @@ from deltasync.transports import collective, inprocess
 from tests.sync.test_innocent import Fleet as Watching
 from tests.worlds.engines import engine, replace_storage
 from tests.worlds.links import Fleet, Stubborn, fleet, random_model, until
-from tests.worlds.programs import run
 
 SHAPES = {"a": (8, 4), "b": (6,)}
 T = TypeVar("T", bound=SyncEvent)
@@ -190,34 +188,6 @@ def test_what_a_sender_raises_is_one_failure() -> None:
     assert first.reason.startswith("NoReceivers: no receiver is connected")
     told = [type(event.error) for event in others if event.role == "sender"]
     assert told == [EngineFailed, Fixed]
-
-
-def test_a_call_that_was_interrupted_does_not_swallow_the_report_of_the_next_one() -> None:
-    source = random_model(SHAPES, 0)
-
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    with fleet(source) as here, heard() as events:
-        joined(here, "x")
-        with pytest.raises(KeyboardInterrupt):
-            here.sender.send_weights(timeout_s=5, on_source_read=interrupt)
-        events.clear()
-        here.wait(1)
-        here.sender.send_weights(timeout_s=60)
-    assert len(of(events, SyncStats)) == 1
-
-
-def test_receivers_that_sleep_are_not_lost() -> None:
-    source = random_model(SHAPES, 0)
-    with fleet(source) as here, heard() as events:
-        joined(here, "x")
-        here.serving["x/0"].receiver.detach()
-        with pytest.raises(ConfigError, match="sleep"):
-            send_step(here, source)
-        here.serving["x/0"].receiver.attach()
-    [failed] = [event for event in of(events, SyncFailed) if event.role == "sender"]
-    assert (failed.lost, failed.receivers) == ({}, 1)
 
 
 @each_sync_once
@@ -415,28 +385,3 @@ def test_stores_report_what_is_published_and_fetched(tmp_path: Path) -> None:
     assert_in_order(changed.phases, changed.total_s, "fetch", "stage", "ready", "commit")
     (failed,) = of(events, SyncFailed)
     assert (failed.role, failed.version, type(failed.error)) == ("publisher", 3, SourceChanged)
-
-
-_FORKED = """
-import os
-from deltasync import subscribe
-from deltasync.errors import DeltaSyncError
-from tests.worlds.links import fleet, random_model
-
-subscribe(lambda event: print(os.getpid() == parent, type(event).__name__, flush=True))
-parent = os.getpid()
-with fleet(random_model({"w": (3,)}, 0)) as here:
-    pid = os.fork()
-    if pid == 0:
-        try:
-            here.sender.send_weights(timeout_s=1)
-        except DeltaSyncError as error:
-            print(type(error).__name__, flush=True)
-        os._exit(0)
-    os.waitpid(pid, 0)
-"""
-
-
-def test_a_child_that_was_forked_reports_what_it_does_itself() -> None:
-    done = run(_FORKED)
-    assert done.stdout == "False SyncFailed\nTransportClosed\n", done.stderr

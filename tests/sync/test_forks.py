@@ -24,9 +24,11 @@ from deltasync import (
     StagingThread,
     WeightReceiver,
     WeightSender,
+    subscribe,
     sync_after_step,
 )
 from deltasync.errors import TransportClosed, TransportTimeout
+from deltasync.sync.events import SyncEvent, SyncFailed
 from deltasync.testing.links import PROMPT_S, within
 from deltasync.testing.processes import Child, ChildFailed
 from tests.worlds.links import Model, random_model, until
@@ -128,6 +130,8 @@ def train(kind: str, folder: Path, dies: str) -> None:
     optimizer = torch.optim.SGD(source.parameters(), lr=0.1)
     sender = WeightSender(ModuleSource(source), listen(kind, str(folder)))
     sender.wait_for_receivers(1)
+    told: list[SyncEvent] = []
+    subscribe(told.append)
     hook = sync_after_step(optimizer, sender, on_busy="wait", on_error="raise", timeout_s=LIMIT_S)
 
     def step() -> None:
@@ -139,7 +143,9 @@ def train(kind: str, folder: Path, dies: str) -> None:
         step()
         hook.wait()
         hook.remove()
+        told.clear()
         refused(sender.send_weights)
+        assert list(map(type, told)) == [SyncFailed]  # of this process
         refused(lambda: sender.wait_for_receivers(1))
         sender.close()
 
@@ -158,6 +164,7 @@ def train(kind: str, folder: Path, dies: str) -> None:
     (folder / "partial").write_text(fingerprint(source))
     (folder / "partial").rename(folder / "trained")  # which is read as soon as it exists
     until((folder / "served").exists)
+    assert not any(isinstance(event, SyncFailed) for event in told)  # nor what children did
     hook.remove()
     sender.close()
 
