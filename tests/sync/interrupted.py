@@ -96,10 +96,13 @@ class Pair:
             ModuleSource(self.source),
             served,
             options=sender,
-            on_phase=lambda phase: self.on_phase(),
+            on_phase=self._on_phase,
         )
         self._stack.callback(self.sender.close)
         self.serving: list[Serving] = []
+
+    def _on_phase(self, phase: object) -> None:
+        self.on_phase()
 
     def receiver(self, number: int) -> WeightReceiver:
         target = ModuleTarget(self.replicas[number])

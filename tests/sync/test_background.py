@@ -110,10 +110,13 @@ class Training:
             self.sender,
             on_busy=on_busy,
             timeout_s=timeout_s,
-            callback=lambda stats: self.callback(stats),
+            callback=self._called_back,
             **options,
         )
         self.after: list[dict[str, Tensor]] = []
+
+    def _called_back(self, stats: object) -> None:
+        self.callback(stats)
 
     def step(self) -> None:
         torch.manual_seed(len(self.after))

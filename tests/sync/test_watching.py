@@ -20,11 +20,6 @@ from tests.sync.test_group import change, model
 from tests.worlds.links import Fleet, Model, fleet
 from tests.worlds.trainers import rows_of, trainer_of
 
-once = pytest.mark.promise(
-    "What operators see",
-    "Trained parameters that never change, and densities that jump, are warned of once.",
-)
-
 
 def tree(shapes: dict[str, tuple[int, ...]]) -> nn.Module:
     """A module with parameters of zeros, by names with dots."""
@@ -68,7 +63,10 @@ LAYERS = [f"layers.{n}.weight" for n in range(3)]
 STEM, ALL = ["stem"], ["stem", "alone", "idle", *LAYERS]
 
 
-@once
+@pytest.mark.promise(
+    "What operators see",
+    "Trained parameters that never change, and densities that jump, are warned of once.",
+)
 @pytest.mark.parametrize(
     ("limit", "changes", "expected"),
     [
@@ -107,7 +105,10 @@ def test_trained_parameters_that_never_change_are_named_once(
     assert all(record.levelno == logging.WARNING for record in caplog.records)
 
 
-@once
+@pytest.mark.promise(
+    "What operators see",
+    "Trained parameters that never change, and densities that jump, are warned of once.",
+)
 @pytest.mark.parametrize(
     ("factor", "changed", "expected"),
     [
