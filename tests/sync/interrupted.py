@@ -256,15 +256,19 @@ class Stored:
             self._sender.publish()
 
     def act(self) -> None:
-        match self._which:
-            case "publish":
-                self._sender.publish()
-            case "fetch":
-                self._receiver.fetch(timeout_s=_WAIT_S)
-            case "stage" if self._receiver.stage(timeout_s=_WAIT_S):
-                self._receiver.commit()
-            case "follow" if self._follower.wait_staged(timeout_s=_WAIT_S):
+        if self._which == "publish":
+            self._sender.publish()
+        else:
+            self._read()
+
+    def _read(self) -> None:
+        if self._which == "follow":
+            if self._follower.wait_staged(timeout_s=_WAIT_S):
                 self._follower.commit()
+        elif self._which != "stage":
+            self._receiver.fetch(timeout_s=_WAIT_S)
+        elif self._receiver.stage(timeout_s=_WAIT_S):
+            self._receiver.commit()
 
     def calm(self) -> None:
         change(self.source)
@@ -278,10 +282,7 @@ class Stored:
             assert bits_equal(self.source, fresh), "a new reader"
 
     def _is_read(self) -> bool:
-        if self._which != "follow":
-            self._receiver.fetch(timeout_s=_WAIT_S)
-        elif self._follower.wait_staged(timeout_s=_WAIT_S):
-            self._follower.commit()
+        self._read()
         return self._receiver.version == self._sender.version
 
     def close(self) -> None:
