@@ -11,6 +11,7 @@ import random
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import torch
@@ -50,18 +51,9 @@ class Trainer:
     """Sends one version after another until it is stopped; who sleeps misses some."""
 
     def __init__(self) -> None:
-        self.source = random_model({"w": (NUMEL,)}, 0)
-        self.link = inprocess.Sender()
+        self.source, self.link = random_model({"w": (NUMEL,)}, 0), inprocess.Sender()
         self.sender = WeightSender(ModuleSource(self.source), self.link)
-        self._is_stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._is_stopping.set()
-        self._thread.join()
+        self.is_stopping = threading.Event()
 
     def send(self, patience_s: float) -> None:
         as_bits(self.source.get_parameter("w").data)[::97] ^= 1
@@ -69,8 +61,8 @@ class Trainer:
             self.sender.wait_for_receivers(1, timeout_s=patience_s / 10)
             self.sender.send_weights(timeout_s=patience_s)
 
-    def _run(self) -> None:
-        while not self._is_stopping.is_set():
+    def run(self) -> None:
+        while not self.is_stopping.is_set():
             self.send(0.5)
 
 
@@ -83,31 +75,30 @@ def commit(staging: StagingThread, seconds: float) -> None:
                 staging.commit()
 
 
-def main(way: str, kind: str, seconds: float) -> None:
-    """Sleep and wake for some time, by `detach` or by what does not do: `invalidate`."""
+def main(kind: str, seconds: float) -> None:
+    """Sleep and wake for some time."""
     memory, trainer, moments = Memory(4 * NUMEL), Trainer(), random.Random(0)
     replica = Model({"w": memory.weights})
     options = ReceiverOptions(max_staged_bytes=0 if kind == "in place" else None, scrub_every=1)
     receiver = WeightReceiver(ModuleTarget(replica), trainer.link.receiver(), options=options)
-    deadline = time.monotonic() + seconds
-    trainer.start()
-    with StagingThread(receiver) as staging:
+    deadline, sending = time.monotonic() + seconds, ThreadPoolExecutor(1)
+    running = sending.submit(trainer.run)
+    with sending, StagingThread(receiver) as staging:
         while time.monotonic() < deadline:
             commit(staging, moments.uniform(0, 0.05))
-            getattr(receiver, way)()
+            receiver.detach()
             memory.allow(_NONE)
             time.sleep(moments.uniform(0, 0.05))
             memory.allow(mmap.PROT_READ | mmap.PROT_WRITE)
             if moments.random() < 0.3:  # the second level: what was there is lost
                 memory.weights.zero_()
-            if way == "detach":
-                receiver.attach()
-        trainer.stop()
-        for _ in range(5):
-            sending = threading.Thread(target=trainer.send, args=(20.0,))  # also on a busy machine
-            sending.start()
-            while sending.is_alive():
-                commit(staging, 0.05)
+            receiver.attach()
+        trainer.is_stopping.set()
+        running.result()
+        for _ in range(3):
+            last = sending.submit(trainer.send, 20.0)  # also on a busy machine
+            while not last.done():
+                commit(staging, 0.01)
         assert bits_equal(trainer.source, replica)
         receiver.check_serving()
     receiver.close()
@@ -115,4 +106,4 @@ def main(way: str, kind: str, seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], float(sys.argv[3]))
+    main(sys.argv[1], float(sys.argv[2]))

@@ -46,7 +46,7 @@ _AT_ONCE: dict[str, Any] = {
     "sender": SenderOptions(bucket_bytes=MIN_BUCKET_BYTES),
     "receiver": ReceiverOptions(max_staged_bytes=1),
 }
-_WAIT_S = 8.0
+_WAIT_S = 4.0
 
 
 def change(source: nn.Module) -> None:
@@ -87,16 +87,22 @@ class Pair:
         self.source = random_model(shapes, 0)
         self.replicas = [random_model(shapes, number + 1) for number in range(count)]
         self._options = receiver
+        self.on_phase: Callable[[], object] = lambda: None
+        served: Any = inprocess.Sender() if link == "inprocess" else shared_memory.Sender(path)
+        self.end: Callable[[], Any] = partial(shared_memory.Receiver, path)
         if link == "inprocess":
-            hub = inprocess.Sender()
-            self.end: Callable[[], Any] = hub.receiver
-            self.sender = WeightSender(ModuleSource(self.source), hub, options=sender)
-        else:
-            self.end = partial(shared_memory.Receiver, path)
-            served = shared_memory.Sender(path)
-            self.sender = WeightSender(ModuleSource(self.source), served, options=sender)
+            self.end = served.receiver
+        self.sender = WeightSender(
+            ModuleSource(self.source),
+            served,
+            options=sender,
+            on_phase=self._on_phase,
+        )
         self._stack.callback(self.sender.close)
         self.serving: list[Serving] = []
+
+    def _on_phase(self, phase: object) -> None:
+        self.on_phase()
 
     def receiver(self, number: int) -> WeightReceiver:
         target = ModuleTarget(self.replicas[number])
@@ -179,15 +185,16 @@ class Stepping(Pair):
 
 
 class Receiving(Pair):
-    """The engine is struck."""
+    """The engine is struck as it receives, or as it commits what it or a thread has staged."""
 
-    def __init__(self, *, stages: bool = False, joins: bool = False, **options: Any) -> None:
+    def __init__(self, how: str = "receive", *, joins: bool = False, **options: Any) -> None:
         super().__init__(1, **options)
-        self._trainer, self._sending = ThreadPoolExecutor(1), Future[None]()
-        self._sending.set_result(None)
-        self._stages, self._joins = stages, joins
+        self._trainer, self._how, self._joins = ThreadPoolExecutor(1), how, joins
         self._receiver = self.receiver(0)
         self._stack.callback(self._receiver.close)
+        if how == "commit":
+            self._staging = self._stack.enter_context(StagingThread(self._receiver))
+        self._sending = self._trainer.submit(retried, self.sync)
         self.calm()
 
     def prepare(self) -> None:
@@ -197,9 +204,15 @@ class Receiving(Pair):
         self._sending = self._trainer.submit(retried, self.sync)
 
     def act(self) -> None:
-        if not self._stages:
-            self._receiver.receive_weights(timeout_s=_WAIT_S)
-        elif self._receiver.stage(timeout_s=_WAIT_S):
+        self._take(_WAIT_S)
+
+    def _take(self, timeout_s: float) -> None:
+        if self._how == "receive":
+            self._receiver.receive_weights(timeout_s=timeout_s)
+        elif self._how == "commit":
+            if self._staging.wait_staged(timeout_s=timeout_s):
+                self._staging.commit()
+        elif self._receiver.stage(timeout_s=timeout_s):
             self._receiver.commit()
 
     def calm(self) -> None:
@@ -212,46 +225,7 @@ class Receiving(Pair):
         """Until the trainer is content."""
         while not self._sending.done():
             with contextlib.suppress(DeltaSyncError):
-                self._receiver.receive_weights(timeout_s=0.05)
-        self._sending.result()
-
-    def close(self) -> None:
-        self._receiver.close()
-        self._trainer.shutdown()
-        super().close()
-
-
-class Committing(Pair):
-    """The engine is struck as it commits what a thread has staged."""
-
-    def __init__(self) -> None:
-        super().__init__(1)
-        self._trainer, self._sending = ThreadPoolExecutor(1), Future[None]()
-        self._sending.set_result(None)
-        receiver = self.receiver(0)
-        self._stack.callback(receiver.close)
-        self._staging = self._stack.enter_context(StagingThread(receiver))
-        self.calm()
-
-    def prepare(self) -> None:
-        self._sending = self._trainer.submit(retried, self.sync)
-
-    def act(self) -> None:
-        if self._staging.wait_staged(timeout_s=_WAIT_S):
-            self._staging.commit()
-
-    def calm(self) -> None:
-        self._commit()
-        self._sending = self._trainer.submit(retried, self.sync)
-        self._commit()
-        self.check()
-
-    def _commit(self) -> None:
-        """Until the trainer is content."""
-        while not self._sending.done():
-            with contextlib.suppress(DeltaSyncError):
-                if self._staging.wait_staged(timeout_s=0.05):
-                    self._staging.commit()
+                self._take(0.05)
         self._sending.result()
 
     def close(self) -> None:
@@ -284,13 +258,17 @@ class Stored:
     def act(self) -> None:
         if self._which == "publish":
             self._sender.publish()
-        elif self._which == "fetch":
+        else:
+            self._read()
+
+    def _read(self) -> None:
+        if self._which == "follow":
+            if self._follower.wait_staged(timeout_s=_WAIT_S):
+                self._follower.commit()
+        elif self._which != "stage":
             self._receiver.fetch(timeout_s=_WAIT_S)
-        elif self._which == "stage":
-            if self._receiver.stage(timeout_s=_WAIT_S):
-                self._receiver.commit()
-        elif self._follower.wait_staged(timeout_s=_WAIT_S):
-            self._follower.commit()
+        elif self._receiver.stage(timeout_s=_WAIT_S):
+            self._receiver.commit()
 
     def calm(self) -> None:
         change(self.source)
@@ -304,10 +282,7 @@ class Stored:
             assert bits_equal(self.source, fresh), "a new reader"
 
     def _is_read(self) -> bool:
-        if self._which != "follow":
-            return self._receiver.fetch(timeout_s=_WAIT_S) == self._sender.version
-        if self._follower.wait_staged(timeout_s=_WAIT_S):
-            self._follower.commit()
+        self._read()
         return self._receiver.version == self._sender.version
 
     def close(self) -> None:
@@ -441,9 +416,9 @@ WORLDS: dict[str, Callable[[], World]] = {
     "receive": Receiving,
     "receive: shared memory": partial(Receiving, link="shared_memory"),
     "receive: joins": partial(Receiving, joins=True, link="shared_memory"),
-    "receive: at once": partial(Receiving, shapes=LARGE, stages=True, **_AT_ONCE),
-    "stage": partial(Receiving, stages=True),
-    "commit": Committing,
+    "receive: at once": partial(Receiving, "stage", shapes=LARGE, **_AT_ONCE),
+    "stage": partial(Receiving, "stage"),
+    "commit": partial(Receiving, "commit"),
     "publish": partial(Stored, "publish"),
     "fetch": partial(Stored, "fetch"),
     "fetch: staged": partial(Stored, "stage"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,16 +11,16 @@ from torch import nn
 
 from deltasync import DeltaSyncError, SyncStats, sync_after_step
 from deltasync.errors import ConfigError, NoReceivers, StepApplied, SyncAborted
-from tests.worlds.links import Fleet, Model, bits_equal, fleet
+from tests.worlds.links import Fleet, Model, bits_equal, fleet, random_model
+from tests.worlds.trainers import rows_of, trainer_of
 
 Optimizer = torch.optim.Optimizer
+SHAPES = {"first": (8, 4), "second": (8, 4)}
 
 
 def model(seed: int = 0) -> Model:
     """Two parameters that learn."""
-    generator = torch.Generator().manual_seed(seed)
-    made = Model({n: torch.randn(8, 4, generator=generator) for n in ("first", "second")})
-    return made.requires_grad_(True)
+    return random_model(SHAPES, seed).requires_grad_(True)
 
 
 def backward(source: nn.Module, seed: int = 0) -> None:
@@ -57,51 +58,33 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-def test_every_step_of_any_optimizer_is_sent(
-    here: Fleet, make: Callable[[nn.Module], Optimizer]
-) -> None:
+@pytest.mark.filterwarnings("ignore")  # of torch, about its own compiler
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_step_of_any_optimizer_is_sent(here: Fleet, name: str) -> None:
+    """Called as it is, with a closure, or compiled."""
     replica = joined(here)
-    optimizer = make(here.source)
+    optimizer = OPTIMIZERS[name](here.source)
     told: list[SyncStats | DeltaSyncError] = []
-    hook = sync_after_step(optimizer, here.sender, callback=told.append)
-    for step in range(3):
+    hook = sync_after_step(optimizer, here.sender, on_error="raise", callback=told.append)
+
+    def closure() -> float:
+        backward(here.source, 1)
+        return 0.0
+
+    steps: list[Callable[[], object]] = [
+        optimizer.step,
+        lambda: optimizer.step(closure),
+        torch.compile(optimizer.step, backend="eager") if name == "sgd" else optimizer.step,
+    ]
+    for step in steps:
         optimizer.zero_grad()
-        backward(here.source, step)
-        optimizer.step()
+        backward(here.source)
+        step()
         assert bits_equal(here.source, replica)
     assert (hook.steps, hook.syncs, hook.failures, hook.last_error) == (3, 3, 0, None)
     assert told[-1] is hook.last_stats
     assert hook.last_stats is not None
     assert (hook.last_stats.kind, hook.last_stats.nnz) == ("delta", 64)
-
-
-def test_accumulating_gradients_syncs_at_steps_only(here: Fleet) -> None:
-    replica = joined(here)
-    optimizer = torch.optim.SGD(here.source.parameters(), lr=0.1)
-    hook = sync_after_step(optimizer, here.sender)
-    version = here.sender.version
-    for micro in range(6):
-        backward(here.source, micro)
-        if micro % 3 == 2:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert (hook.syncs, here.sender.version) == (2, version + 2)
-    assert bits_equal(here.source, replica)
-
-
-def test_a_step_that_takes_a_closure_syncs_once(here: Fleet) -> None:
-    replica = joined(here)
-    optimizer = torch.optim.SGD(here.source.parameters(), lr=0.1)
-    hook = sync_after_step(optimizer, here.sender)
-
-    def closure() -> float:
-        backward(here.source)
-        return 0.0
-
-    optimizer.step(closure)
-    assert hook.syncs == 1
-    assert bits_equal(here.source, replica)
 
 
 def test_steps_between_two_syncs_lose_nothing(here: Fleet) -> None:
@@ -114,6 +97,11 @@ def test_steps_between_two_syncs_lose_nothing(here: Fleet) -> None:
         optimizer.step()
         equal.append(bits_equal(here.source, replica))
     assert equal == [False, False, True, False, False, True, False]
+    assert (hook.steps, hook.syncs) == (7, 2)
+    hook.remove()
+    hook.remove()
+    for _ in range(2):
+        optimizer.step()
     assert (hook.steps, hook.syncs) == (7, 2)
 
 
@@ -146,24 +134,6 @@ def test_a_step_that_a_grad_scaler_skips_changes_nothing(here: Fleet, name: str)
     assert hook.failures == 0
 
 
-def test_training_goes_on_without_a_receiver_and_the_next_sync_covers_both(here: Fleet) -> None:
-    optimizer = torch.optim.SGD(here.source.parameters(), lr=0.1)
-    told: list[SyncStats | DeltaSyncError] = []
-    hook = sync_after_step(optimizer, here.sender, callback=told.append)
-    backward(here.source)
-    optimizer.step()
-    optimizer.step()
-    assert (hook.steps, hook.syncs, hook.failures) == (2, 0, 2)
-    assert isinstance(hook.last_error, NoReceivers)
-    assert told[-1] is hook.last_error
-    replica = model(1)
-    here.add(replica)
-    here.wait(1)
-    optimizer.step()
-    assert (hook.syncs, hook.failures) == (1, 2)
-    assert bits_equal(here.source, replica)
-
-
 @pytest.mark.promise(
     "All or nothing",
     "A failed sync is counted and kept in `last_error`; training continues.",
@@ -171,20 +141,24 @@ def test_training_goes_on_without_a_receiver_and_the_next_sync_covers_both(here:
 def test_training_goes_on_when_a_receiver_is_lost_and_the_next_sync_covers_both(
     here: Fleet,
 ) -> None:
-    replica = joined(here)
+    """Or if none has come yet."""
     optimizer = torch.optim.SGD(here.source.parameters(), lr=0.1)
     told: list[SyncStats | DeltaSyncError] = []
     hook = sync_after_step(optimizer, here.sender, callback=told.append, timeout_s=2)
-    here.serving.pop("engine/0").stop()
     backward(here.source)
     optimizer.step()
-    assert isinstance(hook.last_error, SyncAborted)
+    assert isinstance(hook.last_error, NoReceivers)
     assert told == [hook.last_error]
+    replica = joined(here)
+    here.serving.pop("engine/0").stop()
+    optimizer.step()
+    assert isinstance(hook.last_error, SyncAborted)
+    assert told[1:] == [hook.last_error]
     assert not bits_equal(here.source, replica)
     here.add(replica)
     here.wait(1)
     optimizer.step()
-    assert (hook.steps, hook.syncs, hook.failures) == (2, 1, 1)
+    assert (hook.steps, hook.syncs, hook.failures) == (3, 1, 2)
     assert bits_equal(here.source, replica)
 
 
@@ -197,7 +171,7 @@ def test_raising_says_that_the_step_was_applied_and_why_the_sync_failed(here: Fl
     hook = sync_after_step(optimizer, here.sender, on_error="raise")
     before = here.source.get_parameter("first").detach().clone()
     backward(here.source)
-    with pytest.raises(StepApplied, match="step was applied") as raised:
+    with pytest.raises(StepApplied, match=r"step was applied.* no receiver") as raised:
         optimizer.step()
     assert raised.value.__cause__ is hook.last_error
     assert isinstance(hook.last_error, NoReceivers)
@@ -205,36 +179,51 @@ def test_raising_says_that_the_step_was_applied_and_why_the_sync_failed(here: Fl
     assert not torch.equal(before, here.source.get_parameter("first"))
 
 
-def test_removed_hooks_sync_no_more(here: Fleet) -> None:
-    replica = joined(here)
-    optimizer = torch.optim.SGD(here.source.parameters(), lr=0.1)
-    hook = sync_after_step(optimizer, here.sender)
-    hook.remove()
-    hook.remove()
-    backward(here.source)
-    optimizer.step()
-    assert (hook.steps, hook.syncs) == (0, 0)
-    assert not bits_equal(here.source, replica)
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer around another one, as Accelerate's, which steps without hooks of its own."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
 
 
-@pytest.mark.parametrize("every", [0, -1])
-def test_a_bad_every_is_refused_and_nothing_is_hooked(here: Fleet, every: int) -> None:
-    optimizer = torch.optim.SGD(here.source.parameters(), lr=0.1)
-    with pytest.raises(ConfigError, match="every"):
-        sync_after_step(optimizer, here.sender, every=every)
-    assert not optimizer._optimizer_step_post_hooks
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every": 0}, "every"),
+        ({"every": -1}, "every"),
+        ({"on_error": "ignore"}, "ignore"),
+        ({"on_busy": "later"}, "on_busy"),
+        ({"optimizer": []}, "no optimizer"),
+        ({"optimizer": "wrapped"}, "Wrapper.*steps the model's own parameters, give that"),
+    ],
+)
+def test_bad_settings_are_refused_and_nothing_is_hooked(
+    here: Fleet, options: dict[str, Any], message: str
+) -> None:
+    inner = torch.optim.SGD(here.source.parameters(), lr=0.1)
+    given = {"optimizer": inner} | options
+    if given["optimizer"] == "wrapped":
+        given["optimizer"] = [inner, Wrapper(inner)]
+    with pytest.raises(ConfigError, match=message):
+        sync_after_step(sender=here.sender, **given)
+    assert not inner._optimizer_step_pre_hooks
+    assert not inner._optimizer_step_post_hooks
 
 
-def test_a_bad_on_error_is_refused_and_nothing_is_hooked(here: Fleet) -> None:
-    optimizer = torch.optim.SGD(here.source.parameters(), lr=0.1)
-    with pytest.raises(ConfigError, match="ignore"):
-        sync_after_step(optimizer, here.sender, on_error="ignore")  # type: ignore[arg-type]
-    assert not optimizer._optimizer_step_post_hooks
+def test_ranks_of_a_trainer_do_not_skip() -> None:
+    source = model()
+    optimizer = torch.optim.SGD(source.parameters(), lr=0.1)
+    with trainer_of(source, rows_of(source, 2)) as trainer:
+        for rank in trainer.ranks:
+            with pytest.raises(ConfigError, match="skip"):
+                sync_after_step(optimizer, rank, on_busy="skip")
 
 
-@pytest.mark.parametrize("error", [MemoryError("full"), RuntimeError("out of memory")])
+@pytest.mark.parametrize(
+    "error", [MemoryError("full"), RuntimeError("oom"), KeyboardInterrupt("key")]
+)
 def test_what_is_no_failed_sync_is_never_swallowed(
-    here: Fleet, error: Exception, monkeypatch: pytest.MonkeyPatch
+    here: Fleet, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(**_: object) -> SyncStats:
         raise error
@@ -243,22 +232,11 @@ def test_what_is_no_failed_sync_is_never_swallowed(
     hook = sync_after_step(optimizer, here.sender, on_error="continue")
     monkeypatch.setattr(here.sender, "send_weights", fails)
     backward(here.source)
-    with pytest.raises(StepApplied, match=str(error)) as raised:
+    is_error = isinstance(error, Exception)
+    with pytest.raises(StepApplied if is_error else KeyboardInterrupt, match=str(error)) as raised:
         optimizer.step()
-    assert raised.value.__cause__ is error
-    assert hook.failures == 1
-
-
-def test_an_interrupt_stays_an_interrupt(here: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(**_: object) -> SyncStats:
-        raise KeyboardInterrupt
-
-    optimizer = torch.optim.SGD(here.source.parameters(), lr=0.1)
-    sync_after_step(optimizer, here.sender)
-    monkeypatch.setattr(here.sender, "send_weights", interrupted)
-    backward(here.source)
-    with pytest.raises(KeyboardInterrupt):
-        optimizer.step()
+    assert not is_error or raised.value.__cause__ is error
+    assert hook.failures == is_error
 
 
 def test_what_the_callback_raises_reaches_the_caller_of_step(here: Fleet) -> None:
@@ -270,34 +248,6 @@ def test_what_the_callback_raises_reaches_the_caller_of_step(here: Fleet) -> Non
     backward(here.source)
     with pytest.raises(ZeroDivisionError):
         optimizer.step()
-
-
-@pytest.mark.filterwarnings("ignore")  # of torch, about its own compiler
-def test_a_compiled_step_is_followed(here: Fleet) -> None:
-    replica = joined(here)
-    optimizer = torch.optim.SGD(here.source.parameters(), lr=0.1)
-    hook = sync_after_step(optimizer, here.sender, on_error="raise")
-    compiled = torch.compile(lambda: optimizer.step(), backend="eager")
-    for step in range(2):
-        backward(here.source, step)
-        compiled()
-    assert hook.syncs == 2
-    assert bits_equal(here.source, replica)
-
-
-class Wrapper(torch.optim.Optimizer):
-    """An optimizer around another one, as Accelerate's, which steps without hooks of its own."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner = inner
-
-
-def test_a_wrapper_whose_hooks_never_run_is_refused_and_nothing_is_hooked(here: Fleet) -> None:
-    inner = torch.optim.SGD(here.source.parameters(), lr=0.1)
-    with pytest.raises(ConfigError, match=r"Wrapper.*steps the model's own parameters, give that"):
-        sync_after_step([inner, Wrapper(inner)], here.sender)
-    assert not inner._optimizer_step_pre_hooks
-    assert not inner._optimizer_step_post_hooks
 
 
 def test_two_optimizers_share_a_sender(here: Fleet) -> None:

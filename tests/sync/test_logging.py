@@ -12,7 +12,7 @@ import pytest
 
 from deltasync import StagingThread
 from tests.sync.test_innocent import Fleet as Watching
-from tests.sync.test_staging_thread import engine, replace_storage
+from tests.worlds.engines import engine, replace_storage
 from tests.worlds.links import Receivers, Stubborn, fleet, random_model, until
 
 SHAPES = {"a": (8, 4), "b": (6,)}

@@ -6,7 +6,8 @@ A test of behaviour enters deltasync through one of these, or through the public
 - `trainers`: a trainer of several ranks (`trainer_of`, `Trainer`);
 - `peers`: one end played message by message (`Hand`), to say what no honest peer says;
 - `fleets`: servers of an engine fleet, in threads (`fleet_of`);
-- `mortals`: senders and receivers that are processes, and die at a phase;
+- `engines`: an engine in the test's thread, whose receiver stages in another (`staging_engine`);
+- `mortals`: senders and receivers that are processes, and die at a phase (`Mortals`);
 - `stores`, `published`, `faults`: stores in a folder, in memory and of S3, a run in one, and
   stores that fail;
 - `programs`, `ranks`: processes to start, to watch and to kill;

@@ -8,18 +8,27 @@ import os
 import signal
 import time
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from deltasync import ModuleSource, ModuleTarget, ReceiverOptions, WeightReceiver, WeightSender
+from deltasync import (
+    ModuleSource,
+    ModuleTarget,
+    ReceiverOptions,
+    SyncStats,
+    WeightReceiver,
+    WeightSender,
+)
 from deltasync.delta.bits import as_bits
 from deltasync.errors import DeltaSyncError
+from deltasync.testing.processes import Child
 from deltasync.transports import collective, shared_memory
 from deltasync.transports.base import Frame, ReceiveTransport, SendTransport
 from deltasync.wire.frame import decode
-from tests.worlds.links import Model, ThroughReceiver, ThroughSender
+from tests.worlds.links import Model, ThroughReceiver, ThroughSender, until
 
 NUMELS = (5000, 3, 40_000, 0)
 
@@ -71,27 +80,29 @@ def read_port(folder: str) -> int:
     return int(path.read_text() or 0) if path.exists() else 0
 
 
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)
-
-
 class DyingReceiver(ThroughReceiver):
-    """Signals its process when a message of one kind arrives, or just after it was answered."""
+    """Signals its process at messages that are armed: as one arrives, or just after an answer.
 
-    def __init__(self, inner: ReceiveTransport, phase: str, number: signal.Signals) -> None:
+    `armed` and the kind of a message name the file that arms it, once.
+    """
+
+    def __init__(self, inner: ReceiveTransport, armed: str, number: signal.Signals) -> None:
         super().__init__(inner)
-        self._phase, self._number = phase, number
+        self._armed, self._number = armed, number
 
     def receive(self, *, timeout_s: float) -> Frame:
         frame = self._inner.receive(timeout_s=timeout_s)
-        if decode(frame.header)[0].kind == self._phase:
-            os.kill(os.getpid(), self._number)
+        self._meet(frame.header)
         return frame
 
     def reply(self, data: bytes, *, timeout_s: float) -> None:
         self._inner.reply(data, timeout_s=timeout_s)
-        if decode(data)[0].kind == self._phase:
+        self._meet(data)
+
+    def _meet(self, header: bytes) -> None:
+        path = Path(self._armed + decode(header)[0].kind)
+        if path.exists():
+            path.unlink()
             os.kill(os.getpid(), self._number)
 
 
@@ -115,7 +126,7 @@ class DyingSender(ThroughSender):
         if kind == "begin":
             self._turn -= 1
         if kind == self._phase and self._turn <= 0:
-            die()
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def serve(
@@ -123,8 +134,6 @@ def serve(
     folder: str,
     engine: str,
     seed: int,
-    phase: str,
-    start: str,
     number: signal.Signals = signal.SIGKILL,
     *,
     rank: int = 0,
@@ -132,21 +141,19 @@ def serve(
 ) -> None:
     """Receive until the test ends, writing down what is held after every sync and every error.
 
-    Waits for the file `start`, if it has a name, so that processes can be started ahead. Sends
-    itself the signal `number` at `phase`. Every rank of an engine holds the whole model.
+    Sends itself the signal `number` where it is armed. Every rank of an engine holds the whole
+    model.
     """
-    while start and not Path(folder, start).exists():
-        time.sleep(0.005)
     replica = model(seed)
+    name = engine if world == 1 else f"{engine}-{rank}"
     receiver = WeightReceiver(
         ModuleTarget(replica),
-        DyingReceiver(connect(kind, folder), phase, number),
+        DyingReceiver(connect(kind, folder), f"{folder}/{name}-", number),
         engine=engine,
         rank=rank,
         world=world,
         options=ReceiverOptions(stall_timeout_s=10),
     )
-    name = engine if world == 1 else receiver.name.replace("/", "-")
     with Path(folder, f"{name}.jsonl").open("a", buffering=1) as record:
         while True:
             try:
@@ -175,8 +182,59 @@ def train(kind: str, folder: str, phase: str, turn: int, first: int, count: int)
     sender.close()
 
 
-def held(folder: str | Path, engine: str) -> list[dict[str, object]]:
-    """What an engine wrote down so far."""
-    path = Path(folder, f"{engine}.jsonl")
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines]
+class Mortals:
+    """A trainer in this process, and receivers in others, by name.
+
+    Attributes:
+        processes: All that were started.
+    """
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        self._kind, self._folder, self._steps = kind, folder, 0
+        self.source, self.processes = model(1), dict[str, Child]()
+        self.sender = WeightSender(ModuleSource(self.source), listen(kind, str(folder)))
+
+    def start(self, name: str, seed: int = 1, number: signal.Signals = signal.SIGKILL) -> None:
+        """Start a receiver, which joins by digest unless its `seed` is another one than 1."""
+        child = Child(serve, self._kind, str(self._folder), name, seed, number)
+        self.processes[name] = child
+
+    def start_rank(self, engine: str, rank: int) -> None:
+        """Start one of two ranks."""
+        of_two = partial(serve, rank=rank, world=2)
+        child = Child(of_two, self._kind, str(self._folder), engine, 1)
+        self.processes[f"{engine}-{rank}"] = child
+
+    def arm(self, name: str, phase: str) -> None:
+        (self._folder / f"{name}-{phase}").touch()
+
+    def wait(self, count: int) -> None:
+        self.sender.wait_for_receivers(count, timeout_s=90)
+
+    def send_step(self, *, timeout_s: float = 10.0) -> SyncStats:
+        self._steps += 1
+        step(self.source, self._steps)
+        return self.sender.send_weights(timeout_s=timeout_s)
+
+    def lines(self, name: str) -> list[dict[str, object]]:
+        """What a receiver wrote down so far."""
+        path = self._folder / f"{name}.jsonl"
+        return list(map(json.loads, path.read_text().splitlines())) if path.exists() else []
+
+    def errors(self, name: str) -> list[dict[str, object]]:
+        return [line for line in self.lines(name) if "error" in line]
+
+    def check(self, *names: str) -> None:
+        """Wait until these receivers hold the weights."""
+        expected = fingerprint(self.source)
+        for name in names:
+            until(lambda name=name: self._last(name) == expected, timeout_s=30)  # type: ignore[misc]
+
+    def _last(self, name: str) -> object:
+        lines = self.lines(name)
+        return lines[-1].get("hash") if lines else None
+
+    def close(self) -> None:
+        self.sender.close()
+        for process in self.processes.values():
+            process.kill()

@@ -141,10 +141,10 @@ class Trainer(Receivers):
 
     def settle(self, count: int) -> SyncStats:
         """Sync until so many receivers are members and nobody is lost."""
-        for _ in range(8):
+        for _ in range(20):
             with contextlib.suppress(TransportTimeout):
                 self.wait(count)
-            found = self.outcomes()
+            found = self.outcomes(timeout_s=1.0)
             stats = found[0]
             if isinstance(stats, SyncStats) and stats.receivers == count and not stats.lost:
                 return stats
@@ -180,9 +180,9 @@ def trainer_of(module: nn.Module, boxes: Sequence[Boxes], **settings: Any) -> It
 
 
 def rows_of(module: nn.Module, world: int) -> list[dict[str, ShardSpec]]:
-    """As FSDP2 shards: rows of everything, the first ranks more than the last."""
+    """As FSDP2 shards: rows of everything, the first ranks more than the last; scalars whole."""
     shapes = {name: tuple(tensor.shape) for name, tensor in module.named_parameters()}
     return [
-        {name: placed(shape, (world,), (rank,), [(0, 1)]) for name, shape in shapes.items()}
+        {n: placed(s, (world,), (rank,), [(0, 1) if s else None]) for n, s in shapes.items()}
         for rank in range(world)
     ]
