@@ -41,11 +41,6 @@ def test_help_costs_no_torch() -> None:
     assert min(float(seconds) for _, seconds in outs) < HELP_CPU_S
 
 
-def test_help_names_every_command() -> None:
-    text = call("--help").stdout
-    assert all(f"\n  {name} " in text for name in COMMANDS)
-
-
 def test_version() -> None:
     done = run(*COMMAND, "--version")
     assert (done.returncode, done.stdout) == (0, f"deltasync {deltasync.__version__}\n")
@@ -91,8 +86,11 @@ def takes_s(tmp_path_factory: pytest.TempPathFactory) -> float:
     return time.monotonic() - began
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_ctrl_c_at_any_moment_ends_quietly(name: str, takes_s: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("turn", "name"), list(enumerate(COMMANDS)))
+def test_ctrl_c_at_any_moment_ends_quietly(
+    turn: int, name: str, takes_s: float, tmp_path: Path
+) -> None:
+    """Another moment for each command: what they share handles it."""
     old = save(model(), tmp_path / "old.safetensors")
     new = save(stepped(model()), tmp_path / "new.safetensors")
     words: dict[str, list[str | Path]] = {
@@ -112,8 +110,8 @@ def test_ctrl_c_at_any_moment_ends_quietly(name: str, takes_s: float, tmp_path: 
     assert call("diff", old, new, "--out", tmp_path / "patch").returncode == 0
     Publisher(local_place(tmp_path / "store")).publish(2)
     there = set(tmp_path.iterdir())
-    for _ in range(3):
-        interrupted(name, words[name], random.uniform(0.05, 1.5 * takes_s), there, tmp_path)
+    moment = 1.5 * takes_s * (turn + random.random()) / len(COMMANDS)
+    interrupted(name, words[name], moment, there, tmp_path)
 
 
 def handles_signals(process: int) -> bool:

@@ -103,18 +103,6 @@ def test_what_is_made_anew_takes_the_place_of_nothing(tmp_path: Path, kind: str)
     assert len(before) + 1 == len(state(tmp_path))
 
 
-def test_a_page_that_is_replaced_keeps_its_permissions(log: Path) -> None:
-    page, beside = log.with_suffix(".html"), log.with_name("beside")
-    page.write_text("old")
-    os.link(page, beside)
-    page.chmod(0o640)
-    assert call("report", log).returncode == 0
-    assert page.read_text().startswith("<!doctype html>")
-    assert stat.S_IMODE(page.stat().st_mode) == 0o640
-    assert beside.read_text() == "old"
-    assert {path.name for path in log.parent.iterdir()} == {log.name, page.name, "beside"}
-
-
 def test_no_name_that_others_could_guess_is_written_to(log: Path) -> None:
     """Links under the names of every process to come, which a write would follow."""
     victim = log.with_name("victim")

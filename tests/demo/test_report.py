@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import io
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
-from safetensors.torch import load_file
 
 from deltasync import SyncStats
-from deltasync.demo.report import Report, Score, Summary, VersionRecord, print_summary, write_files
+from deltasync.demo.report import Report, Score, Summary, VersionRecord, print_summary
 from deltasync.demo.task import SortTask
 from deltasync.demo.trainer import EVALUATION_SEED
 
@@ -57,12 +54,6 @@ def text() -> io.StringIO:
     return io.StringIO()
 
 
-def test_a_score_has_the_standard_error_of_its_mean() -> None:
-    assert SCORE.mean == 0.5
-    assert SCORE.num_prompts == 256
-    assert SCORE.standard_error == pytest.approx(0.5 / 16, rel=0.01)
-
-
 def test_evaluation_prompts_are_not_those_of_seed_0() -> None:
     # torch keeps 32 bits of a CPU seed: one beyond them would be a small one in disguise.
     mine, others = (
@@ -102,23 +93,3 @@ def test_the_summary_says_whether_the_reward_moved_beyond_noise(text: io.StringI
     better = Score(0.7, SCORE.standard_error, 256)
     print_summary(console, replace(SUMMARY, after=better), RECORDS)
     assert "+0.200 +- 0.044: the policy improved" in text.getvalue()
-
-
-def test_a_pipe_shows_the_progress_of_the_warm_up(text: io.StringIO) -> None:
-    report = Report(Console(file=text, width=40))
-    for step in range(1, 121):
-        report.warm_up(step, 120, 2.0)
-    shown = [line.split()[2] for line in text.getvalue().splitlines()]
-    assert shown == ["1", "20", "40", "60", "80", "100", "120"]
-
-
-def test_files(tmp_path: Path) -> None:
-    weights = {"w": torch.tensor([1.0, float("nan")], dtype=torch.bfloat16)}
-    report = Report(Console(file=io.StringIO()))
-    report.records, report.checkpoints = RECORDS, {"last": weights}
-    write_files(tmp_path, report, SUMMARY)
-    lines = (tmp_path / "records.jsonl").read_text().splitlines()
-    assert [json.loads(line)["version"] for line in lines] == [1, 2, 3]
-    assert json.loads((tmp_path / "summary.json").read_text())["trainer_sha256"] == "ab" * 32
-    found = load_file(tmp_path / "last.safetensors")
-    assert torch.equal(found["w"].view(torch.int16), weights["w"].view(torch.int16))
