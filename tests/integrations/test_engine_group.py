@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -247,29 +246,6 @@ def test_a_rank_that_is_late_costs_a_version_and_asks_nothing_of_the_engine(tmp_
             assert len(here.engine.connections) == 1
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_rank_that_fails_aborts_the_version(failing: int, tmp_path: Path) -> None:
-    with trainer(in_rows(2), tmp_path) as here:
-        for turn in range(2):  # in telling what it holds, and in comparing
-            here.step(turn)
-            here.sources[failing].fails = RuntimeError("planted")
-            found = here.outcomes()
-            here.sources[failing].fails = None
-            assert all("planted" in str(outcome) for outcome in found)
-            assert isinstance(found[1 - failing], SyncAborted)
-            assert here.engine.version == turn
-            assert here.send().full_synced == 2 * (turn == 0)
-        if failing:  # it may lose its snapshot
-            here.step(2)
-            here.sources[1].fails = KeyboardInterrupt("planted")
-            assert [type(one) for one in here.outcomes()] == [SyncAborted, KeyboardInterrupt]
-            here.sources[1].fails = None
-            here.aborted("has lost its snapshot")
-            here.send()
-            here.step(3)
-            assert here.send().kind == "delta"
-
-
 def test_connecting_by_hand(tmp_path: Path) -> None:
     with trainer(in_stages(2), tmp_path, timeout_s=2.0) as here:
         with pytest.raises(SyncAborted, match="rank 1 of the trainer did not come"):
@@ -289,20 +265,6 @@ def test_connecting_by_hand(tmp_path: Path) -> None:
         assert here.send().full_synced == 2
         here.engine.die()  # it is restarted
         here.step(1)
-        here.send()
-
-
-def test_workers_get_in_where_many_have_tried(tmp_path: Path) -> None:
-    """As they do who are left behind by an earlier trainer."""
-    with trainer(in_rows(2), tmp_path) as here:
-        path, left = str(tmp_path / "rank1"), []
-        with suppress(BlockingIOError):  # no more are let in
-            while True:
-                left.append(socket.socket(socket.AF_UNIX))
-                left[-1].setblocking(False)
-                left[-1].connect(path)
-        for one in left:
-            one.close()
         here.send()
 
 

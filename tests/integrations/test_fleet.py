@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
-from threading import active_count
 from typing import Any
 
 import pytest
@@ -26,6 +25,7 @@ from deltasync.integrations.worker import Worker
 from deltasync.transports import collective
 from tests.sync.test_parts import SHAPES as SPLIT_SHAPES
 from tests.worlds.fleets import (
+    CALLS,
     CPU,
     SHAPES,
     Here,
@@ -35,7 +35,6 @@ from tests.worlds.fleets import (
     Watched,
     at,
     fleet_of,
-    hung,
     in_thread,
     interrupt,
     model,
@@ -44,7 +43,6 @@ from tests.worlds.fleets import (
 )
 from tests.worlds.links import Model, bits_equal, until
 
-CALLS = ["pause", "update", "name", "resume"]
 DONE = ["paused", "updated", "named", "resumed"]
 POINTS = {Server: CALLS + DONE, OneCall: ["switch", "switched"], Split: CALLS + DONE}
 """Of an update: calls, and when they are done."""
@@ -531,107 +529,3 @@ def test_what_is_not_a_fleet_is_said(tmp_path: Path) -> None:
         assert here.fleet.servers()["one"].state == "lost"
     with pytest.raises(ConfigError, match="was closed"):
         here.fleet.add(Server(model(9)))
-
-
-def test_servers_are_removed_while_a_sync_is_under_way(tmp_path: Path) -> None:
-    with fleet_of(tmp_path, 2) as here:
-        for call in CALLS:
-            here.add(Server(model(9)), call)
-        here.send()
-        for call in CALLS:
-            here.servers[call].hangs = call
-        here.add(Server(model(8)), "connect").hangs = "connect"
-        with in_thread(here.train) as found:
-            for call in ("connect", *CALLS):
-                hung(here.servers[call])
-                here.fleet.remove(call)
-                here.servers[call].goes_on.set()
-        assert not {"0", "1"} & found[0].lost.keys()
-        for call in ("connect", *CALLS):
-            gone = here.servers[call]
-            until(lambda gone=gone: "disconnect" in gone.calls and not gone.is_paused)  # type: ignore[misc]
-        assert here.train().receivers == 2
-        here.check("0", "1")
-
-
-@pytest.mark.parametrize("pauses", ["together", "rolling"])
-def test_a_server_that_is_removed_in_its_full_sync_fails_no_call(
-    pauses: Pauses, tmp_path: Path
-) -> None:
-    with fleet_of(tmp_path, 2, pauses=pauses, link=Watched) as here:
-        here.send()
-        here.add(Server(model(9)), "late")
-        here.link.before = at(2, "prepare", lambda: here.fleet.remove("late"))
-        stats = here.train()
-        assert (stats.kind, stats.version, stats.receivers, stats.lost) == ("delta", 2, 2, {})
-        here.check("0", "1")
-        assert here.train().receivers == 2
-        here.check("0", "1")
-
-
-def test_the_only_member_that_is_removed_in_its_delta_makes_way_for_who_joins(
-    tmp_path: Path,
-) -> None:
-    with fleet_of(tmp_path, 1, link=Watched) as here:
-        here.send()
-        here.link.before = at(1, "bucket", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            here.train()  # from now on the snapshot may mix two versions
-        here.add(Server(model(9)), "late")
-        here.fleet.connect()
-        here.servers["0"].hangs = "disconnect"  # so that it prepares
-        here.link.before = at(1, "prepare", lambda: here.fleet.remove("0"))
-        stats = here.send()
-        assert (stats.kind, stats.receivers) == ("full", 1)
-        here.check("late")
-
-
-@pytest.mark.parametrize("is_same", [True, False], ids=["the-server", "its-name"])
-def test_a_server_that_is_added_as_it_leaves_connects_when_it_has_left(
-    is_same: bool, tmp_path: Path
-) -> None:
-    """Or what lets its workers disconnect would end the new connection."""
-    with fleet_of(tmp_path, 2, timeout_s=20.0) as here:
-        here.send()
-        server = here.servers["1"]
-        server.hangs = "disconnect"
-        here.fleet.remove("1")
-        hung(server)
-        if is_same:
-            here.add(server, "1")
-        else:
-            here.add(Server(server.module), "1").workers = server.workers
-        assert list(here.train().lost) == ["1"]
-        assert "connect" not in here.servers["1"].calls[-1:]
-        server.goes_on.set()
-        until(lambda: not server.workers[0].is_connected)
-        assert here.train().lost == {}
-        here.check("0", "1")
-
-
-def test_a_server_that_hangs_as_it_leaves_is_not_waited_for_long(tmp_path: Path) -> None:
-    with fleet_of(tmp_path, 2, timeout_s=3.0) as here:
-        here.send()
-        here.servers["1"].hangs = "disconnect"
-        here.fleet.remove("1")
-        hung(here.servers["1"])
-        here.add(Server(model(7)), "1")
-        here.catch_up()
-        here.check()
-
-
-def test_a_server_that_joins_and_leaves_again_and_again_leaves_nothing_behind(
-    tmp_path: Path,
-) -> None:
-    with fleet_of(tmp_path, 1) as here:
-        here.send()
-        server, threads = Server(model(5)), active_count()
-        for _ in range(20):
-            here.add(server, "guest")
-            outcome(here.train)
-            here.follow("0")
-            here.fleet.remove("guest")
-        until(lambda: active_count() <= threads)
-        here.train()
-        del here.servers["guest"]
-        here.check()

@@ -1,4 +1,4 @@
-"""How a fleet's calls end: who stays paused, who is waited for, and who is named."""
+"""How calls of a fleet end, and who leaves it: who stays paused, is waited for, and is named."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 
 from deltasync import SenderOptions, SyncStats, subscribe
 from deltasync.errors import DeltaSyncError, SyncAborted, TransportClosed, TransportTimeout
-from deltasync.integrations.fleet_engine import FleetEngine
+from deltasync.integrations.fleet import Pauses
 from deltasync.sync.events import SyncEvent, SyncFailed
 from deltasync.testing.links import PROMPT_S, within
 from tests.worlds.fleets import (
-    Here,
+    CALLS,
     OneCall,
     Server,
     Watched,
@@ -60,23 +60,6 @@ def test_an_interrupted_trainer_goes_on_and_no_server_is_left_paused(
             here.catch_up()
             here.check()
             assert here.dirty() == []
-
-
-@pytest.mark.parametrize("method", ["end_sync", "give_up"])
-def test_an_interrupt_as_the_call_ends_leaves_no_update_that_waits(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with fleet_of(tmp_path, 2, link=Watched, timeout_s=90.0) as here:
-        here.send()
-        with monkeypatch.context() as patch:
-            patch.setattr(FleetEngine, method, lambda *_: interrupt())
-            if method == "give_up":
-                here.link.before = at(1, "finish", interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                here.train()
-        stats = here.train()
-        assert (stats.receivers, stats.lost) == (2, {})
-        here.check()
 
 
 @pytest.mark.parametrize("kind", [Server, OneCall])
@@ -155,10 +138,6 @@ def test_a_rolling_fleet_waits_for_a_server_that_resumes_late_beside_one_that_do
         late.join()
 
 
-def is_busy(here: Here) -> bool:
-    return any(engine._is_busy for engine in here.fleet._engines.values())
-
-
 def test_a_total_that_ends_in_a_full_sync_does_not_hold_up_the_next_call(tmp_path: Path) -> None:
     """Updates end when their workers are dropped, not when they would have given up."""
     with fleet_of(tmp_path, 3, link=Watched, timeout_s=60.0) as here:
@@ -167,9 +146,8 @@ def test_a_total_that_ends_in_a_full_sync_does_not_hold_up_the_next_call(tmp_pat
         with pytest.raises(TransportTimeout):
             here.send(total_timeout_s=0.3)
         with within(PROMPT_S):
-            until(lambda: not is_busy(here))
-            assert here.dirty() == []
-            assert here.send().receivers == 3
+            here.catch_up()
+        assert here.dirty() == []
         here.check()
 
 
@@ -181,13 +159,7 @@ def test_nothing_is_decided_when_no_time_is_left_to_write_it(
     with fleet_of(tmp_path, 3, link=Watched, kind=kind, timeout_s=5.0) as here:
         here.send()
         calls = [list(server.calls) for server in here.servers.values()]
-        workers = [server.workers[0] for server in here.servers.values()]
-
-        def pass_time() -> None:
-            until(lambda: all(w._receiver.state.name == "PREPARED" for w in workers))  # type: ignore[union-attr]
-            until(lambda: here.fleet._limit.is_over)
-
-        here.link.before = at(1, "replies", pass_time)
+        here.link.before = at(1, "replies", lambda: time.sleep(0.6))
         with pytest.raises(TransportTimeout):
             here.train(total_timeout_s=0.5)
         assert [list(server.calls) for server in here.servers.values()] == calls
@@ -256,6 +228,110 @@ def test_a_fleet_reports_what_its_call_returns_or_raises(tmp_path: Path) -> None
         assert "planted" in stats.lost["1"]
     assert isinstance(failed, SyncFailed)
     assert failed.receivers == 1  # which hold the last version
+
+
+def test_servers_are_removed_while_a_sync_is_under_way(tmp_path: Path) -> None:
+    with fleet_of(tmp_path, 2) as here:
+        for call in CALLS:
+            here.add(Server(model(9)), call)
+        here.send()
+        for call in CALLS:
+            here.servers[call].hangs = call
+        here.add(Server(model(8)), "connect").hangs = "connect"
+        with in_thread(here.train) as found:
+            for call in ("connect", *CALLS):
+                hung(here.servers[call])
+                here.fleet.remove(call)
+                here.servers[call].goes_on.set()
+        assert not {"0", "1"} & found[0].lost.keys()
+        for call in ("connect", *CALLS):
+            gone = here.servers[call]
+            until(lambda gone=gone: "disconnect" in gone.calls and not gone.is_paused)  # type: ignore[misc]
+        assert here.train().receivers == 2
+        here.check("0", "1")
+
+
+@pytest.mark.parametrize("pauses", ["together", "rolling"])
+def test_a_server_that_is_removed_in_its_full_sync_fails_no_call(
+    pauses: Pauses, tmp_path: Path
+) -> None:
+    with fleet_of(tmp_path, 2, pauses=pauses, link=Watched) as here:
+        here.send()
+        here.add(Server(model(9)), "late")
+        here.link.before = at(2, "prepare", lambda: here.fleet.remove("late"))
+        stats = here.train()
+        assert (stats.kind, stats.version, stats.receivers, stats.lost) == ("delta", 2, 2, {})
+        here.check("0", "1")
+        assert here.train().receivers == 2
+        here.check("0", "1")
+
+
+def test_the_only_member_that_is_removed_in_its_delta_makes_way_for_who_joins(
+    tmp_path: Path,
+) -> None:
+    with fleet_of(tmp_path, 1, link=Watched) as here:
+        here.send()
+        here.link.before = at(1, "bucket", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            here.train()  # from now on the snapshot may mix two versions
+        here.add(Server(model(9)), "late")
+        here.fleet.connect()
+        here.servers["0"].hangs = "disconnect"  # so that it prepares
+        here.link.before = at(1, "prepare", lambda: here.fleet.remove("0"))
+        stats = here.send()
+        assert (stats.kind, stats.receivers) == ("full", 1)
+        here.check("late")
+
+
+@pytest.mark.parametrize("is_same", [True, False], ids=["the-server", "its-name"])
+def test_a_server_that_is_added_as_it_leaves_connects_when_it_has_left(
+    is_same: bool, tmp_path: Path
+) -> None:
+    """Or what lets its workers disconnect would end the new connection."""
+    with fleet_of(tmp_path, 2, timeout_s=20.0) as here:
+        here.send()
+        server = here.servers["1"]
+        server.hangs = "disconnect"
+        here.fleet.remove("1")
+        hung(server)
+        if is_same:
+            here.add(server, "1")
+        else:
+            here.add(Server(server.module), "1").workers = server.workers
+        assert list(here.train().lost) == ["1"]
+        assert "connect" not in here.servers["1"].calls[-1:]
+        server.goes_on.set()
+        until(lambda: not server.workers[0].is_connected)
+        assert here.train().lost == {}
+        here.check("0", "1")
+
+
+def test_a_server_that_hangs_as_it_leaves_is_not_waited_for_long(tmp_path: Path) -> None:
+    with fleet_of(tmp_path, 2, timeout_s=3.0) as here:
+        here.send()
+        here.servers["1"].hangs = "disconnect"
+        here.fleet.remove("1")
+        hung(here.servers["1"])
+        here.add(Server(model(7)), "1")
+        here.catch_up()
+        here.check()
+
+
+def test_a_server_that_joins_and_leaves_again_and_again_leaves_nothing_behind(
+    tmp_path: Path,
+) -> None:
+    with fleet_of(tmp_path, 1) as here:
+        here.send()
+        server, threads = Server(model(5)), threading.active_count()
+        for _ in range(20):
+            here.add(server, "guest")
+            outcome(here.train)
+            here.follow("0")
+            here.fleet.remove("guest")
+        until(lambda: threading.active_count() <= threads)
+        here.train()
+        del here.servers["guest"]
+        here.check()
 
 
 _EXHAUSTED = """

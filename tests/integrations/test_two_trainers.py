@@ -300,28 +300,6 @@ def test_the_engine_of_a_winner_that_was_killed_comes_back_to_who_asks(
         comes_back(first)
 
 
-@pytest.mark.parametrize(
-    ("call", "steps"), [("pause", 1), ("update", 1), ("update", 2), ("name", 2), ("resume", 1)]
-)
-def test_calls_of_a_loser_that_was_killed_change_nothing_when_they_arrive(
-    call: str, steps: int, tmp_path: Path
-) -> None:
-    """But for a pause, which says nobody's name. It ends with the next version."""
-    with (
-        served(Served(model(9))) as engine,
-        trainer(engine, tmp_path / "second", 2, take_over=True) as second,
-    ):
-
-        def lose(child: Child) -> None:
-            child.kill()
-            second.train()
-
-        at_last(engine, call, (tmp_path / "loser", 1, steps, {}), lose)
-        assert engine.holds(second.source)
-        assert (engine.version, engine.is_paused) == (1, call == "pause")
-        has_it(second)
-
-
 @pytest.mark.parametrize("call", ["update", "name"])
 def test_late_calls_of_a_killed_trainer_are_not_taken_for_its_successors(
     call: str, tmp_path: Path

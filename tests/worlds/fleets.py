@@ -32,6 +32,8 @@ from tests.worlds.links import Model, bits_equal, random_model, until
 
 SHAPES = {"a": (8, 4), "b": (33,)}
 CPU = torch.device("cpu")
+CALLS = ["pause", "update", "name", "resume"]
+"""Of an update."""
 T = TypeVar("T")
 
 
