@@ -191,7 +191,7 @@ def test_a_rank_whose_lane_has_no_address_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fails", KINDS)
 def test_what_the_engine_fails_in_ends_the_call_on_all_ranks(fails: str, tmp_path: Path) -> None:
-    with trainer(in_rows(3), tmp_path, timeout_s=3.0) as here:
+    with trainer(in_rows(3), tmp_path, timeout_s=5.0) as here:
         if fails in ("update", "name"):
             here.send()
             here.step(1)
@@ -209,7 +209,7 @@ def test_what_the_engine_fails_in_ends_the_call_on_all_ranks(fails: str, tmp_pat
 
 
 def test_a_server_of_a_fleet_that_fails_is_caught_up_by_all_ranks(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"servers": 3, "is_fleet": True, "timeout_s": 4.0}
+    options: dict[str, Any] = {"servers": 3, "is_fleet": True, "timeout_s": 8.0}
     with trainer(in_rows(2), tmp_path, **options) as here:
         for server in here.servers:
             server.fails = "connect"
@@ -233,7 +233,7 @@ def test_a_server_of_a_fleet_that_fails_is_caught_up_by_all_ranks(tmp_path: Path
 
 
 def test_a_rank_that_is_late_costs_a_version_and_asks_nothing_of_the_engine(tmp_path: Path) -> None:
-    with trainer(in_rows(3), tmp_path, timeout_s=0.5) as here:
+    with trainer(in_rows(3), tmp_path, timeout_s=2.0) as here:
         for turn in range(2):  # before the engine has connected, and after
             here.step(turn)
             late = here.others.pop()
@@ -247,7 +247,7 @@ def test_a_rank_that_is_late_costs_a_version_and_asks_nothing_of_the_engine(tmp_
 
 
 def test_connecting_by_hand(tmp_path: Path) -> None:
-    with trainer(in_stages(2), tmp_path, timeout_s=2.0) as here:
+    with trainer(in_stages(2), tmp_path, timeout_s=4.0) as here:
         with pytest.raises(SyncAborted, match="rank 1 of the trainer did not come"):
             here.sync.connect()
         calls = here.sending()
