@@ -64,7 +64,10 @@ def errors_in(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @ways
 def test_an_engine_follows_an_optimizer(way: Way, tmp_path: Path) -> None:
-    with way(tmp_path, is_same=True) as here:
+    """It is told the dtypes in which tensors travel."""
+    options = SenderOptions(wire_dtypes={"*": "bfloat16"})
+    with way(tmp_path, is_same=True, options=options) as here:
+        here.source.float()
         assert here.send().full_synced == 0
         server = here.servers["0"]
         assert server.calls == ["connect", "pause", "name", "resume"]
@@ -78,14 +81,6 @@ def test_an_engine_follows_an_optimizer(way: Way, tmp_path: Path) -> None:
         hook.remove()
         assert server.calls[-4:] == CALLS
         assert (hook.syncs, hook.failures, server.version) == (3, 0, 4)
-        here.check()
-
-
-@ways
-def test_an_engine_is_told_the_dtypes_in_which_tensors_travel(way: Way, tmp_path: Path) -> None:
-    with way(tmp_path, options=SenderOptions(wire_dtypes={"*": "bfloat16"})) as here:
-        here.source.float()
-        here.send()
         here.source.bfloat16()
         here.check()
 
@@ -132,7 +127,6 @@ def test_an_update_in_one_call_is_asked_for_nothing_else(tmp_path: Path) -> None
             assert (here.train if work == "write" else here.send)().receivers == 1
             assert (server.works, server.calls) == ([work], ["switch"])
             here.check()
-        assert isinstance(here.sync, EngineSync)
         here.sync.connect()
         server.calls.clear()
         assert here.send().joined == 1
@@ -185,6 +179,7 @@ def test_what_an_engine_fails_in_is_an_error_of_ours_reported_once_and_made_up_f
         def fail() -> None:
             if call.startswith("connect"):
                 here.sync.disconnect()
+                server.module.get_parameter("a").data.zero_()  # as others may then
             server.fails = call
             server.calls.clear()
             error = outcome(here.train)
@@ -409,20 +404,6 @@ def test_a_worker_whose_trainer_is_gone_does_not_wait_for_its_version(tmp_path: 
                 here.servers["0"].commit(2, here.holder)
 
 
-@ways
-def test_weights_that_others_touch_while_the_workers_are_disconnected_are_made_good(
-    way: Way, tmp_path: Path
-) -> None:
-    with way(tmp_path) as here:
-        here.send()
-        here.sync.disconnect()
-        here.servers["0"].module.get_parameter("a").data.zero_()  # as when it sleeps
-        here.servers["0"].calls.clear()
-        assert here.send().full_synced == 1
-        assert here.servers["0"].calls == ["connect", *CALLS]
-        here.check()
-
-
 @pytest.mark.promise(
     "Engines and trainers of several ranks",
     "Sleeping weights are not touched. Weights that were kept take the next delta.",
@@ -459,11 +440,19 @@ def test_weights_that_sleep_are_not_touched_and_take_the_next_delta(
         here.check()
 
 
+class Quiet(Server):
+    """As clients of vLLM's that wait for no answer."""
+
+    def connect(self, connection: dict[str, Any], /) -> None:
+        with suppress(RuntimeError):
+            super().connect(connection)
+
+
 @pytest.mark.promise(
     "Engines and trainers of several ranks",
     "`connect` raises a worker's own `ConfigError`, whichever client is used.",
 )
-@pytest.mark.parametrize("is_passed_on", [True, False])
+@pytest.mark.parametrize("kind", [Server, Quiet])
 @pytest.mark.parametrize(
     ("said", "heard", "text"),
     [
@@ -472,18 +461,10 @@ def test_weights_that_sleep_are_not_touched_and_take_the_next_delta(
     ],
 )
 def test_why_a_worker_declines_is_heard_from_itself(
-    said: Exception, heard: type[Exception], text: str, is_passed_on: bool, tmp_path: Path
+    said: Exception, heard: type[Exception], text: str, kind: type[Server], tmp_path: Path
 ) -> None:
-    class Quiet(Server):
-        """As clients of vLLM's that wait for no answer."""
-
-        def connect(self, connection: dict[str, Any], /) -> None:
-            with suppress(RuntimeError):
-                super().connect(connection)
-
-    with engine_of(tmp_path, kind=Server if is_passed_on else Quiet) as here:
+    with engine_of(tmp_path, kind=kind) as here:
         here.send()
-        assert isinstance(here.sync, EngineSync)
         for _ in range(2):
             here.servers["0"].declines = said
             with pytest.raises(heard, match=text):

@@ -110,12 +110,12 @@ def test_a_call_that_hangs_costs_later_syncs_of_a_rolling_fleet_nothing(
     options: dict[str, Any] = {"pauses": "rolling", "max_staged_bytes": max_staged_bytes}
     with fleet_of(tmp_path, 3, timeout_s=5.0, **options) as here:
         here.send()
-        here.servers["1"].hangs = "resume"
+        here.servers["0"].hangs = "resume"
         began = time.monotonic()
-        assert list(here.train().lost) == ["1"]
+        assert list(here.train().lost) == ["0"]
         assert 4.7 < time.monotonic() - began < 9.5  # it is waited for once
         if is_removed:
-            here.fleet.remove("1")
+            here.fleet.remove("0")
         else:
             here.train()  # waits for it to connect
         for _ in range(2):
@@ -123,7 +123,7 @@ def test_a_call_that_hangs_costs_later_syncs_of_a_rolling_fleet_nothing(
             began = time.monotonic()
             here.send()
             assert time.monotonic() - began < 4.5
-            here.follow("0", "2")
+            here.follow("1", "2")
 
 
 def test_a_rolling_fleet_waits_for_a_server_that_resumes_late_beside_one_that_does_not(
