@@ -340,7 +340,7 @@ from pathlib import Path
 from tests.worlds.fleets import Server, fleet_of, model, outcome
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-with tempfile.TemporaryDirectory() as folder, fleet_of(Path(folder), 3, timeout_s=3.0) as here:
+with tempfile.TemporaryDirectory() as folder, fleet_of(Path(folder), 3, timeout_s=5.0) as here:
     here.send()
     held = []
     try:

@@ -11,12 +11,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from deltasync.errors import ConfigError, DeltaSyncError, EngineFailed, PeerLost, TransportTimeout
+from deltasync.integrations.engine_sync import EngineSync
+from deltasync.integrations.fleet import EngineFleet
 from deltasync.integrations.http import Http
 from deltasync.integrations.sglang import SglangServer
 from deltasync.integrations.vllm import AsyncClient, HttpClient
@@ -121,10 +124,16 @@ class Serves:
 
 
 @pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), -1, 0, "5", None])
-def test_times_that_are_none_are_refused_at_once(timeout_s: Any) -> None:
-    for make in (Http, HttpClient, SglangServer):
+def test_times_that_are_none_are_refused_before_anything_else(timeout_s: Any) -> None:
+    nothing: Any = None
+    makes: list[Callable[..., object]] = [
+        *(partial(kind, "http://127.0.0.1:9") for kind in (Http, HttpClient, SglangServer)),
+        partial(EngineSync, nothing, nothing, nothing),
+        partial(EngineFleet, nothing, nothing),
+    ]
+    for make in makes:
         with pytest.raises(ConfigError, match="timeout_s is"):
-            make("http://127.0.0.1:9", timeout_s=timeout_s)
+            make(timeout_s=timeout_s)
 
 
 def test_answers_are_json_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
