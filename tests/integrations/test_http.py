@@ -23,6 +23,7 @@ from deltasync.integrations.fleet import EngineFleet
 from deltasync.integrations.http import Http
 from deltasync.integrations.sglang import SglangServer
 from deltasync.integrations.vllm import AsyncClient, HttpClient
+from deltasync.testing.links import PROMPT_S, within
 from deltasync.transports import forks
 from tests.worlds.links import until
 
@@ -51,7 +52,8 @@ def drips(first: bytes, drop: bytes) -> Answer:
 
 
 def reads_drop_by_drop(line: socket.socket) -> None:
-    while line.recv(1 << 16):
+    for _ in range(60):
+        line.recv(1 << 16)
         time.sleep(0.05)
 
 
@@ -224,12 +226,14 @@ SLOW = {
     "reason of an error": drips(HEADER.replace(b"200 OK", b"500 No"), b"1"),
     "goes on": drips(b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
     "reads": reads_drop_by_drop,
+    "says nothing": lambda line: line.recv(1),
 }
 
 
 @pytest.mark.parametrize("what", SLOW)
 def test_a_call_ends_in_its_time(what: str) -> None:
     with (
+        within(PROMPT_S),
         Serves(SLOW[what], reads=what != "reads") as server,
         pytest.raises(TransportTimeout, match="did not answer in 0"),
     ):

@@ -127,7 +127,7 @@ def test_an_engine_takes_a_tied_tensor_under_any_of_its_names(
         assert here.send().full_synced == 1
         source.get_parameter("embed").data[3, 2] = 7
         assert here.send().kind == "delta"
-        assert torch.equal(engine.table, source.get_parameter("embed"))
+        assert torch.equal(engine.get_parameter("table"), source.get_parameter("embed"))
 
 
 def test_an_engine_that_does_not_tie_what_the_trainer_ties_is_refused(tmp_path: Path) -> None:
@@ -322,7 +322,8 @@ class Pair(Engine):
 def pair(*, changes: bool = False) -> Routed:
     """An engine that was started on numbers; `changes` its second tensor after loading."""
     numbers = torch.arange(16.0).reshape(4, 4)
-    engine, started_on = Pair(), {"a": numbers, "b": -numbers}
+    engine: Any = Pair()
+    started_on = {"a": numbers, "b": -numbers}
     engine.load_weights(started_on.items())
     if changes:
         engine.second.data.copy_(engine.second.flip(0))
