@@ -109,27 +109,26 @@ def test_servers_that_fail_hang_or_die_in_any_call_are_lost_alone_and_caught_up(
     kind: type[Server], pauses: Pauses, tmp_path: Path
 ) -> None:
     shapes = shapes_of(kind)
-    befallen = [("fails", "connect"), ("hangs", "connect")]
+    befallen = [("fails", call) for call in POINTS[kind]]
+    befallen += [("hangs", call) for call in POINTS[kind] if call not in DONE]
+    befallen += [("dies", call) for call in POINTS[kind] if call in DEADLY]
     with fleet_of(tmp_path, 1, kind=kind, shapes=shapes, pauses=pauses, timeout_s=8.0) as here:
-        befallen += [("fails", call) for call in POINTS[kind]]
-        befallen += [("hangs", call) for call in POINTS[kind] if call not in DONE]
-        befallen += [("dies", call) for call in POINTS[kind] if call in DEADLY]
+        here.add(kind(model(5, shapes)), "fails in connect").fails = "connect"
+        here.add(kind(model(5, shapes)), "hangs in connect").hangs = "connect"
+        assert set(here.send().lost) == {"fails in connect", "hangs in connect"}
+        here.servers["hangs in connect"].goes_on.set()
         for how, call in befallen:
             here.add(kind(model(5, shapes)), f"{how} in {call}")
         here.add(kind(model(6, shapes)), "last")
-        for how, call in befallen[:2]:
-            setattr(here.servers[f"{how} in {call}"], how, call)
-        assert set(here.send().lost) == {"fails in connect", "hangs in connect"}
-        here.servers["hangs in connect"].goes_on.set()
         here.catch_up()
-        for how, call in befallen[2:]:
+        for how, call in befallen:
             server = here.servers[f"{how} in {call}"]
             if how == "dies":
                 server.before = at(1, call, server.die)
             else:
                 setattr(server, how, call)
         stats = here.train()
-        assert set(stats.lost) == {f"{how} in {call}" for how, call in befallen[2:]}
+        assert set(stats.lost) == {f"{how} in {call}" for how, call in befallen}
         here.follow("0", "last", "fails in connect", "hangs in connect")
         assert here.dirty() == []
         for name, server in here.servers.items():

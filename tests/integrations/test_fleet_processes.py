@@ -17,7 +17,7 @@ from tests.worlds.links import random_model
 from tests.worlds.remote import Remote, bits
 
 SHAPES = {"a": (64, 1024), "b": (33,)}
-TIMEOUT_S = 3.0
+TIMEOUT_S = 4.0
 Moments = Collection[tuple[str, int, Collection[str]]]
 """Before the n-th message of a kind these servers stop."""
 
@@ -84,7 +84,7 @@ class Fleet:
 @contextmanager
 def fleet_of_four(path: Path, **options: Any) -> Iterator[Fleet]:
     with ExitStack() as stack:
-        sizes = SenderOptions(bucket_bytes=1 << 14)
+        sizes = SenderOptions(bucket_bytes=1 << 15)
         here = Fleet(path, stack, {"options": sizes, **options})
         assert here.fleet.send_weights().receivers == 4
         yield here

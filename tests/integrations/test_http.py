@@ -68,6 +68,10 @@ def heard(line: socket.socket) -> bytes:
     return data
 
 
+def path_of(call: bytes) -> str:
+    return call.split()[1].decode().partition("?")[0]
+
+
 class Serves:
     """A server that does something with each connection, or what `by_path` says.
 
@@ -117,8 +121,7 @@ class Serves:
             with line:
                 if self._reads:
                     self.heard.append(heard(line))
-                    path = self.heard[-1].split()[1].decode().partition("?")[0]
-                    self.by_path.get(path, self.answer)(line)
+                    self.by_path.get(path_of(self.heard[-1]), self.answer)(line)
                 else:
                     self.answer(line)
         except OSError:
@@ -281,11 +284,15 @@ def test_a_pause_that_is_not_answered_in_time_is_ended(
     make: Callable[..., HttpClient | SglangServer], pause: str, resume: str
 ) -> None:
     with Serves(says(b'{"dp_size": 1, "tp_size": 1, "pp_size": 1}')) as server:
+        client = make(server.url, timeout_s=5.0)
+        with client.paused():
+            assert path_of(server.heard[-1]) == pause
+        assert path_of(server.heard[-1]) == resume
         client = make(server.url, timeout_s=0.5)
         server.by_path[pause] = SLOW["body"]
         with pytest.raises(TransportTimeout), client.paused():
             pass
-        assert server.heard[-1].split()[1].decode().startswith(resume)
+        assert path_of(server.heard[-1]) == resume
 
 
 @contextmanager
