@@ -1,31 +1,32 @@
-"""Engines of several workers, of trainers of several ranks."""
+"""Trainers of several ranks, which serve an engine of two workers, or a fleet of such."""
 
 from __future__ import annotations
 
-import json
-import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from deltasync import NamedTensor, ShardSpec, SyncStats, TrainerGroup, TrainerRank
-from deltasync.engines.routed import RoutedTarget
 from deltasync.errors import ConfigError, DeltaSyncError, EngineFailed, SyncAborted
 from deltasync.integrations.engine_sync import EngineSync
+from deltasync.integrations.fleet import EngineFleet
 from deltasync.integrations.trainer_info import TrainerInfo
-from deltasync.integrations.worker import Worker
-from deltasync.transports import collective, inprocess, shared_memory
+from deltasync.transports import collective, cuda_ipc, inprocess, shared_memory
 from deltasync.transports.base import SendTransport
-from tests.sync.test_parts import CHECKPOINT, SHAPES, rank_of
-from tests.worlds.links import Model, bits_equal, random_model, step
+from tests.sync.test_parts import CHECKPOINT, SHAPES
+from tests.worlds.fleets import Split, engine_of, model
+from tests.worlds.links import Model, random_model, step
+from tests.worlds.ranks import run_ranks
+from tests.worlds.remote import Remote, bits, serve
 from tests.worlds.trainers import Boxes, Sharded, rows_of
 
-CPU = torch.device("cpu")
 # What is raised where an engine does not do what it is asked.
 KINDS = {
     "connect": EngineFailed,
@@ -35,79 +36,64 @@ KINDS = {
 }
 
 
-class Engine:
-    """A server of two workers, which hold parts. `fails` is the call that does."""
+class Noted(Split):
+    """Notes whom it was let connect to."""
 
-    def __init__(self, model: Model) -> None:
-        self.models = [rank_of(model, rank) for rank in range(2)]
-        self.workers = [Worker() for _ in self.models]
-        self.fails, self.version = "", 0
+    def __init__(self, module: Model) -> None:
+        super().__init__(module)
         self.connections: list[TrainerInfo] = []
-        self._calls = ThreadPoolExecutor(len(self.models))
 
     def connect(self, connection: dict[str, Any], /) -> None:
-        to = TrainerInfo.model_validate_json(json.dumps(connection))
-        self.connections.append(to)
-        self._attempt("connect")
-        self.die()
-        if self.fails == "decline":
-            self.workers[1].decline(to, CPU, ConfigError("planted"))
-        for rank, (worker, model) in enumerate(zip(self.workers, self.models, strict=True)):
-            if self.fails != "decline" or rank == 0:
-                worker.connect(to, RoutedTarget(model, to.checkpoint()), CPU, rank=rank, world=2)
-
-    def update(self, version: int, holder: str, /) -> None:
-        self._attempt("update")
-        list(self._calls.map(lambda worker: worker.commit(version, holder), self.workers))
-
-    def name(self, version: int, holder: str, /) -> None:
-        self._attempt("name")
-        self.version = version
-
-    def disconnect(self, holder: str, /) -> None:
-        for worker in self.workers:
-            worker.disconnect(holder)
-
-    def die(self) -> None:
-        for worker in self.workers:
-            worker.disconnect()
-
-    def holds(self, model: Model) -> bool:
-        return all(bits_equal(rank_of(model, n), here) for n, here in enumerate(self.models))
-
-    def _attempt(self, call: str) -> None:
-        if self.fails == call:
-            raise EngineFailed("planted")
+        self.connections.append(TrainerInfo.model_validate(connection))
+        super().connect(connection)
 
 
 class Trainer:
-    """All ranks of one, with an engine that is started on other weights."""
+    """All ranks of one, with servers that are started on other weights.
+
+    Attributes:
+        engine: The first one.
+    """
 
     def __init__(
         self,
         boxes: list[Boxes],
         link: Callable[[int], SendTransport],
-        *,
+        stack: ExitStack,
+        servers: int = 1,
         timeout_s: float = 5.0,
+        is_fleet: bool = False,
     ) -> None:
-        self.model, self.engine = random_model(SHAPES, 1), Engine(random_model(SHAPES, 2))
-        for weights in self.model.parameters():
-            weights.data = weights.data.bfloat16()
+        self.model = model(0, SHAPES)
+        self.servers = [Noted(model(1 + number, SHAPES)) for number in range(servers)]
+        self.engine, self._timeout_s = self.servers[0], timeout_s
         self.sources = [Sharded(self.model, held) for held in boxes]
         hub, world = inprocess.Sender(), len(boxes)
-        self.sync = EngineSync(
-            self.sources[0],
-            self.engine,
-            link(0),
-            workers=2,
-            timeout_s=timeout_s,
-            group=TrainerGroup(hub, world),
-        )
+        group, first = TrainerGroup(hub, world), link(0)
+        if is_fleet:
+            fleet = EngineFleet(self.sources[0], first, group=group, timeout_s=timeout_s)
+            for name, one in enumerate(self.servers):
+                fleet.add(one, workers=2, paused=one.paused, name=str(name))
+            self.sync: Any = fleet
+        else:
+            self.sync = EngineSync(
+                self.sources[0],
+                self.engine,
+                first,
+                workers=2,
+                paused=self.engine.paused,
+                timeout_s=timeout_s,
+                group=group,
+            )
         self.others = [
             TrainerRank(self.sources[rank], link(rank), hub.receiver(), rank=rank, world=world)
             for rank in range(1, world)
         ]
-        self._timeout_s, self._threads = timeout_s, ThreadPoolExecutor(world)
+        self._threads = stack.enter_context(ThreadPoolExecutor(world))
+        for end in (self.sync, *self.others):
+            stack.enter_context(end)
+        for one in self.servers:
+            stack.callback(one.die)
 
     def step(self, seed: int) -> None:
         step(self.model, torch.Generator().manual_seed(seed), 0.2)
@@ -127,13 +113,15 @@ class Trainer:
         return [call.exception() or call.result() for call in calls]
 
     def send(self) -> SyncStats:
-        """Sync. All ranks are told the same, and the engine has it."""
+        """Sync. All ranks are told the same, and the engines have it."""
         found = self.outcomes()
         stats = found[0]
         assert isinstance(stats, SyncStats), found
         assert all(outcome == stats for outcome in found), found
-        assert (stats.receivers, self.engine.version) == (2, stats.version)
-        assert self.engine.holds(self.model)
+        assert stats.receivers == 2 * len(self.servers)
+        for server in self.servers:
+            assert server.version == stats.version
+            assert server.holds(self.model)
         return stats
 
     def aborted(self, reason: str) -> BaseException:
@@ -143,13 +131,6 @@ class Trainer:
         assert all(isinstance(outcome, SyncAborted) for outcome in found[1:]), found
         assert isinstance(found[0], DeltaSyncError)
         return found[0]
-
-    def close(self) -> None:
-        self.engine.die()
-        self.sync.close()
-        for rank in self.others:
-            rank.close()
-        self._threads.shutdown()
 
 
 def in_rows(world: int) -> list[Boxes]:
@@ -167,32 +148,37 @@ def in_stages(world: int) -> list[Boxes]:
 @contextmanager
 def trainer(boxes: list[Boxes], folder: Path, **settings: Any) -> Iterator[Trainer]:
     settings.setdefault("link", lambda rank: shared_memory.Sender(folder / f"rank{rank}"))
-    here = Trainer(boxes, **settings)
-    try:
-        yield here
-    finally:
-        here.close()
+    with ExitStack() as stack:
+        yield Trainer(boxes, stack=stack, **settings)
 
 
-@pytest.mark.parametrize("boxes", [in_rows(2), in_rows(3), in_stages(2), in_stages(3)])
-def test_workers_have_a_lane_to_each_rank(boxes: list[Boxes], tmp_path: Path) -> None:
-    with trainer(boxes, tmp_path) as here:
-        assert here.send().full_synced == 2
+@pytest.mark.parametrize(
+    ("boxes", "options"),
+    [
+        (in_rows(2), {}),
+        (in_rows(3), {}),
+        (in_stages(2), {}),
+        (in_stages(3), {}),
+        (in_rows(2), {"servers": 2, "is_fleet": True}),
+        (in_rows(2), {"link": lambda rank: collective.Sender()}),
+    ],
+    ids=["2 rows", "3 rows", "2 stages", "3 stages", "fleet", "gloo"],
+)
+def test_workers_have_a_lane_to_each_rank(
+    boxes: list[Boxes], options: dict[str, Any], tmp_path: Path
+) -> None:
+    with trainer(boxes, tmp_path, **options) as here:
+        assert here.send().full_synced == 2 * len(here.servers)
         for seed in range(2):
             here.step(seed)
             assert here.send().kind == "delta"
         [connection] = here.engine.connections
         assert sorted(connection.checkpoint(), key=str) == sorted(CHECKPOINT, key=str)
         paths = [address.path for address in connection.addresses]
-        assert paths == [str(tmp_path / f"rank{rank}") for rank in range(len(boxes))]
-
-
-def test_lanes_over_torch_distributed(tmp_path: Path) -> None:
-    with trainer(in_rows(2), tmp_path, link=lambda rank: collective.Sender()) as here:
-        assert here.send().full_synced == 2
-        here.step(1)
-        assert here.send().kind == "delta"
-        assert {address.link for address in here.engine.connections[0].addresses} == {"gloo"}
+        if "link" in options:
+            assert {address.link for address in connection.addresses} == {"gloo"}
+        else:
+            assert paths == [str(tmp_path / f"rank{rank}") for rank in range(len(boxes))]
 
 
 def test_a_rank_whose_lane_has_no_address_is_named(tmp_path: Path) -> None:
@@ -203,24 +189,51 @@ def test_a_rank_whose_lane_has_no_address_is_named(tmp_path: Path) -> None:
         assert isinstance(here.aborted("cannot connect to the transport of rank 1"), ConfigError)
 
 
-@pytest.mark.parametrize("fails", ["connect", "decline", "update", "name"])
+@pytest.mark.parametrize("fails", KINDS)
 def test_what_the_engine_fails_in_ends_the_call_on_all_ranks(fails: str, tmp_path: Path) -> None:
-    with trainer(in_rows(3), tmp_path, timeout_s=3.0) as here:
+    with trainer(in_rows(3), tmp_path, timeout_s=5.0) as here:
         if fails in ("update", "name"):
             here.send()
             here.step(1)
-        here.engine.fails = fails
+        if fails == "decline":
+            here.engine.declines = ConfigError("planted")
+        else:
+            here.engine.fails = fails
         error = here.aborted("" if fails == "update" else "planted")
         assert isinstance(error, KINDS[fails])
-        here.engine.fails = ""
-        here.step(2)
+        here.engine.declines = None
+        for seed in (2, 3):
+            here.step(seed)
+            stats = here.send()
+        assert stats.kind == "delta"
+
+
+def test_a_server_of_a_fleet_that_fails_is_caught_up_by_all_ranks(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"servers": 3, "is_fleet": True, "timeout_s": 8.0}
+    with trainer(in_rows(2), tmp_path, **options) as here:
+        for server in here.servers:
+            server.fails = "connect"
+        here.aborted("planted")  # too few servers end the call on all ranks
         here.send()
-        here.step(3)
-        assert here.send().kind == "delta"
+        here.servers[1].fails, here.servers[2].fails = "pause", "update"
+        here.step(1)
+        for stats in here.outcomes():
+            assert isinstance(stats, SyncStats), stats
+            assert here.engine.holds(here.model)
+        assert set(here.sync.servers()) - {"0"} == {
+            name for name, one in here.sync.servers().items() if one.why
+        }
+        for seed in range(2, 12):
+            here.step(seed)
+            ours = here.outcomes()[0]
+            if isinstance(ours, SyncStats) and not ours.lost:
+                break
+        here.step(12)
+        here.send()
 
 
 def test_a_rank_that_is_late_costs_a_version_and_asks_nothing_of_the_engine(tmp_path: Path) -> None:
-    with trainer(in_rows(3), tmp_path, timeout_s=0.5) as here:
+    with trainer(in_rows(3), tmp_path, timeout_s=2.0) as here:
         for turn in range(2):  # before the engine has connected, and after
             here.step(turn)
             late = here.others.pop()
@@ -233,69 +246,25 @@ def test_a_rank_that_is_late_costs_a_version_and_asks_nothing_of_the_engine(tmp_
             assert len(here.engine.connections) == 1
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_rank_that_fails_aborts_the_version(failing: int, tmp_path: Path) -> None:
-    with trainer(in_rows(2), tmp_path) as here:
-        for turn in range(2):  # in telling what it holds, and in comparing
-            here.step(turn)
-            here.sources[failing].fails = RuntimeError("planted")
-            found = here.outcomes()
-            here.sources[failing].fails = None
-            assert all("planted" in str(outcome) for outcome in found)
-            assert isinstance(found[1 - failing], SyncAborted)
-            assert here.engine.version == turn
-            assert here.send().full_synced == 2 * (turn == 0)
-
-
-def test_a_rank_that_has_lost_its_snapshot_starts_over_with_all(tmp_path: Path) -> None:
-    with trainer(in_rows(2), tmp_path) as here:
-        here.send()
-        here.step(1)
-        here.sources[1].fails = KeyboardInterrupt("planted")
-        found = here.outcomes()
-        assert isinstance(found[0], SyncAborted)
-        assert isinstance(found[1], KeyboardInterrupt)
-        here.sources[1].fails = None
-        here.aborted("has lost its snapshot")
-        here.send()
-        here.step(2)
-        assert here.send().kind == "delta"
-
-
 def test_connecting_by_hand(tmp_path: Path) -> None:
-    with trainer(in_stages(2), tmp_path, timeout_s=2.0) as here:
+    with trainer(in_stages(2), tmp_path, timeout_s=4.0) as here:
         with pytest.raises(SyncAborted, match="rank 1 of the trainer did not come"):
             here.sync.connect()
         calls = here.sending()
         here.engine.fails = "connect"
         with pytest.raises(EngineFailed):
             here.sync.connect()
-        here.engine.fails = ""
         here.sync.connect()
         stats = here.sync.send_weights()  # the call that the others are in
         assert [call.result() for call in calls] == [stats]
         here.sync.connect()  # while they are in none
         assert here.send().full_synced == 0
         here.sync.disconnect()
-        for model in here.engine.models:  # as when it sleeps
-            model.get_parameter("norm").data.zero_()
+        for part in here.engine.models:  # as when it sleeps
+            part.get_parameter("norm").data.zero_()
         assert here.send().full_synced == 2
         here.engine.die()  # it is restarted
         here.step(1)
-        here.send()
-
-
-def test_workers_get_in_where_many_have_tried(tmp_path: Path) -> None:
-    """As they do who are left behind by an earlier trainer."""
-    with trainer(in_rows(2), tmp_path) as here:
-        path, left = str(tmp_path / "rank1"), []
-        with suppress(BlockingIOError):  # no more are let in
-            while True:
-                left.append(socket.socket(socket.AF_UNIX))
-                left[-1].setblocking(False)
-                left[-1].connect(path)
-        for one in left:
-            one.close()
         here.send()
 
 
@@ -308,15 +277,75 @@ def test_a_checkpoint_has_the_shapes_of_whole_tensors(tmp_path: Path) -> None:
         def tensors(self) -> list[NamedTensor]:
             return [self.held]
 
-    asked = list[dict[str, Any]]()
-
-    class Server(Engine):
-        def connect(self, connection: dict[str, Any], /) -> None:
-            asked.append(connection)
-            raise EngineFailed("enough")
-
-    link = shared_memory.Sender(tmp_path / "socket")
-    with EngineSync(Fused(), Server(random_model(SHAPES, 1)), link) as sync:
+    server = Noted(model(1, SHAPES))
+    server.fails = "connect"
+    of: Any = lambda _: Fused()  # noqa: E731
+    with engine_of(tmp_path, server=server, source=nn.Module(), of=of) as here:
         with pytest.raises(EngineFailed):
-            sync.connect()
-        assert asked[0]["tensors"] == [[["q"], "float32", [4, 4]]]
+            here.send()
+        assert server.connections[0].tensors == ((("q",), "float32", (4, 4)),)
+
+
+# In processes of their own
+
+LARGE = {"a": (300, 70), "b": (41, 900), "norm": (64,), "odd": (1, 5)}
+
+
+@pytest.mark.parametrize(
+    "link",
+    [
+        "shared_memory",
+        "gloo",
+        pytest.param("cuda_ipc", marks=pytest.mark.gpu),
+        pytest.param("nccl", marks=pytest.mark.multigpu),
+    ],
+)
+def test_an_engine_follows_two_ranks(link: str, tmp_path: Path) -> None:
+    """On GPUs ranks share the first one; with NCCL the engine has one to itself."""
+    run_ranks(take_part, 3, link, tmp_path, timeout_s=150)
+
+
+def take_part(rank: int, link: str, folder: Path) -> None:
+    if rank < 2:
+        train(rank, link, folder)
+        (folder / f"{rank} is done").touch()
+        return
+    device = {"cuda_ipc": "cuda:0", "nccl": "cuda:1"}.get(link, "cpu")
+    engine = Thread(target=serve, args=(str(folder / "calls"), LARGE, 2, device), daemon=True)
+    engine.start()
+    while not all((folder / f"{rank} is done").exists() for rank in range(2)):
+        engine.join(0.05)
+
+
+def sender(link: str, path: Path) -> SendTransport:
+    match link:
+        case "nccl":
+            return collective.Sender(backend="nccl", device="cuda:0")
+        case "gloo":
+            return collective.Sender()
+        case "cuda_ipc":
+            return cuda_ipc.Sender(path, device="cuda:0")
+    return shared_memory.Sender(path)
+
+
+def train(rank: int, link: str, folder: Path) -> None:
+    held = random_model(LARGE, 1)
+    device = "cuda:0" if link in ("cuda_ipc", "nccl") else "cpu"
+    source = Sharded(held, rows_of(held, 2)[rank], device)
+    lane = sender(link, folder / f"rank{rank}")
+    engine = Remote(folder / "calls").reached()
+    sends: EngineSync | TrainerRank
+    if rank == 0:
+        group = TrainerGroup(shared_memory.Sender(folder / "group"), 2)
+        sends = EngineSync(source, engine, lane, group=group)
+    else:
+        hub = shared_memory.Receiver(folder / "group")
+        sends = TrainerRank(source, lane, hub, rank=rank, world=2)
+    for version in range(1, 5):
+        step(held, torch.Generator().manual_seed(version), 0.3)
+        source.step()
+        stats = sends.send_weights()
+        assert (stats.version, stats.receivers, stats.lost) == (version, 1, {})
+        if rank == 0:
+            assert engine.ask("state")[:2] == (bits(held), version)
+    sends.close()

@@ -1,99 +1,577 @@
-"""An engine's trainer at the end of its process, and in a forked child."""
+"""One engine, by itself or as a fleet of one: what its calls do, fail in, and end with."""
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from threading import Timer
+from typing import Any, ClassVar
 
 import pytest
+import torch
 
-from deltasync.errors import ConfigError
-from deltasync.integrations.engine_sync import EngineSync
+from deltasync import ModuleTarget, SenderOptions, SyncStats, subscribe, sync_after_step
+from deltasync.config import network_secret
+from deltasync.delta.bits import as_bits
+from deltasync.delta.host.staging import Staging
+from deltasync.errors import (
+    ConfigError,
+    DeltaSyncError,
+    EngineFailed,
+    ReceiversLost,
+    SyncAborted,
+    TargetMoved,
+    TransportError,
+    TransportTimeout,
+)
 from deltasync.integrations.fleet import EngineFleet
+from deltasync.integrations.trainer_info import TrainerInfo
+from deltasync.integrations.worker import Worker
+from deltasync.testing.links import PROMPT_S, within
+from deltasync.transports import collective
+from tests.worlds.fleets import (
+    CALLS,
+    CPU,
+    WAYS,
+    Here,
+    OneCall,
+    Server,
+    Watched,
+    at,
+    engine_of,
+    fleet_of_one,
+    hung,
+    in_thread,
+    model,
+    outcome,
+)
+from tests.worlds.links import until
 from tests.worlds.programs import run
 
-
-@pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), -1, 0, "5", None])
-def test_times_that_are_none_are_refused_before_anything_else(timeout_s: Any) -> None:
-    nothing: Any = None
-    with pytest.raises(ConfigError, match="timeout_s is"):
-        EngineSync(nothing, nothing, nothing, timeout_s=timeout_s)
-    with pytest.raises(ConfigError, match="timeout_s is"):
-        EngineFleet(nothing, nothing, timeout_s=timeout_s)
+Way = Callable[..., AbstractContextManager[Here]]
+ways = pytest.mark.parametrize("way", WAYS)
 
 
+def errors_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Workers whose trainer is gone log warnings beside them."""
+    return [one.message for one in caplog.records if one.levelno == logging.ERROR]
+
+
+@ways
+def test_an_engine_follows_an_optimizer(way: Way, tmp_path: Path) -> None:
+    """It is told the dtypes in which tensors travel."""
+    options = SenderOptions(wire_dtypes={"*": "bfloat16"})
+    with way(tmp_path, is_same=True, options=options) as here:
+        here.source.float()
+        assert here.send().full_synced == 0
+        server = here.servers["0"]
+        assert server.calls == ["connect", "pause", "name", "resume"]
+        here.source.requires_grad_(True)
+        optimizer = torch.optim.SGD(here.source.parameters(), lr=0.5)
+        hook = sync_after_step(optimizer, here.sync, on_busy="wait", on_error="raise")
+        for _ in range(3):
+            for weights in here.source.parameters():
+                weights.grad = torch.ones_like(weights)
+            optimizer.step()
+        hook.remove()
+        assert server.calls[-4:] == CALLS
+        assert (hook.syncs, hook.failures, server.version) == (3, 0, 4)
+        here.source.bfloat16()
+        here.check()
+
+
+@pytest.mark.promise(
+    "Cost",
+    "An engine is paused early only for a sync that may not fit into staging.",
+)
+def test_what_can_be_staged_pauses_the_engine_only_when_it_is_decided(tmp_path: Path) -> None:
+    changed, decided = 20, list[int]()  # of 640: sparse, 6 bytes each
+
+    @contextmanager
+    def paused() -> Iterator[None]:
+        decided.append(here.sync.sender.version)
+        with here.servers["0"].paused():
+            yield
+
+    options: dict[str, Any] = {"shapes": {"a": (40, 16)}, "is_same": True, "paused": paused}
+    staged = 2 * 6 * changed  # positions of 8 bytes, new and old values
+    with engine_of(tmp_path, max_staged_bytes=staged, link=Watched, **options) as here:
+        here.send()
+        weights = as_bits(here.source.get_parameter("a").data).view(-1)
+        for count in (changed, changed + 1):
+            weights[:count] += 1
+            assert here.send().kind == "delta"
+            here.check()
+    # The first, which it holds, in case another trainer has left it paused; the last began to
+    # arrive before it was decided.
+    assert decided == [1, 2, 2]
+
+
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "An update of a running vLLM takes one call where that is safe.",
+)
+def test_an_update_in_one_call_is_asked_for_nothing_else(tmp_path: Path) -> None:
+    with engine_of(tmp_path, kind=OneCall) as here:
+        here.send()
+        server = here.servers["0"]
+        assert isinstance(server, OneCall)
+        for work in ("write", "pass", "write", "pass", "pass"):
+            server.calls.clear()
+            server.works.clear()
+            assert (here.train if work == "write" else here.send)().receivers == 1
+            assert (server.works, server.calls) == ([work], ["switch"])
+            here.check()
+        here.sync.connect()
+        server.calls.clear()
+        assert here.send().joined == 1
+        assert server.works[-1] == "name"
+        assert server.calls == ["pause", "switch", "resume"]  # as after another trainer
+
+
+FAILURES = [  # in a call: whether it is paused then, and after a close
+    (Server, "connect", False, False),
+    (Server, "connected", False, False),
+    (Server, "pause", False, False),
+    (Server, "paused", True, False),
+    (Server, "update", True, True),
+    (Server, "updated", True, False),
+    (Server, "name", False, False),
+    (Server, "named", False, False),
+    (Server, "resume", True, False),
+    (Server, "resumed", False, False),
+    (OneCall, "switch", True, True),
+    (OneCall, "switched", True, False),
+]
+
+
+@pytest.mark.promise(
+    "Errors",
+    "`EngineFailed`: whatever an engine raises becomes this error, and the next sync covers "
+    "the version.",
+)
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "An engine that failed to resume is resumed by the next sync, or by `close`.",
+)
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "A vLLM whose update failed stays paused until one succeeds, even if the trainer dies.",
+)
+@pytest.mark.parametrize(("kind", "call", "is_paused", "stays_paused"), FAILURES)
+def test_what_an_engine_fails_in_is_an_error_of_ours_reported_once_and_made_up_for(
+    kind: type[Server],
+    call: str,
+    is_paused: bool,
+    stays_paused: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with engine_of(tmp_path, kind=kind, timeout_s=3.0) as here:
+        server = here.servers["0"]
+        here.send()
+
+        def fail() -> None:
+            if call.startswith("connect"):
+                here.sync.disconnect()
+                server.module.get_parameter("a").data.zero_()  # as others may then
+            server.fails = call
+            server.calls.clear()
+            error = outcome(here.train)
+            assert isinstance(error, EngineFailed | SyncAborted), error
+            assert "planted" in f"{error} {getattr(error, '__notes__', '')}"
+
+        with subscribe(lambda event: server.calls.append(type(event).__name__)):
+            fail()
+            assert server.calls[-1] == "SyncFailed"
+            assert server.calls.count("SyncFailed") + server.calls.count("SyncStats") == 1
+            assert server.is_paused == is_paused
+            server.calls.clear()
+            assert here.send().receivers == 1
+            here.check()
+            assert (server.calls[0], server.calls.count("SyncStats")) == ("connect", 1)
+            last = "switch" if kind is OneCall else "resume"
+            assert server.calls.index("SyncStats") > server.calls.index(last)
+        fail()
+        here.sync.close()
+        here.sync.close()
+        assert server.is_paused == stays_paused
+        assert len(errors_in(caplog)) == stays_paused
+        assert all("stays paused" in said for said in errors_in(caplog))
+
+
+@pytest.mark.promise(
+    "All or nothing",
+    "An engine that was restarted in its pause is paused again before it is written.",
+)
+@ways
+def test_an_engine_that_was_restarted_in_its_pause_is_paused_again(
+    way: Way, tmp_path: Path
+) -> None:
+    with way(tmp_path) as here:
+        here.send()
+        server = here.servers["0"]
+        server.fails = "updated"
+        outcome(here.train)
+        assert server.is_paused
+        server.die()
+        server.start()  # and it generates; `update` asserts that it is paused
+        server.module.get_parameter("a").data.zero_()
+        here.catch_up()
+        here.check()
+        if isinstance(here.sync, EngineFleet):
+            assert not here.fleet.servers()["0"].is_paused
+
+
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "An engine's late update ends before the next one begins.",
+)
+@pytest.mark.parametrize(
+    ("kind", "call"), [(kind, call) for kind, call, _, _ in FAILURES if "connect" not in call]
+)
+def test_an_update_that_ends_late_ends_before_the_next_one_begins(
+    kind: type[Server], call: str, tmp_path: Path
+) -> None:
+    with engine_of(tmp_path, timeout_s=1.0, kind=kind) as here:
+        here.send(timeout_s=30)
+        server = here.servers["0"]
+        server.hangs = call
+        server.calls.clear()
+        assert isinstance(outcome(here.train), DeltaSyncError)
+        before = list(server.calls)
+        for _ in range(2):
+            with pytest.raises(TransportTimeout, match="the engine's last update has not ended"):
+                here.send(total_timeout_s=0.5)
+        assert server.calls == before  # it was asked for nothing
+        server.goes_on.set()
+        assert here.send(timeout_s=30).receivers == 1
+        here.check()
+        if call == "pause":  # what was too late then is not asked for
+            assert server.calls[:3] == ["pause", "resume", "connect"]
+
+
+@ways
+def test_an_engine_that_cannot_be_resumed_counts_as_paused_and_is_named_once(
+    way: Way, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def never(call: str) -> None:
+        if call == "resume":
+            raise RuntimeError("planted")
+
+    with way(tmp_path) as here:
+        here.send()
+        here.servers["0"].before = never
+        outcome(here.train)
+        for _ in range(2):
+            if isinstance(here.sync, EngineFleet):
+                assert here.fleet.servers()["0"].is_paused
+            here.sync.close()
+        assert here.servers["0"].is_paused
+        (said,) = errors_in(caplog)
+        assert "cannot be resumed" in said
+
+
+@pytest.mark.parametrize("fails", ["updated", ""], ids=["a mixture", "whole"])
+def test_close_while_an_update_is_under_way_leaves_a_mixture_paused_and_nothing_else(
+    fails: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with engine_of(tmp_path, timeout_s=2.0) as here:
+        here.send(timeout_s=30)
+        server = here.servers["0"]
+        server.hangs, server.fails = "update", fails
+        outcome(here.train)
+        here.sync.close()
+        assert (server.is_paused, errors_in(caplog)) == (True, [])
+        server.goes_on.set()
+        until(lambda: bool(errors_in(caplog)) or not server.is_paused)
+    assert server.is_paused == bool(fails)
+    assert len(errors_in(caplog)) == bool(fails)
+
+
+@ways
+def test_a_second_thread_is_refused_and_costs_the_first_nothing(way: Way, tmp_path: Path) -> None:
+    with way(tmp_path) as here:
+        server = here.servers["0"]
+        for call in ("connect", "update"):
+            server.hangs = call
+            server.goes_on.clear()
+            with in_thread(partial(outcome, here.train)) as found:
+                hung(server)
+                for other in (here.sync.send_weights, here.sync.connect):
+                    with pytest.raises(ConfigError, match="under way"):
+                        other()
+                here.states()  # which may be asked at any time
+                assert not found  # the first call waits still
+                server.goes_on.set()
+            assert isinstance(found[0], SyncStats), found
+            here.check()
+
+
+class Stuck(ModuleTarget):
+    """Weights of which nothing ends well while `fails`, not even that old ones are put back."""
+
+    fails: ClassVar[bool] = False
+
+    def finish(self, changed: Collection[int] | None = None) -> None:
+        if Stuck.fails:
+            raise TargetMoved("planted")
+        super().finish(changed)
+
+
+def let_connect(server: Server, worker: Worker, to: TrainerInfo, rank: int) -> None:
+    worker.connect(to, Stuck(server.module), CPU, rank=0, world=1)
+
+
+def fails_to_undo(staging: Staging) -> None:
+    raise RuntimeError("planted")
+
+
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "An engine whose update raised stays paused until a sync has ended. A worker that could "
+    "not put old weights back gets a full sync.",
+)
+@pytest.mark.parametrize("kind", [Server, OneCall])
+@pytest.mark.parametrize("undoes", [True, False], ids=["finish fails", "nothing is undone"])
+def test_an_engine_of_which_a_write_was_not_undone_stays_paused_until_it_is_whole(
+    undoes: bool, kind: type[Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kind, "let_connect", let_connect)
+    with engine_of(tmp_path, kind=kind, timeout_s=5.0) as here:
+        here.send()
+        with monkeypatch.context() as patch:
+            patch.setattr(Stuck, "fails", True)
+            if not undoes:
+                patch.setattr(Staging, "undo", fails_to_undo)
+            for _ in range(2):
+                with pytest.raises(SyncAborted, match=r"DirtyReceiver: .*planted"):
+                    here.train()
+                assert (here.servers["0"].is_paused, here.servers["0"].version) == (True, 1)
+        stats = here.send()
+        assert (stats.receivers, stats.full_synced) == (1, 1)
+        here.check()
+
+
+def test_a_worker_that_was_lost_raises_once_the_engine_has_the_version(tmp_path: Path) -> None:
+    with engine_of(tmp_path) as here:
+        here.send()
+        here.servers["0"].die()
+        with pytest.raises(ReceiversLost, match=r"engine-\w+-0\[0/1\]: ") as caught:
+            here.train(on_lost="raise")
+        assert caught.value.stats.receivers == 1
+        here.check()
+
+
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "A version that changes nothing is named without a pause, and cached prefixes stay.",
+)
+def test_a_version_that_changes_weights_is_not_written_without_a_pause(tmp_path: Path) -> None:
+    class Passes(Server):
+        def update(self, version: int, holder: str, /) -> None:
+            self.commit(version, holder, "write" if version == 1 else "pass")
+
+    with engine_of(tmp_path, timeout_s=2.0, kind=Passes) as here:
+        here.send()
+        before = here.servers["0"].module.get_parameter("a").clone()
+        error = outcome(here.train)
+        assert isinstance(error, DeltaSyncError)
+        assert "was said to change none" in f"{error} {getattr(error, '__notes__', '')}"
+        assert torch.equal(here.servers["0"].module.get_parameter("a"), before)
+
+
+def test_an_update_that_outlasts_the_sync_is_a_typed_error(tmp_path: Path) -> None:
+    """As if the trainer's thread slept when all workers had written."""
+    with engine_of(tmp_path, link=Watched, timeout_s=2.0) as here:
+        here.send()
+        here.link.before = at(1, "finish", lambda: time.sleep(4))
+        with pytest.raises(TransportTimeout, match="was not named"):
+            here.train()
+
+
+def test_a_worker_whose_trainer_is_gone_does_not_wait_for_its_version(tmp_path: Path) -> None:
+    with engine_of(tmp_path, timeout_s=90.0) as here, within(PROMPT_S):
+        here.send()
+        Timer(0.2, here.sync.sender.close).start()
+        for _ in range(2):  # the second time it is known before
+            with pytest.raises(TransportError):
+                here.servers["0"].commit(2, here.holder)
+
+
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "Sleeping weights are not touched. Weights that were kept take the next delta.",
+)
+@ways
+@pytest.mark.parametrize("max_staged_bytes", [1 << 20, 1], ids=["staged", "in place"])
+def test_weights_that_sleep_are_not_touched_and_take_the_next_delta(
+    max_staged_bytes: int, way: Way, tmp_path: Path
+) -> None:
+    with way(tmp_path, max_staged_bytes=max_staged_bytes, timeout_s=20.0) as here:
+        here.send()
+        server = here.servers["0"]
+        worker, held = server.workers[0], server.module.get_parameter("a").clone()
+        worker.sleep()
+        for server.fails in ("", "paused", "updated"):
+            with pytest.raises(ConfigError, match="the engine's weights sleep"):
+                here.train()
+            until(lambda: not server.is_paused)
+            assert server.module.get_parameter("a").equal(held)
+        server.fails = ""
+        for _ in range(2):  # the second time nothing was sent meanwhile
+            worker.wake()
+            server.calls.clear()
+            stats = here.send()
+            assert (stats.kind, stats.receivers, stats.joined) == ("delta", 1, 0)
+            assert server.calls == CALLS  # nothing had to connect
+            here.check()
+            worker.sleep()
+            here.step()
+        server.module.get_parameter("a").data.zero_()
+        worker.wake()
+        outcome(here.send)  # unless the worker has seen it before
+        assert here.send().receivers == 1
+        here.check()
+
+
+class Quiet(Server):
+    """As clients of vLLM's that wait for no answer."""
+
+    def connect(self, connection: dict[str, Any], /) -> None:
+        with suppress(RuntimeError):
+            super().connect(connection)
+
+
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "`connect` raises a worker's own `ConfigError`, whichever client is used.",
+)
+@pytest.mark.parametrize("kind", [Server, Quiet])
+@pytest.mark.parametrize(
+    ("said", "heard", "text"),
+    [
+        (ConfigError("w: no route"), ConfigError, "^w: no route$"),
+        (OSError("no disk"), EngineFailed, "^OSError: no disk$"),
+    ],
+)
+def test_why_a_worker_declines_is_heard_from_itself(
+    said: Exception, heard: type[Exception], text: str, kind: type[Server], tmp_path: Path
+) -> None:
+    with engine_of(tmp_path, kind=kind) as here:
+        here.send()
+        for _ in range(2):
+            here.servers["0"].declines = said
+            with pytest.raises(heard, match=text):
+                here.sync.connect()
+            here.servers["0"].declines = None
+            here.sync.connect()
+            assert here.train().receivers == 1
+            here.check()
+
+
+@ways
+def test_an_engine_that_an_earlier_trainer_left_behind_takes_no_part(
+    way: Way, tmp_path: Path
+) -> None:
+    """Nor is what its worker declined for heard by the next trainer, at the same address."""
+    left = Server(model(8))
+    with engine_of(tmp_path, server=left) as earlier:
+        earlier.send()
+        left.declines = ConfigError("of the earlier")
+        outcome(earlier.sync.connect)
+    left.declines = None
+    with engine_of(tmp_path, server=left) as earlier:
+        earlier.send()
+    with way(tmp_path, timeout_s=4.0) as here:
+        for _ in range(4):
+            time.sleep(0.3)  # it comes back by itself, where another trainer listens now
+            assert here.train().receivers == 1
+            here.check()
+        assert not left.holds(here.source)
+
+
+@pytest.mark.promise("Security", "Engine workers read their secret from `DELTASYNC_SECRET`.")
+def test_workers_take_their_secret_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DELTASYNC_SECRET", "of both ends")
+    link = collective.Sender("127.0.0.1", secret=network_secret())
+    with engine_of(tmp_path, link=lambda path: link, timeout_s=3.0) as here:
+        monkeypatch.delenv("DELTASYNC_SECRET")
+        with pytest.raises(TransportTimeout):
+            here.send()
+        assert not here.servers["0"].holds(here.source)
+        monkeypatch.setenv("DELTASYNC_SECRET", "of both ends")
+        assert here.send(timeout_s=30).receivers == 1
+        here.check()
+
+
+def test_a_pause_that_cannot_be_made_is_made_later(tmp_path: Path) -> None:
+    with fleet_of_one(tmp_path, timeout_s=3.0) as here:
+        odd, fails = Server(model(9)), [lambda: None, lambda: 1 / 0]
+        here.add(odd, "odd", paused=lambda: (fails.pop() if fails else odd.paused)())
+        for _ in range(2):
+            assert list(here.train().lost) == ["odd"]
+            here.follow("0")
+        here.catch_up()
+        here.check()
+
+
+_IN_A_PROCESS = """
+import atexit, os, tempfile
+from pathlib import Path
+from tests.worlds.fleets import engine_of, fleet_of_one, outcome
+
+folder = tempfile.TemporaryDirectory()
+context = {way}(Path(folder.name))
+here = context.__enter__()
+server = here.servers["0"]
+"""
+_FORKED = """
+here.send()
+server.fails = "resume"
+outcome(here.train)
+before = list(server.calls)
+pid = os.fork()
+if pid == 0:
+    here.sync.disconnect()
+    result = outcome(lambda: here.send(timeout_s=5))
+    print(type(result).__name__, "forked" in str(result), flush=True)
+    here.sync.close()
+    print(server.calls == before, server.is_paused, flush=True)
+    os._exit(0)
+assert os.waitpid(pid, 0)[1] == 0
+here.catch_up()
+here.check()
+print(server.is_paused, flush=True)
+context.__exit__(None, None, None)
+"""
 _WITHIN_ATEXIT = """
-import atexit
-from typing import Any
-from deltasync import DeltaSyncError, ModuleSource, SenderOptions
-from deltasync.integrations.engine_sync import EngineSync
-from deltasync.transports import collective
-from tests.worlds.links import random_model
-
-class Server:
-    def __getattr__(self, name: str) -> Any:
-        raise AssertionError(f"the engine was asked to {name}")
-
-sync = EngineSync(ModuleSource(random_model({"w": (3,)}, 0)), Server(), collective.Sender())
-
-def last() -> None:
-    try:
-        sync.send_weights(timeout_s=5)
-    except DeltaSyncError as error:
-        print(type(error).__name__, "atexit" in str(error))
-    sync.close()
-
+def last():
+    result = outcome(lambda: here.send(timeout_s=5))
+    print(type(result).__name__, "atexit" in str(result), server.calls)
+    here.sync.close()
 atexit.register(last)
 """
 
 
-def test_a_sync_within_atexit_is_refused_before_the_engine_is_asked_for_anything() -> None:
-    done = run(_WITHIN_ATEXIT)
-    assert done.stdout == "ConfigError True\n", done.stderr
-
-
-_FORKED = """
-import os, sys
-from contextlib import contextmanager, suppress
-from typing import Any
-from deltasync import ModuleSource
-from deltasync.errors import TransportClosed
-from deltasync.integrations.engine_sync import EngineSync
-from deltasync.transports import collective
-from tests.worlds.links import random_model
-
-class Server:
-    def __getattr__(self, name: str) -> Any:
-        print("asked to", name, flush=True)
-        raise AssertionError(name)
-
-@contextmanager
-def paused():
-    try:
-        yield
-    finally:
-        print("resumed by", "parent" if os.getpid() == parent else "child", flush=True)
-
-parent = os.getpid()
-source = ModuleSource(random_model({"w": (3,)}, 0))
-sync = EngineSync(source, Server(), collective.Sender(), paused=paused)
-with suppress(AssertionError):
-    sync.connect()  # from now on there may be something to disconnect
-sync._pause.begin()  # as while an update is under way
-with sync:
-    pid = os.fork()
-    if pid == 0:
-        sync.disconnect()
-        try:
-            sync.send_weights(timeout_s=5)
-        except TransportClosed as error:
-            print("forked" in str(error), flush=True)
-        sys.exit(0)
-    assert os.waitpid(pid, 0)[1] == 0
-    sync._pause.end()
-"""
-
-
 @pytest.mark.promise("Children", "A child sends no requests to the engine and does not resume it.")
-def test_a_child_asks_nothing_of_the_engine_and_does_not_resume_it() -> None:
-    done = run(_FORKED)
-    assert done.stdout == "asked to connect\nTrue\nresumed by parent\n", done.stderr
+@pytest.mark.parametrize("way", [engine_of, fleet_of_one])
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        (_FORKED, "TransportClosed True\nTrue True\nFalse\n"),
+        (_WITHIN_ATEXIT, "ConfigError True []\n"),
+    ],
+    ids=["forked child", "atexit"],
+)
+def test_a_child_and_a_program_that_ends_ask_nothing_of_the_engine(
+    code: str, says: str, way: Way
+) -> None:
+    done = run(_IN_A_PROCESS.format(way=way.__name__) + code)
+    assert done.stdout == says, done.stderr

@@ -17,16 +17,14 @@ from benchmarks.__main__ import app
 )
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "more",
-    [[], ["--rolling"], ["--link", "gloo", "--min-engines", "1"]],
-    ids=["together", "rolling", "gloo"],
+    "more", [["--rolling"], ["--link", "gloo", "--min-engines", "1"]], ids=["rolling", "gloo"]
 )
 def test_a_fleet_survives_what_befalls_its_engines(more: list[str]) -> None:
-    words = ["fleet-chaos", "--versions", "25", "--seed", "3", "--engines", "5", *more]
+    words = ["fleet-chaos", "--versions", "16", "--seed", "3", "--engines", "5", *more]
     done = CliRunner().invoke(app, words)
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["failures"] == []
     assert done.exit_code == 0, done.output
-    assert found["versions"] >= 20
+    assert found["versions"] >= 12
     assert sum(found["faults"].values()) > 0
-    assert found["events"]["named"] > 25
+    assert found["events"]["named"] > 16

@@ -1,152 +1,387 @@
-"""Calls to a server: what it answers, or a typed error that says what it said."""
+"""Calls to a server: what it answers, in its time, or a typed error that says what it said."""
 
 from __future__ import annotations
 
+import asyncio
+import re
+import socket
+import ssl
+import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deltasync.errors import ConfigError, EngineFailed, PeerLost, TransportTimeout
+from deltasync.errors import ConfigError, DeltaSyncError, EngineFailed, PeerLost, TransportTimeout
+from deltasync.integrations.engine_sync import EngineSync
+from deltasync.integrations.fleet import EngineFleet
 from deltasync.integrations.http import Http
 from deltasync.integrations.sglang import SglangServer
-from deltasync.integrations.vllm import HttpClient
+from deltasync.integrations.vllm import AsyncClient, HttpClient
+from deltasync.testing.links import PROMPT_S, within
+from deltasync.transports import forks
+from tests.worlds.links import until
+
+Answer = Callable[[socket.socket], object]
+BEATS = 200  # of 0.05 s: as long as a server drips that nobody hangs up on
+HEADER = b"HTTP/1.1 200 OK\r\nContent-Length: 400\r\n\r\n"
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+LARGE = {"text": "x" * (32 << 20)}  # more than the buffers of a connection take
 
 
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self.answer(200, ANSWERS[self.path.split("/")[1]])
-
-    def do_POST(self) -> None:
-        seen.append(self.path)
-        match self.path.split("?")[0]:
-            case "/echo":
-                self.answer(200, self.rfile.read(int(self.headers["Content-Length"])))
-            case "/moved":
-                self.answer(302, b"", Location="/echo")
-            case "/fails":
-                self.answer(500, b"the reason")
-            case "/page":
-                self.answer(200, b"<html>")
-            case "/negative":
-                self.answer(200, b"", **{"Transfer-Encoding": "chunked"})
-                self.wfile.write(b"-5\r\nabc\r\n")
-            case "/nested":
-                self.answer(200, b"[" * 100_000)
-            case "/slow":
-                stop.wait(5)
-            case "/refused":  # what is sent is not read, and the connection ends
-                self.answer(401, b"no key")
-            case "/taken":
-                self.answer(200, b"")
-            case "/cut":
-                self.wfile.write(b"HTTP/1.1 200 OK\r\nDate:")
-            case path:
-                self.answer(200, ANSWERS.get(path.split("/")[1], b""))
-
-    def answer(self, status: int, body: bytes, **headers: str) -> None:
-        self.send_response(status)
-        for name, value in (headers | {"Content-Length": str(len(body))}).items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None: ...
+def says(body: bytes, status: str = "200 OK", more: str = "") -> Answer:
+    head = f"HTTP/1.1 {status}\r\n{more}Content-Length: {len(body)}\r\n\r\n"
+    return lambda line: line.sendall(head.encode() + body)
 
 
-ANSWERS = {
-    "object": b"{}",
-    "list": b"[1]",
-    "null": b"null",
-    "nothing": b"",
-    "types": b'{"dp_size": "1", "world_size": null, "results": 3, "success": {}}',
-}
-seen: list[str] = []
-stop = threading.Event()
+def drips(first: bytes, drop: bytes) -> Answer:
+    """An answer whose rest comes drop by drop."""
+
+    def answer(line: socket.socket) -> None:
+        line.send(first)
+        for _ in range(BEATS):
+            line.send(drop)
+            time.sleep(0.05)
+
+    return answer
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/"
-    stop.set()
-    server.shutdown()
-    thread.join()
-    server.server_close()
+def reads_drop_by_drop(line: socket.socket) -> None:
+    for _ in range(60):
+        line.recv(1 << 16)
+        time.sleep(0.05)
+
+
+def heard(line: socket.socket) -> bytes:
+    """A call, or the beginning of a long one."""
+    data, missing = b"", 1
+    while missing > 0 and (more := line.recv(1 << 16)):
+        data += more
+        head, end, body = data.partition(b"\r\n\r\n")
+        length = re.search(rb"Content-Length: (\d+)", head)
+        missing = min(int(length[1]), 1 << 16) - len(body) if end and length else not end
+    return data
+
+
+def path_of(call: bytes) -> str:
+    return call.split()[1].decode().partition("?")[0]
+
+
+class Serves:
+    """A server that does something with each connection, or what `by_path` says.
+
+    Attributes:
+        heard: What came on each.
+    """
+
+    def __init__(
+        self, answer: Answer, context: ssl.SSLContext | None = None, *, reads: bool = True
+    ) -> None:
+        self.answer, self.heard = answer, list[bytes]()
+        self.by_path: dict[str, Answer] = {}
+        self._context, self._reads = context, reads
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self._server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        self._threads = [threading.Thread(target=self._accept)]
+
+    def __enter__(self) -> Serves:
+        self._threads[0].start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown(socket.SHUT_RDWR)
+        self._threads[0].join()
+        for thread in self._threads:
+            thread.join()
+        self._server.close()
+
+    @property
+    def url(self) -> str:
+        host, port = self._server.getsockname()
+        return f"http{'s' if self._context else ''}://{host}:{port}"
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                line, _ = self._server.accept()
+            except OSError:
+                return
+            self._threads.append(threading.Thread(target=self._attend, args=(line,)))
+            self._threads[-1].start()
+
+    def _attend(self, line: socket.socket) -> None:
+        try:
+            if self._context is not None:
+                line = self._context.wrap_socket(line, server_side=True)
+            with line:
+                if self._reads:
+                    self.heard.append(heard(line))
+                    self.by_path.get(path_of(self.heard[-1]), self.answer)(line)
+                else:
+                    self.answer(line)
+        except OSError:
+            pass
 
 
 @pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), -1, 0, "5", None])
-def test_times_that_are_none_are_refused_at_once(timeout_s: Any) -> None:
-    for make in (Http, HttpClient, SglangServer):
-        with pytest.raises(ConfigError, match="timeout_s is"):
-            make("http://127.0.0.1:9", timeout_s=timeout_s)
-
-
-def test_answers_are_json_or_nothing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # a server is reached directly
-    assert Http(url).post("echo", {"a": [1]}) == {"a": [1]}
-    assert Http(url).post("empty", mode="keep", clear_cache=False) is None
-    assert seen[-1] == "/empty?mode=keep&clear_cache=false"
-
-
-def test_errors_say_what_the_server_said(url: str) -> None:
-    with pytest.raises(EngineFailed, match=r"500 .*the reason") as caught:
-        Http(url).post("fails")
-    assert caught.value.status == 500
-    with pytest.raises(EngineFailed, match="302"):  # a call that is sent elsewhere was not done
-        Http(url).post("moved", {"a": 1})
-    with pytest.raises(EngineFailed, match="JSON"):
-        Http(url).post("page")
-    with pytest.raises(EngineFailed, match="JSON"):
-        Http(url).post("nested")
-    with pytest.raises(PeerLost, match="negative"):
-        Http(url).post("negative")
-    with pytest.raises(TransportTimeout):
-        Http(url, timeout_s=0.2).post("slow")
-
-
-def test_a_server_that_refuses_before_it_has_read_the_call_is_heard(url: str) -> None:
-    body = "a" * (20 << 20)
-    with pytest.raises(EngineFailed, match=r"401 .*no key") as caught:
-        Http(url, api_key="s3cr3t").post("refused", body)
-    assert caught.value.status == 401
-    assert "s3cr3t" not in str(caught.value)
-    with pytest.raises(PeerLost):  # what says that it has done the call has not heard it
-        Http(url).post("taken", body)
-
-
-def test_an_answer_that_is_cut_is_none(url: str) -> None:
-    with pytest.raises(PeerLost):
-        Http(url).post("cut")
-
-
-@pytest.mark.parametrize("kind", ANSWERS)
-def test_a_server_of_another_kind_is_refused(kind: str, url: str) -> None:
-    client = HttpClient(f"{url}{kind}")
-    with pytest.raises(ConfigError, match=r"no SGLang.*'dp_size'.*give the URL of"):
-        SglangServer(f"{url}{kind}")
-    calls: list[tuple[Callable[[], object], str]] = [
-        (client.workers, "world_size"),
-        (client.clear_cache, "success"),
-        (lambda: client.collective_rpc("reach"), "results"),
+def test_times_that_are_none_are_refused_before_anything_else(timeout_s: Any) -> None:
+    nothing: Any = None
+    makes: list[Callable[..., object]] = [
+        *(partial(kind, "http://127.0.0.1:9") for kind in (Http, HttpClient, SglangServer)),
+        partial(EngineSync, nothing, nothing, nothing),
+        partial(EngineFleet, nothing, nothing),
     ]
-    for call, said in calls:
-        with pytest.raises(ConfigError, match=f"no vLLM.*'{said}'.*give the URL of"):
-            call()
+    for make in makes:
+        with pytest.raises(ConfigError, match="timeout_s is"):
+            make(timeout_s=timeout_s)
+
+
+def test_answers_are_json_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # a server is reached directly
+    with Serves(says(b'{"a": [1]}')) as server:
+        server.by_path["/empty"] = says(b"")
+        assert Http(server.url).post("echo", {"a": [1]}) == {"a": [1]}
+        assert server.heard[-1].endswith(b'{"a": [1]}')
+        assert Http(f"{server.url}/").post("empty", mode="keep", clear_cache=False) is None
+        assert server.heard[-1].startswith(b"POST /empty?mode=keep&clear_cache=false ")
+
+
+CUT = [HEADER, HEADER + b"null", CHUNKED + b"4\r\nnull\r\n", b"HTTP/1.1 200 OK\r\nDate:"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "said"),
+    [
+        (says(b"the reason", "500 No"), EngineFailed, r"500 .*the reason"),
+        (says(b"", "302 Found", "Location: /echo\r\n"), EngineFailed, "302"),  # was not done
+        (says(b"<html>"), EngineFailed, "JSON"),
+        (says(b"[" * 100_000), EngineFailed, "JSON"),
+        (lambda line: line.send(CHUNKED + b"-5\r\nabc\r\n"), PeerLost, "negative"),
+        *((lambda line, cut=cut: line.send(cut), PeerLost, "does not answer") for cut in CUT),
+    ],
+)
+def test_errors_say_what_the_server_said_and_an_answer_that_is_cut_short_is_none(
+    answer: Answer, error: type[Exception], said: str
+) -> None:
+    with Serves(answer) as server, pytest.raises(error, match=said) as caught:
+        Http(server.url).post("update_weights_from_ipc", {})
+    if isinstance(caught.value, EngineFailed) and "reason" in said:
+        assert caught.value.status == 500
+
+
+def test_a_server_that_refuses_before_it_has_read_the_call_is_heard() -> None:
+    with Serves(says(b"no key", "401 No")) as server:
+        with pytest.raises(EngineFailed, match=r"401 .*no key") as caught:
+            Http(server.url, api_key="s3cr3t").post("refused", LARGE)
+        assert caught.value.status == 401
+        assert "s3cr3t" not in str(caught.value)
+        server.answer = says(b"")
+        with pytest.raises(PeerLost):  # what says that it has done the call has not heard it
+            Http(server.url).post("taken", LARGE)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{}",
+        b"[1]",
+        b"null",
+        b"",
+        b'{"dp_size": "1", "world_size": null, "results": 3, "success": {}}',
+    ],
+)
+def test_a_server_of_another_kind_is_refused(body: bytes) -> None:
+    with Serves(says(body)) as server:
+        client = HttpClient(server.url)
+        with pytest.raises(ConfigError, match=r"no SGLang.*'dp_size'.*give the URL of"):
+            SglangServer(server.url)
+        calls: list[tuple[Callable[[], object], str]] = [
+            (client.workers, "world_size"),
+            (client.clear_cache, "success"),
+            (lambda: client.collective_rpc("reach"), "results"),
+        ]
+        for call, said in calls:
+            with pytest.raises(ConfigError, match=f"no vLLM.*'{said}'.*give the URL of"):
+                call()
 
 
 def test_servers_that_are_not_there() -> None:
-    with pytest.raises(PeerLost):
-        Http("http://127.0.0.1:9").get("health")
     with pytest.raises(ConfigError, match="give api_key") as caught:
         Http("http://user:s3cr3t@127.0.0.1:9")
     assert "s3cr3t" not in str(caught.value)
     with pytest.raises(ConfigError):
         Http("127.0.0.1:9")
-    for url in ("http://[::1", "https://.a:1", "http://\udc80"):
+    for url in ("http://127.0.0.1:9", "http://[::1", "https://.a:1", "http://\udc80"):
         with pytest.raises(PeerLost):
             Http(url).get("health")
+
+
+SLOW = {
+    "status": drips(b"HTTP/1.1 200 ", b"O"),
+    "headers": drips(HEADER[:-2], b"X: 1\r\n"),
+    "body": drips(HEADER, b"1"),
+    "chunks": drips(CHUNKED, b"1\r\n1\r\n"),
+    "reason of an error": drips(HEADER.replace(b"200 OK", b"500 No"), b"1"),
+    "goes on": drips(b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    "reads": reads_drop_by_drop,
+    "says nothing": lambda line: line.recv(1),
+}
+
+
+@pytest.mark.parametrize("what", SLOW)
+def test_a_call_ends_in_its_time(what: str) -> None:
+    with (
+        within(PROMPT_S),
+        Serves(SLOW[what], reads=what != "reads") as server,
+        pytest.raises(TransportTimeout, match="did not answer in 0"),
+    ):
+        Http(server.url, timeout_s=0.5).post("pause", LARGE if what == "reads" else {})
+
+
+def secure(folder: Path, monkeypatch: pytest.MonkeyPatch) -> ssl.SSLContext:
+    """The context of a server that clients trust from now on."""
+    key, certificate = folder / "key.pem", folder / "certificate.pem"
+    command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=127.0.0.1"
+    named = f"-addext subjectAltName=IP:127.0.0.1 -keyout {key} -out {certificate}"
+    subprocess.run(f"{command} {named}".split(), check=True, capture_output=True, timeout=60)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    return context
+
+
+def test_a_secure_server_is_called_in_its_time_and_a_strange_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as trusting:
+        context = secure(tmp_path, trusting)
+        for what, body in (("body", {}), ("reads", LARGE)):
+            with (
+                Serves(SLOW[what], context, reads=what != "reads") as server,
+                pytest.raises(TransportTimeout, match="did not answer in 2"),
+            ):
+                Http(server.url, timeout_s=2).post("pause", body)
+        with Serves(says(b"true"), context) as server:
+            assert Http(server.url).get("health") is True
+            trusting.undo()
+            with pytest.raises(PeerLost, match="certificate"):
+                Http(server.url).get("health")
+
+
+@pytest.mark.parametrize(
+    ("make", "pause", "resume"),
+    [
+        (HttpClient, "/pause", "/wake_up"),
+        (SglangServer, "/pause_generation", "/continue_generation"),
+    ],
+)
+def test_a_pause_that_is_not_answered_in_time_is_ended(
+    make: Callable[..., HttpClient | SglangServer], pause: str, resume: str
+) -> None:
+    with Serves(says(b'{"dp_size": 1, "tp_size": 1, "pp_size": 1}')) as server:
+        client = make(server.url, timeout_s=5.0)
+        with client.paused():
+            assert path_of(server.heard[-1]) == pause
+        assert path_of(server.heard[-1]) == resume
+        client = make(server.url, timeout_s=0.5)
+        server.by_path[pause] = SLOW["body"]
+        with pytest.raises(TransportTimeout), client.paused():
+            pass
+        assert path_of(server.heard[-1]) == resume
+
+
+@contextmanager
+def full_server() -> Iterator[tuple[str, int]]:
+    """Where connections are neither taken nor refused."""
+    with ExitStack() as stack:
+        server = stack.enter_context(socket.socket())
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        for _ in range(3):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(server.getsockname())
+        yield server.getsockname()
+
+
+def test_all_addresses_of_a_host_have_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of them lets anybody in: their queues are full."""
+    waited: list[float] = []
+    dialled, here = forks.new_socket, threading.get_ident()
+
+    class Noted:
+        def __init__(self, sock: socket.socket) -> None:
+            self._sock = sock
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self._sock, name)
+
+        def settimeout(self, seconds: float) -> None:
+            waited.append(seconds)
+            self._sock.settimeout(seconds)
+
+    def new_socket(*kind: int) -> Any:
+        is_ours = threading.get_ident() == here  # not of another test, whose engines still dial
+        return Noted(dialled(*kind)) if is_ours else dialled(*kind)
+
+    with ExitStack() as stack:
+        full = [stack.enter_context(full_server()) for _ in range(4)]
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", where) for where in full]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+        monkeypatch.setattr(forks, "new_socket", new_socket)
+        with pytest.raises(TransportTimeout):
+            Http("http://engine:80", timeout_s=1.0).get("health")
+        assert len(waited) == 4
+        assert sum(waited) <= 1.0
+
+
+class Slow:
+    """An `AsyncLLM` that answers nothing in time.
+
+    Attributes:
+        given_up: Calls that do not go on in vLLM.
+    """
+
+    def __init__(self) -> None:
+        self.is_paused, self.given_up = False, list[str]()
+
+    async def _hang(self, call: str) -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            self.given_up.append(call)
+
+    async def pause_generation(self, **_: object) -> None:
+        self.is_paused = True
+        await self._hang("pause")
+
+    async def start_weight_update(self) -> None:
+        await self._hang("start")
+
+    async def wake_up(self, tags: list[str]) -> None:
+        self.is_paused = False
+
+
+@pytest.mark.promise("Time", "Calls of an asynchronous vLLM are bounded.")
+def test_calls_of_an_asynchronous_engine_are_bounded_and_its_pause_is_ended() -> None:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        engine = Slow()
+        client = AsyncClient(engine, loop, timeout_s=0.2)
+        with pytest.raises(TransportTimeout, match=r"vLLM did not answer in 0\.2 s"):
+            client.start_weight_update()
+        with pytest.raises(DeltaSyncError, match="did not answer"), client.paused():
+            pass
+        until(lambda: engine.given_up == ["start", "pause"])
+        assert not engine.is_paused
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()

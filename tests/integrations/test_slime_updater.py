@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -15,11 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deltasync import ModuleTarget
-from deltasync.integrations.trainer_info import TrainerInfo
-from deltasync.integrations.worker import Worker
 from deltasync.transports import shared_memory
-from tests.worlds.fleets import SHAPES, model
+from tests.worlds.fleets import SHAPES, Server, model
 from tests.worlds.ranks import free_port, run_ranks
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "slime_updater.py"
@@ -67,30 +63,15 @@ def slime_in_place(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 class ToyServer:
-    """Takes the place of an SglangServer."""
+    """Takes the place of an SglangServer, which says how many workers it has."""
 
     workers = 1
 
-    def __init__(self, url: str) -> None:
-        self.url, self.module, self.worker, self.version = url, model(9), Worker(), 0
+    def __init__(self) -> None:
+        self._server = Server(model(9))
 
-    def connect(self, trainer: dict[str, Any], /) -> None:
-        self.worker.disconnect()
-        to, target = TrainerInfo.model_validate(trainer), ModuleTarget(self.module)
-        self.worker.connect(to, target, torch.device("cpu"), rank=0, world=1)
-
-    def update(self, version: int, holder: str, /) -> None:
-        self.worker.commit(version, holder)
-
-    def name(self, version: int, holder: str, /) -> None:
-        self.version = version
-
-    def disconnect(self, holder: str, /) -> None:
-        self.worker.disconnect(holder)
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        yield
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._server, name)
 
     def holds(self, weights: dict[str, Tensor]) -> bool:
         held = dict(self.module.named_parameters())
@@ -109,7 +90,7 @@ def rank_of_slime(rank: int, folder: Path, port: int) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     torch.manual_seed(0)
     weights = {name: torch.randn(shape).bfloat16() for name, shape in SHAPES.items()}
-    servers = {url: ToyServer(url) for url in ("first", "second", "third")}
+    servers = {url: ToyServer() for url in ("first", "second", "third")}
     with pytest.MonkeyPatch.context() as monkeypatch:
         updater = made(slime_in_place(monkeypatch), servers, weights, folder)
         for number, engines in enumerate([["first", "second"], None, ["second", "third"], None]):

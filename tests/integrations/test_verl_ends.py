@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
-from typing import Any, Literal
+from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from deltasync import NamedTensor, SenderOptions, ShardSpec
+from deltasync import NamedTensor, SenderOptions, ShardSpec, subscribe
 from deltasync.delta.bits import as_bits
-from deltasync.errors import SyncAborted
+from deltasync.errors import SyncAborted, TransportTimeout
 from deltasync.integrations.verl_ends import Metrics, Options, Rollout, SendingRank, Trainer
+from deltasync.sync.events import SyncEvent, SyncFailed
+from tests.worlds.fleets import outcome
 
 Weights = dict[str, Tensor]
+Load = Callable[[Rollout], Coroutine[Any, Any, Any]]
 LINKS = [
     "shared_memory",
     "gloo",
@@ -26,11 +29,11 @@ LINKS = [
 ]
 
 
-def options_of(link: Literal["nccl", "gloo", "cuda_ipc", "shared_memory"]) -> Options:
-    return Options(link=link, host="127.0.0.1", timeout_s=30.0)
+def options_of(link: Any, timeout_s: float = 30.0) -> Options:
+    return Options(link=link, host="127.0.0.1", timeout_s=timeout_s)
 
 
-def weights_on(device: str) -> Weights:
+def weights_on(device: str = "cpu") -> Weights:
     torch.manual_seed(0)
     weights = {"a": torch.randn(300, 70), "b": torch.randn(9).bfloat16(), "c": torch.zeros(0, 2)}
     return {name: tensor.to(device) for name, tensor in weights.items()}
@@ -63,74 +66,103 @@ def assert_same(found: Weights, wanted: Weights) -> None:
         assert torch.equal(as_bits(tensor), as_bits(wanted[name]).to(tensor.device)), name
 
 
+class Ends:
+    """A trainer's ranks, each with what sends, and rollouts.
+
+    Args:
+        sends: Sends a rank's weights to rollouts of these names.
+    """
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        ranks: Sequence[Trainer | SendingRank],
+        sends: Sequence[Callable[[list[str]], Metrics | None]],
+        options: Options,
+        rollouts: int = 1,
+    ) -> None:
+        self.ranks, self._sends, self._link = ranks, sends, options.link
+        self.rollouts = [Rollout(options) for _ in range(rollouts)]
+        for end in (*self.rollouts, *ranks):
+            stack.callback(end.close)
+
+    def update(
+        self, load: Load = taken, rollouts: Sequence[Rollout] | None = None
+    ) -> tuple[Metrics | None, list[Any]]:
+        """Sync all rollouts, of which these load. Returns rank 0's metrics, and what was loaded."""
+        here = self.rollouts if rollouts is None else rollouts
+        names = [rollout.prepare() for rollout in self.rollouts]
+        for rollout in self.rollouts:
+            addresses = [rank.address for rank in self.ranks]
+            rollout.connect(addresses, members=self.ranks[0].members)
+
+        def receive(rollout: Rollout) -> Any:
+            if self._link == "nccl":
+                torch.cuda.set_device(1)
+            return asyncio.run(load(rollout))
+
+        with ThreadPoolExecutor(4) as pool:
+            loads = [pool.submit(receive, rollout) for rollout in here]
+            first, *others = [pool.submit(send, names) for send in self._sends]
+            assert [other.result() for other in others] == [None] * len(others)
+            return first.result(), [each.result() for each in loads]
+
+
+def trainer(stack: ExitStack, weights: Weights, link: str = "shared_memory", **more: Any) -> Ends:
+    """Of one rank, to which all weights are passed."""
+    options = options_of(link, more.pop("timeout_s", 30.0))
+    one = Trainer(options, SenderOptions(snapshot_device="cpu", bucket_bytes=4096))
+    return Ends(stack, [one], [lambda names: one.send(exported(weights), names)], options, **more)
+
+
 @pytest.mark.parametrize("link", LINKS)
-def test_a_rollout_is_given_what_it_does_not_have(link: Any) -> None:
-    on_gpu = link in ("cuda_ipc", "nccl")
-    options = options_of(link)
+def test_a_rollout_is_given_what_it_does_not_have(link: str) -> None:
     if link == "nccl":
         torch.cuda.set_device(0)
-    weights = weights_on("cuda:0" if on_gpu else "cpu")
-    trainer = Trainer(options, SenderOptions(snapshot_device="cpu", bucket_bytes=4096))
-    rollout = Rollout(options)
-
-    def receive() -> Weights:
-        if link == "nccl":
-            torch.cuda.set_device(1)
-        rollout.connect([trainer.address], members=trainer.members)
-        return asyncio.run(taken(rollout))
-
-    def update() -> tuple[Metrics, Weights]:
-        name = rollout.prepare()
-        with ThreadPoolExecutor(1) as pool:
-            receiving = pool.submit(receive)
-            return trainer.send(exported(weights), [name]), receiving.result()
-
-    with closing(trainer), closing(rollout):
-        metrics, found = update()
+    weights = weights_on("cuda:0" if link in ("cuda_ipc", "nccl") else "cpu")
+    with ExitStack() as stack:
+        here = trainer(stack, weights, link)
+        metrics, (found,) = here.update()
         assert_same(found, weights)
+        assert metrics is not None
         assert metrics["checkpoint_engine/full_synced"] == 1
         for step in range(3):
             weights["a"][step, ::9] += 1
-            metrics, found = update()
+            metrics, (found,) = here.update()
             assert_same(found, {"a": weights["a"]})
+            assert metrics is not None
             assert metrics["checkpoint_engine/changed_elems"] == 8
-        assert update()[1] == {}
-        rollout.forget()
-        assert_same(update()[1], weights)
+        assert here.update()[1] == [{}]
+        here.rollouts[0].forget()
+        assert_same(here.update()[1][0], weights)
 
 
 def test_workers_of_an_engine_are_given_the_same_after_an_update_that_reached_one_of_them() -> None:
-    options = Options(link="shared_memory", timeout_s=6.0)
-    weights = weights_on("cpu")
+    weights = weights_on()
     before = weights["a"].clone()
-    trainer = Trainer(options, SenderOptions(bucket_bytes=4096))
-    workers = [Rollout(options), Rollout(options)]
+    with ExitStack() as stack:
+        here = trainer(stack, weights, rollouts=2, timeout_s=4.0)
 
-    def update(present: list[Rollout]) -> list[Weights]:
-        names = [worker.prepare() for worker in workers]
-        for worker in workers:
-            worker.connect([trainer.address], members=trainer.members)
-        with ThreadPoolExecutor(2) as pool:
-            calls = [pool.submit(asyncio.run, drained(worker)) for worker in present]
-            trainer.send(exported(weights), names)
-        for worker in workers:
-            worker.confirm()
-        return [call.result() for call in calls]
+        def update(rollouts: Sequence[Rollout]) -> list[Weights]:
+            found = here.update(drained, rollouts)[1]
+            for rollout in here.rollouts:
+                rollout.confirm()
+            return found
 
-    with closing(trainer), closing(workers[0]), closing(workers[1]):
-        update(workers)
+        update(here.rollouts)
         weights["a"][2, 3] += 1
         with pytest.raises(SyncAborted, match="1 of 2"):
-            update(workers[:1])
+            update(here.rollouts[:1])
         weights["a"].copy_(before)  # which the second worker never knew to be otherwise
-        first, second = update(workers)
-        assert_same(first, weights)
-        assert_same(second, weights)
-        assert update(workers) == [{}, {}]
+        for found in update(here.rollouts):
+            assert_same(found, weights)
+        assert update(here.rollouts) == [{}, {}]
 
 
 def test_a_load_that_begins_when_its_update_was_given_up_gets_nothing() -> None:
-    with closing(Rollout(options_of("shared_memory"))) as rollout:
+    with ExitStack() as stack:
+        rollout = Rollout(options_of("shared_memory"))
+        stack.callback(rollout.close)
         rollout.prepare()
         late = rollout.weights()
         rollout.prepare()
@@ -140,39 +172,40 @@ def test_a_load_that_begins_when_its_update_was_given_up_gets_nothing() -> None:
 
 @pytest.mark.parametrize("has_all", [False, True])
 def test_weights_that_are_lost_during_a_load_are_given_again(has_all: bool) -> None:
-    options, weights = options_of("shared_memory"), weights_on("cpu")
-    trainer, rollout = Trainer(options, SenderOptions()), Rollout(options)
-
-    async def interrupted() -> None:
+    async def interrupted(rollout: Rollout) -> None:
         given = rollout.weights()
         await anext(given)
+        if has_all:
+            await drain(given)
+        rollout.forget()
         if not has_all:
-            rollout.forget()
             with pytest.raises(SyncAborted, match="given up"):
                 await drain(given)
-        else:
-            await drain(given)
-            rollout.forget()
         rollout.confirm()
 
-    def update(load: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        name = rollout.prepare()
-        rollout.connect([trainer.address], members=trainer.members)
-        with ThreadPoolExecutor(1) as pool:
-            call = pool.submit(asyncio.run, load())
-            trainer.send(exported(weights), [name])
-            return call.result()
-
-    with closing(trainer), closing(rollout):
-        update(interrupted)
-        assert_same(update(lambda: taken(rollout)), weights)
+    with ExitStack() as stack:
+        weights = weights_on()
+        here = trainer(stack, weights)
+        here.update(interrupted)
+        assert_same(here.update()[1][0], weights)
 
 
-class Half:
-    """The rows that one of two ranks holds."""
+def test_a_rollout_that_does_not_come_is_a_failure() -> None:
+    events: list[SyncEvent] = []
+    with ExitStack() as stack, subscribe(events.append):
+        here = trainer(stack, weights_on(), timeout_s=0.2)
+        error = outcome(lambda: here.update(rollouts=[]))
+    assert isinstance(error, TransportTimeout)
+    assert [event.error for event in events if isinstance(event, SyncFailed)] == [error]
 
-    def __init__(self, weights: Weights, rank: int) -> None:
-        whole = weights["a"]
+
+class Held:
+    """What a rank has: the rows of a tensor that one of two holds, or all, under two names."""
+
+    def __init__(self, whole: Tensor, rank: int | None) -> None:
+        if rank is None:
+            self._tensors = [NamedTensor(("lm_head", "embed"), whole)]
+            return
         rows = len(whole) // 2
         offset, size = (rank * rows, 0), (rows, whole.shape[1])
         part = whole[rank * rows : (rank + 1) * rows]
@@ -182,61 +215,25 @@ class Half:
         return self._tensors
 
 
-@pytest.mark.parametrize("link", ["shared_memory", "gloo"])
-def test_every_rank_sends_what_it_holds(link: Any) -> None:
+@pytest.mark.parametrize(
+    ("link", "world"), [("shared_memory", 2), ("gloo", 2), ("shared_memory", 1)]
+)
+def test_every_rank_sends_what_it_holds_under_each_of_its_names(link: str, world: int) -> None:
     options, sizes = options_of(link), SenderOptions(wire_dtypes={"*": "bfloat16"})
-    weights = {"a": torch.randn(40, 30)}
-    ranks = [SendingRank(options, sizes, is_master=number == 0) for number in range(2)]
-    rollout, hub = Rollout(options), ranks[0].hub
+    whole = torch.randn(40, 30)
+    ranks = [SendingRank(options, sizes, is_master=number == 0) for number in range(world)]
+    hub, names = ranks[0].hub, ["a"] if world == 2 else ["lm_head", "embed"]
     assert hub is not None
 
-    def receive() -> Weights:
-        rollout.connect([rank.address for rank in ranks], members=ranks[0].members)
-        return asyncio.run(taken(rollout))
+    def sends(number: int) -> Callable[[list[str]], Metrics | None]:
+        held = Held(whole, number if world == 2 else None)
+        return lambda names: ranks[number].send(held, names, hub, number, world)
 
     with ExitStack() as stack:
-        stack.callback(rollout.close)
-        for rank in ranks:
-            stack.callback(rank.close)
+        here = Ends(stack, ranks, [sends(number) for number in range(world)], options)
         for changed in (1200, 30, 30):
-            name = rollout.prepare()
-            with ThreadPoolExecutor(3) as pool:
-                receiving = pool.submit(receive)
-                sends = [
-                    pool.submit(rank.send, Half(weights, number), [name], hub, number, 2)
-                    for number, rank in enumerate(ranks)
-                ]
-                metrics, nothing = [send.result() for send in sends]
-            assert nothing is None
+            metrics, (found,) = here.update()
             assert metrics is not None
             assert metrics["checkpoint_engine/changed_elems"] == changed
-            assert_same(receiving.result(), {"a": weights["a"].bfloat16()})
-            weights["a"][20] *= -3
-
-
-class Tied:
-    """A model whose head is its embedding, as `from_pretrained` lists them."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensors = [NamedTensor(("lm_head", "embed"), tensor)]
-
-    def tensors(self) -> list[NamedTensor]:
-        return self._tensors
-
-
-def test_a_tied_tensor_is_handed_over_under_each_of_its_names() -> None:
-    options, tensor = options_of("shared_memory"), torch.randn(40, 30)
-    rank, rollout = SendingRank(options, SenderOptions(), is_master=True), Rollout(options)
-    assert rank.hub is not None
-
-    def receive() -> Weights:
-        rollout.connect([rank.address], members=rank.members)
-        return asyncio.run(taken(rollout))
-
-    with closing(rank), closing(rollout), ThreadPoolExecutor(1) as pool:
-        for _ in range(2):
-            name = rollout.prepare()
-            receiving = pool.submit(receive)
-            rank.send(Tied(tensor), [name], rank.hub, 0, 1)
-            assert_same(receiving.result(), {"lm_head": tensor, "embed": tensor})
-            tensor[3] += 1
+            assert_same(found, dict.fromkeys(names, whole.bfloat16()))
+            whole[20] *= -3

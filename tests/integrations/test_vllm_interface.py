@@ -68,12 +68,3 @@ def test_our_classes_implement_what_is_abstract(version: str, ours: str, base: s
 
 def without_defaults(arguments: str) -> str:
     return arguments.replace("=None", "")
-
-
-def test_uses_are_found() -> None:
-    calls = {use.name: use.call for use in uses() if use.call is not None}
-    assert calls["vllm.model_executor.model_loader.get_model_loader"] == (1, ())
-    assert calls[f"{_LLM}.finish_weight_update"] == (1, ())
-    assert calls[f"{_ASYNC_LLM}.pause_generation"] == (0, ("mode", "clear_cache"))
-    others = {"post /pause", "vllm.config.set_current_vllm_config", f"{BASE}.model"}
-    assert others | {f"{_WORKER}.sleep"} <= {use.name for use in uses()}

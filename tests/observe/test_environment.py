@@ -12,13 +12,13 @@ _WORKER = """
 import sys, tempfile
 from pathlib import Path
 {before}
-from tests.integrations.test_late_engine import connected
+from tests.worlds.fleets import engine_of
 
-with tempfile.TemporaryDirectory() as folder, connected(Path(folder)) as (sync, source, server):
-    sync.send_weights()
-    server.worker.disconnect()
-    sync._is_behind = True
-    sync.send_weights()  # the worker connects once more
+with tempfile.TemporaryDirectory() as folder, engine_of(Path(folder)) as here:
+    here.send()
+    here.train()
+    here.servers["0"].die()
+    here.send()  # the worker connects once more
 if "prometheus_client" in sys.modules:
     from prometheus_client import REGISTRY
     value = REGISTRY.get_sample_value
