@@ -82,8 +82,8 @@ def test_a_snapshot_that_is_ahead_when_packing_breaks_off_is_known_to_be(
     sender.held["f"][3] = 9
     collect = Masks._collect
 
-    def collect_and_stop(*args: Any) -> None:
-        collect(*args)
+    def collect_and_stop(*args: Any, **options: Any) -> None:
+        collect(*args, **options)
         raise Stop
 
     with monkeypatch.context() as patch:

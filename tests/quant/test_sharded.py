@@ -148,9 +148,7 @@ class Following:
     def __init__(self, source: nn.Module, ways: list[Boxes], form: Form) -> None:
         self.source, self.parts = source, [Sharded(source, one) for one in ways]
         self._forms = lambda *given: named(form, *given)
-        self.trainer = Trainer(
-            [ServedSource(part, self._forms) for part in self.parts], options=options
-        )
+        self.trainer = Trainer([ServedSource(part, self._forms) for part in self.parts])
         self.replica = engine(self.cold())
 
     def cold(self) -> dict[str, torch.Tensor]:
