@@ -43,10 +43,10 @@ def test_every_fault_shows(model: dict[str, Tensor], seed: int) -> None:
     bits = [Flat.of(tensor).read(0, 20).clone() for tensor in model.values()]
     if bits[0].dtype == bits[1].dtype and not torch.equal(*bits):
         assert total(dict(zip(model, reversed(model.values()), strict=True))) != before
-    pair = torch.from_numpy(rng.choice(20, 2, replace=False))
-    flat = Flat.of(weight)
-    flat.scatter(pair, bits[1][pair].flip(0))
-    assert (total(model) == before) == bool(bits[1][pair[0]] == bits[1][pair[1]])
+    pair, flat = torch.from_numpy(rng.choice(20, 2, replace=False)), Flat.of(weight)
+    old = flat.gather(pair)
+    flat.scatter(pair, old.flip(0))
+    assert (total(model) == before) == bool(old[0] == old[1])
 
 
 @pytest.mark.parametrize("repeat", [1, 2])

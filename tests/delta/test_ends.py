@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -307,19 +307,20 @@ def test_held_bytes_are_bounded_and_the_rest_is_found_again() -> None:
     "after an abort.",
 )
 @pytest.mark.parametrize("max_held", [60, 1 << 30])
-def test_what_was_written_ahead_is_sent_again_after_an_abort(max_held: int) -> None:
+@pytest.mark.parametrize("together", [False, True])
+def test_what_was_written_ahead_is_sent_again_after_an_abort(max_held: int, together: bool) -> None:
     """Whole parameters, and no others: w0 is held, and w1 only with more room, or if dense."""
-    sender, model = changed_ends()
-    sender.held["w2"].fill_(3)
-    receiver = Receiver(model)
-    aborted(sender.delta(max_held), 1 << 20)
-    sender.held["w1"].zero_()  # back to what receivers hold
-    sender.held["w2"].zero_()
-    plan = sender.delta(max_held)
-    assert isinstance(plan, DeltaPlan)
-    ahead = [change.parameter for change in plan.changes if change.dense_bytes]
-    assert ahead == ([1, 2] if max_held == 60 else [2])
-    receiver.sync([plan])
-    plan.decided()
+    with side_by_side(1 << 12, 1 << 15) if together else nullcontext():
+        sender, model = changed_ends()
+        sender.held["w2"].fill_(3)
+        receiver = Receiver(model)
+        aborted(sender.delta(max_held), 1 << 20)
+        sender.held["w1"].zero_()  # back to what receivers hold
+        plan = sender.delta(max_held)
+        assert isinstance(plan, DeltaPlan)
+        ahead = [change.parameter for change in plan.changes if change.dense_bytes]
+        assert ahead == ([1, 2] if max_held == 60 else [2])
+        receiver.sync([plan])
+        plan.decided()
     assert equal(receiver.live, sender.held)
     assert as_bits(receiver.live["w0"]).sum() == 10
