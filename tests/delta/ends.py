@@ -165,11 +165,15 @@ class Receiver:
         needed = sum(sizes)
         if self.kernels == "torch":
             needed = staged_bytes_of(sparse_bytes=sizes[0], dense_bytes=sizes[1])
+
+        def said() -> None:
+            writing()
+
         staging = self.backend.stage(
             sparse_bytes=sizes[0],
             dense_bytes=sizes[1],
             max_bytes=needed - in_place,
-            writing=lambda: writing() and None,
+            writing=said,
         )
         assert staging.in_place == in_place
         assert sum(self.bring(plan, staging, bucket_bytes) for plan in plans) <= sum(sizes)

@@ -65,7 +65,8 @@ def sent(new: Weights, old: Weights, coding: Coding, policy: Policy) -> int:
 )
 def test_no_density_takes_more_than_raw(coding: Coding, name: str, density: float) -> None:
     """Than the best of all sparse, all dense, and what is decided by default."""
-    for moves, together in (("near", False), ("far", True)):
+    ways: list[tuple[Moves, bool]] = [("near", False), ("far", True)]
+    for moves, together in ways:
         new, old = changed(dtypes.BY_NAME[name], 30_003, density, moves, together=together, seed=7)
         models = {"w": new}, {"w": old}
         found = sent(*models, coding, Policy())

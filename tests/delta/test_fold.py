@@ -70,6 +70,7 @@ def test_a_fold_does_what_its_patches_do_one_after_another(
         assert same_bits(applied(base, folded), end)
         assert same_bits(applied(end, folded), end), "applying twice equals applying once"
     for run in runs_of(folded) if (folded := fold(patches, base=base)) is not None else []:
+        assert run.bits is not None
         where = torch.arange(run.start, run.stop) if run.indices is None else run.positions()
         differs = Flat.of(base).gather(where) != run.bits
         assert differs.any() if run.indices is None else differs.all()

@@ -88,10 +88,10 @@ def test_everything_is_sent_once_and_by_whom_holds_it(
 
 
 def test_replicas_share_the_work() -> None:
-    specs = {f"layer{number}": ShardSpec.whole((8, 100)) for number in range(3)}
+    specs = {f"layer{number}": ShardSpec.whole((8, 100)) for number in range(2)}
     specs |= {f"norm{number}": ShardSpec.whole((100,)) for number in range(8)}
     shares = share_out([specs] * 4, dict.fromkeys(specs, 2), split_above=1000)
-    assert [sum(box.numel for box in share.values()) for share in shares] == [800] * 4
+    assert [sum(box.numel for box in share.values()) for share in shares] == [600] * 4
 
 
 def test_ranks_that_leave_gaps_or_disagree_are_refused() -> None:

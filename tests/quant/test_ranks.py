@@ -111,7 +111,7 @@ def train(rank: int, kind: str, port: int, folder: Path) -> None:
     world = WORLDS[kind]
     started(rank, world, port)
     for name in FORMS if kind == "fsdp" else ("block", "nvfp4"):
-        (folder / name).mkdir()
+        (folder / name).mkdir(exist_ok=True)
         follow(rank, world, folder / name, sharded(kind, world), FORMS[name])
         dist.barrier()
     os._exit(0)  # at times torch aborts the process when it destroys groups of gloo

@@ -91,9 +91,7 @@ def test_engines_of_two_forms_follow_one_trainer(
             for number, replica in enumerate(here):
                 ends.add(replica, engine=f"{number}")
             ends.wait(len(here))
-            hooks.append(
-                sync_after_step(optimizer, ends.sender, on_busy=on_busy, on_error="raise")  # type: ignore[arg-type]
-            )
+            hooks.append(sync_after_step(optimizer, ends.sender, on_busy=on_busy, on_error="raise"))
         for _ in range(4):
             for parameter in source.parameters():
                 parameter.grad = torch.randn_like(parameter)
