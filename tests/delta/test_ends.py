@@ -112,7 +112,7 @@ def check_delta(case: Case, kernels: Kernels) -> None:
     assert all(said)
     if not said:
         assert equal(receiver.live, before)
-    if equal(wanted, before):
+    if kernels == "torch" and equal(wanted, before):
         assert not said
     assert np.array_equal(staging.ledger.sums, receiver.expected(wanted))
     assert staging.commit() == staging.ledger.total
