@@ -55,8 +55,8 @@ from tests.delta.device_payloads import (
     specs_of,
     weights_of,
 )
+from tests.delta.ends import Rank, box_of
 from tests.delta.test_boxes import Held, bits_for, helds
-from tests.delta.test_shares import Rank, box_of
 from tests.worlds.strategies import DTYPES, SEEDS
 
 few = settings(max_examples=12 if DEVICE.type == "cpu" else 200)
