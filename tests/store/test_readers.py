@@ -54,11 +54,6 @@ from tests.worlds.stores import Link, Place, local_place, memory_place, wait_unt
 from tests.worlds.strategies import SEEDS, same_bits, tensors
 
 CODINGS: tuple[Coding, ...] = get_args(Coding)
-FEWEST = pytest.mark.promise(
-    "Cost",
-    "A reader of a store fetches the fewest bytes that lead to a version, in whatever codec: "
-    "the deltas that it has missed, as one commit, or an anchor and what follows.",
-)
 
 
 @pytest.fixture
@@ -343,7 +338,11 @@ def fewest_bytes(run: Run, held: int | None, to: int) -> int:
     return costs[to]
 
 
-@FEWEST
+@pytest.mark.promise(
+    "Cost",
+    "A reader of a store fetches the fewest bytes that lead to a version, in whatever codec: "
+    "the deltas that it has missed, as one commit, or an anchor and what follows.",
+)
 @settings(deadline=None)
 @given(
     versions=histories(),
@@ -381,7 +380,11 @@ def large_states(count: int, *, density: float = 0.01, numel: int = 20_000) -> l
     return states
 
 
-@FEWEST
+@pytest.mark.promise(
+    "Cost",
+    "A reader of a store fetches the fewest bytes that lead to a version, in whatever codec: "
+    "the deltas that it has missed, as one commit, or an anchor and what follows.",
+)
 @pytest.mark.parametrize("coding", CODINGS)
 def test_a_reader_8_versions_behind_merges_8_deltas_into_one_commit(coding: Coding) -> None:
     """An anchor that costs more is passed by."""
@@ -402,7 +405,6 @@ def test_a_reader_8_versions_behind_merges_8_deltas_into_one_commit(coding: Codi
     assert sum(way.codecs.values()) < way.num_bytes == made.stats[9].delta_bytes
 
 
-@FEWEST
 def test_few_manifests_are_read_of_versions_that_no_reader_can_hold(link: Link) -> None:
     trainer = Publisher(link.near, anchor_every=5)
     trainer.publish()
@@ -424,7 +426,11 @@ def test_few_manifests_are_read_of_versions_that_no_reader_can_hold(link: Link) 
 # Ranks that hold parts
 
 
-@FEWEST
+@pytest.mark.promise(
+    "Cost",
+    "A reader of a store fetches the fewest bytes that lead to a version, in whatever codec: "
+    "the deltas that it has missed, as one commit, or an anchor and what follows.",
+)
 @pytest.mark.parametrize("coding", ["none", "gap", "block"])
 def test_ranks_that_hold_parts_merge_deltas(tmp_path: Path, coding: Coding) -> None:
     """Also of a parameter that has changed, and is as it was at the version held."""
