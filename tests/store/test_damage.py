@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +28,6 @@ from deltasync.errors import (
     RunUnknown,
     StoreError,
     StoreUnavailable,
-    TransportTimeout,
-    VersionMissing,
 )
 from deltasync.store.checkpoints import fetch_checkpoint
 from deltasync.store.retention import gc
@@ -436,39 +433,6 @@ def test_a_store_that_goes_away_leaves_the_old_version(link: Link) -> None:
             reader.receiver.fetch(timeout_s=0.1)
         assert reader.holds(trainer.states[1])
         assert reader.receiver.version == 1
-
-
-def test_a_timeout_leaves_the_old_version(stored: Stored) -> None:
-    with Follower(stored.place, holding=stored.states[1]) as reader:
-        with pytest.raises(VersionMissing):
-            reader.receiver.fetch(7, timeout_s=0)
-        reader.receiver.progress.advanced = lambda _: reader.receiver.break_off()
-        with pytest.raises(TransportTimeout, match="goes on from there"):
-            reader.receiver.fetch(6, timeout_s=0)
-        reader.receiver.progress.advanced = lambda _: None
-        assert reader.holds(stored.states[1])
-        assert reader.fetch(6) == 6
-
-
-def test_what_vanishes_while_it_is_fetched_is_missed_not_mixed(stored: Stored) -> None:
-    paths, stopped = sorted(stored.run.glob("objects/*delta*")), threading.Event()
-
-    def delete() -> None:
-        for path in paths:
-            path.unlink()
-            stopped.wait(0.02)
-        stopped.set()
-
-    with Follower(stored.place, holding=stored.states[1]) as reader:
-        thread, held = threading.Thread(target=delete), 1
-        thread.start()
-        while not stopped.is_set():
-            for to in (3, 6, 1, 5):
-                with contextlib.suppress(ObjectDamaged, VersionMissing):
-                    held = reader.fetch(to)
-                assert reader.holds(stored.states[held])
-        thread.join()
-        assert reader.fetch(4) == 4
 
 
 def alter(files: dict[Path, bytes], path: Path, data: st.DataObject) -> None:

@@ -147,6 +147,8 @@ def test_one_thread_uses_a_receiver_or_a_sender_at_a_time(trainer: Publisher) ->
         for _ in range(30):
             try:
                 reader.receiver.fetch(timeout_s=5)
+            except CallOrderError:  # what the follower has staged is another version
+                continue
             except ConfigError as error:
                 refused.append(error)
 
@@ -156,25 +158,17 @@ def test_one_thread_uses_a_receiver_or_a_sender_at_a_time(trainer: Publisher) ->
 
     with Follower(trainer.place) as reader:
         threads = [threading.Thread(target=fetch) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        trainer.publish(5)
-        for thread in threads:
-            thread.join(timeout=60)
+        with reader.receiver.follow(pause=nullcontext):
+            for thread in threads:
+                thread.start()
+            trainer.publish(5)
+            for thread in threads:
+                thread.join(timeout=60)
+            wait_until(lambda: reader.receiver.version == 8)
         assert all("one thread" in str(error) for error in refused)
         assert reader.fetch() == 8
         assert_right(trainer, reader)
     trainer.put(on_source_read=publish_again)
-
-
-def test_a_fetch_beside_a_follower_is_refused_or_right(trainer: Publisher) -> None:
-    with Follower(trainer.place) as reader, reader.receiver.follow(pause=nullcontext):
-        for _ in range(10):
-            trainer.publish()
-            with suppress(CallOrderError, ConfigError):
-                reader.receiver.fetch(timeout_s=5)
-        wait_until(lambda: reader.receiver.version == 13)
-    assert_right(trainer, reader)
 
 
 def test_a_store_that_vanished_is_not_continued(trainer: Publisher) -> None:
@@ -442,12 +436,3 @@ def test_streamed_weights_are_published_and_a_damaged_anchor_is_healed_by_the_ne
     with Follower(trainer.place, model=blank(trainer.model)) as reader:
         assert reader.fetch() == 10
         assert reader.holds(trainer.states[10])
-
-
-def test_weights_are_published_in_another_dtype(tmp_path: Path) -> None:
-    options = {"wire_dtypes": {"*": "bfloat16"}}
-    trainer = Publisher(local_place(tmp_path), model=nn.Linear(64, 64), options=options)
-    trainer.publish(2, step=partial(change, share=1.0))
-    with Follower(trainer.place, model=nn.Linear(64, 64, dtype=torch.bfloat16)) as reader:
-        assert reader.fetch() == 2
-        assert reader.holds({n: one.bfloat16() for n, one in trainer.states[2].items()})

@@ -76,15 +76,6 @@ def weight_of(reader: Follower) -> Tensor:
     return reader.model.get_parameter("1.weight")
 
 
-def test_a_reader_goes_forth_and_back(place: Place) -> None:
-    trainer = Publisher(place, anchor_every=3)
-    trainer.publish(7)
-    with Follower(place) as reader:
-        for to in (3, 7, 2, 6, 6, 7):
-            assert reader.fetch(to) == reader.receiver.version == to
-            assert reader.holds(trainer.states[to])
-
-
 def test_a_reader_begins_at_the_version_that_its_weights_have(trainer: Publisher) -> None:
     trainer.publish(2)
     with Follower(trainer.place, holding=trainer.states[2]) as reader:

@@ -24,6 +24,7 @@ from deltasync.testing.links import within
 from tests.worlds.faults import FAULTS
 from tests.worlds.published import (
     RUN,
+    Follower,
     Publisher,
     assert_published,
     change,
@@ -321,7 +322,7 @@ def test_a_store_that_never_answers_is_given_up(link: Link) -> None:
         objects_of(link.far.having(timeout_s=0.3, retries=1)).get("a", max_bytes=1)
 
 
-def test_a_version_that_was_published_is_what_the_trainer_had_through_all_of_a_run(
+def test_s05_a_version_that_was_published_is_what_the_trainer_had_through_all_of_a_run(
     place: Place, tmp_path: Path
 ) -> None:
     """Anchors and deltas, without a change, of a trainer that starts again, of another model."""
@@ -343,10 +344,8 @@ def test_a_version_that_was_published_is_what_the_trainer_had_through_all_of_a_r
     found = [(stats.kind, stats.base_version) for stats in list(trainer.stats.values())[-2:]]
     assert found == [("delta", 6), ("anchor", None)]
     assert_published(trainer)
-
-
-def test_s05_another_model_in_the_same_run_begins_with_an_anchor(place: Place) -> None:
-    Publisher(place).publish(2)
-    other = Publisher(place, model=odd_model())
-    assert (other.put().kind, other.put().version) == ("anchor", 4)
-    assert_published(other)
+    other = Publisher(place)
+    assert (other.put().kind, max(other.states)) == ("anchor", 9)
+    with Follower(place) as reader:
+        assert reader.fetch() == 9
+        assert reader.holds(other.states[9])
