@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -181,14 +180,6 @@ def test_a_truncated_file_is_refused_at_every_length(tmp_path: Path) -> None:
         path.write_bytes(whole[:length])
         with pytest.raises(ConfigError, match=r"a\.safetensors"):
             Checkpoint(path)
-
-
-def test_without_safetensors_it_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(ConfigError, match="pip install safetensors"):
-        Checkpoint(save({"a": torch.ones(3)}, tmp_path / "a.safetensors"))
 
 
 ONES = torch.ones(3)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -40,6 +38,7 @@ from deltasync.sync.target.copied import CopiedTarget
 from deltasync.transports import inprocess
 from tests.sync.test_routed import CHECKPOINT, Engine, trainer
 from tests.worlds.links import Fleet, Model, fleet, random_model, step, until
+from tests.worlds.stores import full_disk
 
 
 def every_dtype() -> dict[str, Tensor]:
@@ -156,6 +155,10 @@ def bound_for_another_layout(receiver: WeightReceiver, target: CopiedTarget) -> 
     yield
 
 
+def on_full_disk(receiver: WeightReceiver, target: CopiedTarget) -> AbstractContextManager[None]:
+    return full_disk(1 << 16)
+
+
 def as_it_is(receiver: WeightReceiver, target: CopiedTarget) -> AbstractContextManager[None]:
     return nullcontext()
 
@@ -172,25 +175,13 @@ def written(receiver: WeightReceiver, target: CopiedTarget) -> Iterator[None]:
     yield
 
 
-@contextmanager
-def full_disk(receiver: WeightReceiver, target: CopiedTarget) -> Iterator[None]:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, ignored)
-
-
 @pytest.mark.parametrize(
     ("name", "how", "error", "text"),
     [
         ("a", bound_for_another_layout, CallOrderError, "between two versions"),
         ("a", detached, CallOrderError, "detached"),
         ("a", written, DigestMismatch, "something else wrote"),
-        ("a", full_disk, ConfigError, "File too large"),
+        ("a", on_full_disk, ConfigError, "File too large"),
         ("__metadata__", as_it_is, ConfigError, "__metadata__"),
         ("exists", as_it_is, ConfigError, "exists"),
     ],
@@ -211,7 +202,7 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(
         with how(receiver, target), pytest.raises(error, match=text):
             export_weights(receiver, out)
         assert not list(tmp_path.iterdir())
-        if how is full_disk:
+        if how is on_full_disk:
             export_weights(receiver, out)
 
 

@@ -410,8 +410,13 @@ def test_few_manifests_are_read_of_versions_that_no_reader_can_hold(link: Link) 
         assert reader.holds(trainer.states[41])
     assert len(asked) < 20
     run = Run.open(link.near.url, RUN, link.near.options)
-    route = find_route(run, run.require(41), lambda published: False, oldest=39)
-    assert (route.base, route.steps[0].way.kind) == (None, "anchor")
+    for oldest in (39, 0):
+        seen = list[int]()
+        route = find_route(
+            run, run.require(41), lambda one, seen=seen: seen.append(one.version), oldest=oldest
+        )
+        assert (route.base, route.steps[0].way.kind) == (None, "anchor")
+        assert (min(seen) == 39) == bool(oldest)
 
 
 # Ranks that hold parts

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import resource
-import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,7 +33,7 @@ from tests.cli.command import ENVIRONMENT
 from tests.store.test_writers import collect, objects_of
 from tests.worlds.programs import Program
 from tests.worlds.published import Follower, Publisher, change, keyed, matrix, small_model
-from tests.worlds.stores import Link, Place, local_place, wait_until
+from tests.worlds.stores import Link, Place, full_disk, local_place, wait_until
 from tests.worlds.strategies import same_bits
 
 NUM_BYTES = 2 * 2048 * 2048  # 8 MB
@@ -198,24 +196,11 @@ def test_attempts_that_the_store_ends_do_not_begin_again(link: Link, fault: str)
     assert link.faults.down_bytes < 1.1 * NUM_BYTES / 4 + wasted
 
 
-@contextmanager
-def small_files(most: int) -> Iterator[None]:
-    """No file gets larger in here."""
-    former = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, former[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, former)
-        signal.signal(signal.SIGXFSZ, ignored)
-
-
 def test_a_full_disk_does_not_load_the_link(link: Link, trainer: Publisher, tmp_path: Path) -> None:
     """Each attempt asks for little while there is no room, and the first one after that ends."""
     link.faults.bytes_per_s = None
     with reader_of(link, tmp_path) as reader:
-        with small_files(NUM_BYTES // 2):
+        with full_disk(NUM_BYTES // 2):
             for _ in range(5):
                 with pytest.raises(ConfigError, match="free some space"):
                     reader.stage()
@@ -398,12 +383,12 @@ def test_what_nothing_but_another_version_mends_is_tried_less_and_less_often(
     link: Link, bytes_per_s: float | None, most: int
 ) -> None:
     """The more seldom the longer it takes, so that it does not load the link."""
-    trainer, asked = Publisher(link.near), list[str]()
+    trainer, asked = Publisher(link.near), list[float]()
     trainer.publish()
     (anchor,) = (f for f in objects_of(link.near).listed("objects") if "-anchor-" in f.key)
     objects_of(link.near).put(anchor.key, bytes(anchor.num_bytes))
     link.faults.choose = lambda method, path: (
-        asked.append(path) if method == "GET" and "-anchor-" in path else None
+        asked.append(time.monotonic()) if method == "GET" and "-anchor-" in path else None
     )
     link.faults.bytes_per_s = bytes_per_s
     with Follower(link.far) as reader, reader.receiver.follow() as thread:
@@ -412,6 +397,8 @@ def test_what_nothing_but_another_version_mends_is_tried_less_and_less_often(
         assert isinstance(thread.last_error, ObjectDamaged)
         assert 1 <= len(asked) <= most
         link.faults.bytes_per_s = None
+        wait_until(lambda: len(asked) > 5, timeout_s=60)
+        assert asked[5] - asked[0] > 2
         again = Publisher(link.near, model=small_model(2))  # with an anchor
         again.publish()
         assert thread.wait_staged(timeout_s=60)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import resource
+import signal
 import subprocess
 import sys
 import time
@@ -100,6 +102,19 @@ def memory_place() -> Place:
 
 def local_place(folder: Path) -> Place:
     return Place(str(folder), folder=folder)
+
+
+@contextlib.contextmanager
+def full_disk(most: int) -> Iterator[None]:
+    """No file gets larger in here."""
+    former = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, former[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, former)
+        signal.signal(signal.SIGXFSZ, ignored)
 
 
 def wait_until(done: object, *, timeout_s: float = 30.0) -> None:
