@@ -363,11 +363,12 @@ def test_readers_of_any_history_take_the_fewest_bytes(
             held = to
 
 
-def large_states(count: int, *, density: float = 0.01, numel: int = 20_000) -> list[State]:
-    """Versions of which each is near the one before."""
-    states: list[State] = [{"w": (0.02 * torch.randn(numel)).bfloat16()}]
+def large_states(count: int) -> list[State]:
+    """Versions of which each is near the one before, but for a part, now and then."""
+    states: list[State] = [{n: torch.randn(k).bfloat16() for n, k in (("w", 20_000), ("v", 200))}]
     for seed in range(1, count):
-        states.append({"w": moved(states[-1]["w"], density, seed)})
+        shares = {"w": 0.01, "v": 1.0 if seed % 3 else 0.05}
+        states.append({n: moved(states[-1][n], share, seed) for n, share in shares.items()})
     return states
 
 

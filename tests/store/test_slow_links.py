@@ -30,7 +30,7 @@ from deltasync.files.checkpoint import Checkpoint
 from deltasync.store.checkpoints import fetch_checkpoint
 from deltasync.store.retention import gc
 from tests.cli.command import ENVIRONMENT
-from tests.store.test_writers import collect, objects_of
+from tests.store.test_writers import collect, objects_of, versions_of
 from tests.worlds.programs import Program
 from tests.worlds.published import Follower, Publisher, change, keyed, matrix, small_model
 from tests.worlds.stores import Link, Place, full_disk, local_place, wait_until
@@ -306,6 +306,18 @@ def test_s10_a_reader_whose_version_is_gone_finds_newer_ones(tmp_path: Path) -> 
         assert gc(tmp_path, keep=2, keep_s=0).oldest == 7
         assert reader.fetch() == 8
         assert reader.holds(trainer.states[8])
+
+
+def test_s10_a_reader_goes_past_a_list_that_is_late(link: Link) -> None:
+    trainer = Publisher(link.near)
+    trainer.publish(2)
+    link.faults.lists = {}
+    assert versions_of(link.far) == [1, 2]
+    trainer.publish(2)
+    with Follower(link.far) as reader:
+        assert reader.fetch() == 4
+        assert reader.holds(trainer.states[4])
+    assert versions_of(link.far) == [1, 2]
 
 
 # Errors that no second attempt repairs
