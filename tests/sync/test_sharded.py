@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -134,38 +134,6 @@ def sharded(kind: str, world: int) -> nn.Module:
     return model
 
 
-class Half(nn.Module):
-    """A tensor parallel rank of two."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.rank = rank
-        rows = len(torch.empty(HIDDEN).chunk(2)[rank])
-        self.up = nn.Parameter(torch.zeros(rows, WIDTH, dtype=torch.bfloat16))
-        self.down = nn.Parameter(torch.zeros(WIDTH, rows, dtype=torch.bfloat16))
-        self.bias = nn.Parameter(torch.zeros(HIDDEN, dtype=torch.bfloat16))
-        self.other = nn.Parameter(torch.zeros(WIDTH, dtype=torch.bfloat16))
-        self.frozen = nn.Parameter(torch.zeros(7, 3, dtype=torch.bfloat16))
-        self.experts = nn.Parameter(torch.zeros(EXPERTS, 2, GATE, WIDTH, dtype=torch.bfloat16))
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        for name, tensor in weights:
-            match name:
-                case "0.weight":
-                    self.up.data.copy_(tensor.chunk(2)[self.rank])
-                case "1.weight":
-                    self.down.data.copy_(tensor.chunk(2, dim=1)[self.rank])
-                case "0.bias":
-                    self.bias.data.copy_(tensor)
-                case "1.bias":
-                    self.other.data.copy_(tensor)
-                case "frozen":
-                    self.frozen.data.copy_(tensor)
-                case _:
-                    _, expert, part = name.split(".")
-                    self.experts.data[int(expert), int(part == "up")].copy_(tensor)
-
-
 def follow(rank: int, world: int, folder: Path, kind: str) -> None:
     """Steps, syncs, and a rank that fails; after each sync receivers hold what was gathered."""
     model = sharded(kind, world)
@@ -291,24 +259,32 @@ class Lane:
 
 
 class Engines(Receivers):
-    """One that holds the whole model, and one of two ranks, in threads."""
+    """One that takes the whole model, and one of two ranks that hold half the rows of each."""
 
     def __init__(self, folder: Path, sender: WeightSender) -> None:
         lanes: Any = [Lane(folder / f"lane{n}") for n in range(sender.world)]
         super().__init__(lanes)
-        self.sender, self.plain = sender, CopiedTarget()
-        self.halves = [Half(rank) for rank in range(2)]
-        checkpoint = [CheckpointTensor(n, s, torch.bfloat16) for n, s in SHAPES.items()]
-        self.add(self.plain, engine="plain")
+        self.sender, self.whole = sender, CopiedTarget()
+        self.halves = [nn.ParameterDict(), nn.ParameterDict()]
+        self.add(self.whole, engine="whole")
         for rank, half in enumerate(self.halves):
-            self.add(RoutedTarget(half, checkpoint), engine="halves", rank=rank, world=2)
+            for name, shape in SHAPES.items():
+                rows = torch.zeros(shape, dtype=torch.bfloat16).chunk(2)[rank]
+                half[name.replace(".", "_")] = nn.Parameter(rows.clone())
+            self.add(routed(half, rank), engine="halves", rank=rank, world=2)
 
     def assert_hold(self, gathered: dict[str, Tensor]) -> None:
-        assert self.plain.tensors.keys() == gathered.keys()
-        for name, tensor in self.plain.tensors.items():
-            assert torch.equal(tensor, gathered[name]), name
-        for half in self.halves:
-            expected = Half(half.rank)
-            expected.load_weights(gathered.items())
-            for name, tensor in expected.state_dict().items():
-                assert torch.equal(half.state_dict()[name], tensor), name
+        assert self.whole.tensors.keys() == gathered.keys()
+        for name, tensor in gathered.items():
+            assert torch.equal(self.whole.tensors[name], tensor), name
+            for half, rows in zip(self.halves, tensor.chunk(2), strict=True):
+                assert torch.equal(half[name.replace(".", "_")], rows), name
+
+
+def routed(half: nn.ParameterDict, rank: int) -> RoutedTarget:
+    def load(weights: Any) -> None:
+        for name, tensor in weights:
+            half[name.replace(".", "_")].data.copy_(tensor.chunk(2)[rank])
+
+    checkpoint = [CheckpointTensor(n, s, torch.bfloat16) for n, s in SHAPES.items()]
+    return RoutedTarget(half, checkpoint, load=load)
