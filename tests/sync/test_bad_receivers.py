@@ -86,26 +86,20 @@ LIES: dict[str, tuple[str, Tamper, str]] = {
     "held in another digest format": ("held", with_(digest="not hex"), "MalformedMessage"),
     "held with a digest too long": ("held", with_(digest=WRONG * 2), "MalformedMessage"),
     "another message than held": ("held", lambda _: [welcome()], "answered the layout"),
-    "held as random bytes": ("held", lambda _: [bytes(range(100))], "BadMagic"),
-    "no held": ("held", lambda _: [], "TransportTimeout"),
-    "held twice": ("held", lambda m: [m, m], "answered with held"),
-    "prepared for another version": ("prepared", with_(version=99), "prepared"),
-    "prepared for another digest": ("prepared", with_(digest=WRONG), "DigestMismatch"),
     "another message than prepared": ("prepared", lambda _: [prepare()], "answered with prepare"),
-    "prepared as random bytes": ("prepared", lambda _: [bytes(range(100))], "BadMagic"),
-    "no prepared": ("prepared", lambda _: [], "TransportTimeout"),
-    "prepared twice": ("prepared", lambda m: [m, m], "answered with prepared"),
     "failed instead of prepared": (
         "prepared",
         lambda _: [Failed(version=None, error="E", reason="no")],
         "E: no",
     ),
-    "committed another version": ("committed", with_(version=99), "committed"),
-    "committed another digest": ("committed", with_(digest=WRONG), "DigestMismatch"),
-    "committed twice": ("committed", lambda m: [m, m], "answered with committed"),
-    "no committed": ("committed", lambda _: [], "TransportTimeout"),
-    "committed as random bytes": ("committed", lambda _: [bytes(range(100))], "BadMagic"),
 }
+for kind in ("held", "prepared", "committed"):
+    LIES[f"{kind} as random bytes"] = (kind, lambda _: [bytes(range(100))], "BadMagic")
+    LIES[f"no {kind}"] = (kind, lambda _: [], "TransportTimeout")
+    LIES[f"{kind} twice"] = (kind, lambda message: [message] * 2, f"answered with {kind}")
+for kind in ("prepared", "committed"):
+    LIES[f"{kind} of another version"] = (kind, with_(version=99), kind)
+    LIES[f"{kind} of another digest"] = (kind, with_(digest=WRONG), "DigestMismatch")
 
 
 @pytest.mark.parametrize("name", LIES)

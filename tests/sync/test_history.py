@@ -17,7 +17,7 @@ from torch import Tensor
 from deltasync import DeltaSyncError, Policy, ReceiverOptions, SenderOptions, WeightReceiver
 from deltasync.delta.backend import Kernels
 from deltasync.delta.bits import as_bits
-from deltasync.errors import PeerLost, SourceChanged, TransportTimeout
+from deltasync.errors import DirtyReceiver, PeerLost, SourceChanged, TransportTimeout
 from deltasync.sync.source.streamed import StreamedWeights
 from deltasync.sync.target.copied import CopiedTarget
 from deltasync.transports.base import Frame, ReceiveTransport
@@ -441,6 +441,24 @@ FIXED = {
     "strided": torch.ones(6, 10).bfloat16().t(),
     "scalar": torch.tensor(1.0),
 }
+
+
+@pytest.mark.promise(
+    "All or nothing",
+    "A sync larger than `max_staged_bytes` is written in place. If it breaks off, a receiver "
+    "that has written something is dirty, refuses to serve, and is repaired by a full sync.",
+)
+@pytest.mark.promise("Errors", "`DirtyReceiver`: refuses to serve until a full sync.")
+def test_breaking_off_in_place_is_dirty_refuses_to_serve_and_heals() -> None:
+    with closing(World(CELLS["in place"], FIXED, {"bucket_bytes": 256}, 1 << 18)) as world:
+        world.sync(0.4)
+        world.fail_to_send("prepare")
+        world.sync(0.4)
+        for end in world.ends.values():
+            until(lambda end=end: end.receiver.is_dirty)  # type: ignore[misc]
+            with pytest.raises(DirtyReceiver):
+                end.receiver.check_serving()
+        world.settle()
 
 
 @pytest.mark.parametrize("name", [*CELLS, *KERNELS])

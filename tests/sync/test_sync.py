@@ -26,10 +26,8 @@ from deltasync import (
 from deltasync.delta.bits import as_bits
 from deltasync.errors import (
     ConfigError,
-    DirtyReceiver,
     LayoutMismatch,
     NoReceivers,
-    Refused,
     SyncAborted,
     TransportClosed,
     TransportTimeout,
@@ -41,7 +39,6 @@ from tests.worlds.links import (
     Model,
     Stubborn,
     ThroughSender,
-    Watched,
     bits_equal,
     fleet,
     random_model,
@@ -254,19 +251,6 @@ def test_who_has_greeted_and_gone_is_not_waited_for() -> None:
             here.sender.wait_for_receivers(1, timeout_s=0.1)
 
 
-def test_two_receivers_of_one_name_are_told_apart() -> None:
-    with fleet(model()) as here:
-        here.join(model())
-        first = here.serving.pop("engine/0")
-        second = here.add(model())
-        here.wait(2)
-        here.sender.send_weights()
-        until(lambda: bool(second.errors))
-        assert isinstance(second.errors[0], Refused)
-        assert "member already" in str(second.errors[0])
-        first.stop()
-
-
 def differing(change: Callable[[Model], object]) -> list[nn.Module]:
     replica = model()
     change(replica)
@@ -323,21 +307,6 @@ def test_strided_parameters_that_interleave_are_synced() -> None:
         assert here.sender.send_weights().kind == "delta"
         assert bits_equal(source, replica)
     assert w.all()
-
-
-@pytest.mark.parametrize(
-    ("wire_dtypes", "refused"), [({}, "single"), ({"*": "float32"}, "half")], ids=["held", "given"]
-)
-def test_the_first_receiver_or_an_option_settles_the_dtype_and_others_are_refused(
-    wire_dtypes: dict[str, str], refused: str
-) -> None:
-    options = SenderOptions.model_validate({"wire_dtypes": wire_dtypes})
-    with fleet(model(dtype=torch.float32), options=options) as here:
-        here.add(model(), engine="half")
-        here.wait(1)
-        assert here.join({"single": model(dtype=torch.float32)}).receivers == 1
-        until(lambda: bool(here.serving[f"{refused}/0"].errors))
-        assert "bfloat16" in str(here.serving[f"{refused}/0"].errors[0])
 
 
 @pytest.mark.promise("Bits", "float32 masters are compared as torch casts them.")
@@ -449,34 +418,6 @@ def test_a_sync_too_large_to_stage_is_written_in_place_by_commit() -> None:
         assert bits_equal(source, replica)
         receiver.check_serving()
         receiver.close()
-
-
-@pytest.mark.promise(
-    "All or nothing",
-    "A sync larger than `max_staged_bytes` is written in place. If it breaks off, a receiver "
-    "that has written something is dirty, refuses to serve, and is repaired by a full sync.",
-)
-@pytest.mark.promise("Errors", "`DirtyReceiver`: refuses to serve until a full sync.")
-def test_breaking_off_in_place_is_dirty_refuses_to_serve_and_heals() -> None:
-    source, replica = model(), model(1)
-    with fleet(source, options=SenderOptions(bucket_bytes=256), wrap=Watched) as here:
-        options = ReceiverOptions(max_staged_bytes=0, stall_timeout_s=5)
-        receiver = here.add(replica, options=options).receiver
-        here.wait(1)
-
-        def break_off() -> None:
-            until(lambda: receiver.is_half_written)
-            raise TransportTimeout("planted")
-
-        here.link.once("prepare", break_off)
-        with pytest.raises(TransportTimeout, match="planted"):
-            here.sender.send_weights(timeout_s=5)
-        until(lambda: receiver.is_dirty)
-        with pytest.raises(DirtyReceiver):
-            receiver.check_serving()
-        heal(here, source, replica)
-        until(lambda: not receiver.is_dirty)
-        receiver.check_serving()
 
 
 class Nested(ModuleSource):
