@@ -140,7 +140,7 @@ def is_ordered(rows: list[Row]) -> bool:
 
 LEGAL = a_sync(NEXT, BASE, [(SPARSE,), (DENSE,)])
 LOST = [LEGAL[0], LEGAL[2], *LEGAL[3:]]
-TWICE = [*LEGAL[:2], LEGAL[1], *LEGAL[2:]]
+TWICE = [*LEGAL[:2], a_bucket(NEXT, 0, (DENSE,)), *LEGAL[3:]]
 OTHER_RUN = [Sent(begin(stream_id="other"), "other"), *LEGAL[1:]]
 
 
