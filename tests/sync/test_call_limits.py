@@ -14,6 +14,7 @@ import torch
 from deltasync import (
     ModuleTarget,
     Policy,
+    ReceiverOptions,
     SenderOptions,
     StagingThread,
     WeightReceiver,
@@ -37,6 +38,7 @@ from tests.worlds.links import (
     bits_equal,
     fleet,
     random_model,
+    until,
 )
 from tests.worlds.trainers import rows_of, trainer_of
 
@@ -140,10 +142,14 @@ def test_a_receiver_that_answers_slowly_each_time_cannot_exceed_the_total(decide
         assert bits_equal(source, replica)
 
 
-def test_nothing_is_decided_once_the_time_for_the_call_has_passed() -> None:
+@pytest.mark.parametrize("max_staged_bytes", [None, 0], ids=["staged", "in place"])
+def test_nothing_is_decided_once_the_time_for_the_call_has_passed(
+    max_staged_bytes: int | None,
+) -> None:
     source, replica = random_model(SHAPES, 0), random_model(SHAPES, 1)
+    options = ReceiverOptions(max_staged_bytes=max_staged_bytes)
     with fleet(source, wrap=Overtime) as here:
-        version = here.join(replica).version
+        version = here.join(replica, options=options).version
         with pytest.raises(TransportTimeout, match="before a version was decided"):
             here.sender.send_weights(total_timeout_s=0)
         assert (here.sender.version, here.sender.num_receivers) == (version, 1)
@@ -153,6 +159,8 @@ def test_nothing_is_decided_once_the_time_for_the_call_has_passed() -> None:
             here.sender.send_weights(timeout_s=5, total_timeout_s=1)
         assert here.sender.version == version
         here.link.is_slow = False
+        if max_staged_bytes is not None:  # it has written something: it leaves, and rejoins
+            until(lambda: bool(here.serving["engine/0"].errors))
         here.wait(1)
         assert here.sender.send_weights(timeout_s=5).version == version + 1
         assert bits_equal(source, replica)

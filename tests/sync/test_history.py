@@ -458,6 +458,9 @@ def test_breaking_off_in_place_is_dirty_refuses_to_serve_and_heals() -> None:
             until(lambda end=end: end.receiver.is_dirty)  # type: ignore[misc]
             with pytest.raises(DirtyReceiver):
                 end.receiver.check_serving()
+        world.mutate(0.1)
+        world.fleet.wait(3)
+        assert world.send(timeout_s=20).full_synced == 3  # all have left, and rejoin
         world.settle()
 
 
