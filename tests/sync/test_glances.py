@@ -47,6 +47,7 @@ def test_a_source_that_others_look_at_too(kernels: Kernels, leave_out: tuple[str
 
 
 SPOILT: dict[str, Callable[[Model, nn.Parameter], object]] = {
+    "replaced": lambda m, _: m.register_parameter("a", nn.Parameter(torch.zeros(3))),
     "shape": lambda _, a: setattr(a, "data", a.data.reshape(6, 8).clone()),
     "dtype": lambda _, a: setattr(a, "data", a.data.to(torch.int32)),
     "dtype of the same memory": lambda _, a: setattr(a, "data", a.data.view(torch.int32)),
@@ -72,6 +73,7 @@ def test_another_model_is_refused_each_time(
                 here.sender.send_weights()
         if hasattr(trainer, "c"):
             del trainer.c
+        trainer.register_parameter("a", held)
         held.data = kept + 1
         stats = here.sender.send_weights()
         assert (stats.kind, stats.joined, stats.nnz) == ("delta", 0, 48)
