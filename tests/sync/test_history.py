@@ -359,6 +359,9 @@ class World:
             if clean == 2:  # between the two every receiver has scrubbed all its weights
                 break
         assert clean == 2, "it does not settle"
+        self.mutate(0.05)
+        stats = self.send(timeout_s=20)  # nothing is in its way
+        assert (stats.kind, stats.receivers, stats.lost) == ("delta", 3, {})
         for end in self.ends.values():
             end.is_corrupt = False
             until(lambda end=end: end.receiver.version == self.fleet.sender.version)  # type: ignore[misc]

@@ -163,6 +163,7 @@ def test_an_engines_worker_takes_the_next_try_within_the_update_that_was_asked_f
     source, good, bad = models(3)
     worker = Worker()
     with fleet(source, link=SharedMemory, wrap=Watched) as here, ThreadPoolExecutor(1) as threads:
+        assert isinstance(here.transport, SharedMemory)
         to = TrainerInfo(
             addresses=(Address(link="shared_memory", path=str(here.transport.path)),),
             engine="good",

@@ -9,7 +9,7 @@ import pytest
 
 from deltasync.errors import EngineFailed, TransportTimeout
 from deltasync.sync.protocol import lobby
-from deltasync.transports import inprocess
+from deltasync.transports.base import ReceiveTransport
 from deltasync.wire.frame import decode, encode
 from deltasync.wire.messages import Failed, Refused
 from tests.worlds.links import Fleet, bits_equal, fleet, until
@@ -22,8 +22,8 @@ class Lobby:
     def __init__(self, here: Fleet) -> None:
         self.here = here
 
-    def greet(self, engine: str, rank: int, world: int, *, names: int = 1) -> inprocess.Receiver:
-        receiver: inprocess.Receiver = self.here.transport.receiver()
+    def greet(self, engine: str, rank: int, world: int, *, names: int = 1) -> ReceiveTransport:
+        receiver = self.here.transport.receiver()
         parameters = tuple(((f"p{n}",), (), 1) for n in range(names))
         greeting = hello(engine, rank, world, parameters=parameters)
         receiver.connect(encode(greeting), timeout_s=1)
@@ -36,7 +36,7 @@ class Lobby:
                 self.here.sender.wait_for_receivers(1 << 20, timeout_s=0)
         return int(str(told.value).split()[0])
 
-    def refusal(self, receiver: inprocess.Receiver) -> str:
+    def refusal(self, receiver: ReceiveTransport) -> str:
         answer, _ = decode(receiver.receive(timeout_s=1).header)
         assert isinstance(answer, Refused)
         return answer.reason

@@ -343,7 +343,7 @@ class Fleet(Receivers):
         link: Callable[[], Linking] = inprocess.Sender,
         wrap: Callable[[SendTransport], SendTransport] = lambda link: link,
     ) -> None:
-        self.transport: Any = link()
+        self.transport = link()
         super().__init__([self.transport])
         self.source: Any = source
         self.link: Any = wrap(self.transport)
