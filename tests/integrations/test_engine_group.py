@@ -21,8 +21,8 @@ from deltasync.integrations.trainer_info import TrainerInfo
 from deltasync.integrations.worker import Worker
 from deltasync.transports import collective, inprocess, shared_memory
 from deltasync.transports.base import SendTransport
-from tests.sync.test_parts import CHECKPOINT, SHAPES, rank_of
 from tests.worlds.links import Model, bits_equal, random_model, step
+from tests.worlds.toy_engines import CHECKPOINT, SHAPES, rank_of
 from tests.worlds.trainers import Boxes, Sharded, rows_of
 
 CPU = torch.device("cpu")

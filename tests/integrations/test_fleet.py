@@ -14,9 +14,9 @@ from deltasync.errors import ConfigError, NoReceivers, ReceiversLost, SyncAborte
 from deltasync.integrations.fleet import Pauses
 from deltasync.integrations.trainer_info import TrainerInfo
 from deltasync.integrations.worker import Worker
-from tests.sync.test_parts import SHAPES as SPLIT_SHAPES
 from tests.worlds.fleets import CPU, SHAPES, OneCall, Server, Split, fleet_of, model, outcome
 from tests.worlds.links import Model, bits_equal, until
+from tests.worlds.toy_engines import SHAPES as SPLIT_SHAPES
 
 ALL = ("0", "1", "2")
 

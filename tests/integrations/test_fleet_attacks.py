@@ -25,10 +25,10 @@ from deltasync.integrations.fleet_engine import FleetEngine
 from deltasync.transports import collective, shared_memory
 from deltasync.transports.base import Frame
 from deltasync.wire.frame import decode
-from tests.sync.test_parts import SHAPES as SPLIT_SHAPES
 from tests.worlds.fleets import OneCall, Server, Split, fleet_of, model, outcome
 from tests.worlds.links import until
 from tests.worlds.programs import run
+from tests.worlds.toy_engines import SHAPES as SPLIT_SHAPES
 
 LARGE = {"a": (64, 1024), "b": (33,)}
 IN_PLACE = {

@@ -14,9 +14,9 @@ from deltasync import SyncStats, TrainerGroup, TrainerRank
 from deltasync.errors import SyncAborted
 from deltasync.integrations.fleet import EngineFleet
 from deltasync.transports import inprocess, shared_memory
-from tests.sync.test_parts import SHAPES
 from tests.worlds.fleets import Split, model, outcome
 from tests.worlds.links import step
+from tests.worlds.toy_engines import SHAPES
 from tests.worlds.trainers import Sharded, rows_of
 
 

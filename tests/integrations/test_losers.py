@@ -15,9 +15,9 @@ from deltasync.errors import EngineFailed, EngineTaken
 from deltasync.testing.processes import Child
 from tests.integrations.served import Engine, served
 from tests.integrations.test_two_trainers import Trainer, is_of, trainers
-from tests.sync.test_parts import SHAPES as SPLIT_SHAPES
 from tests.worlds.fleets import OneCall, Server, Split, fleet_of, model, outcome
 from tests.worlds.links import bits_equal, until
+from tests.worlds.toy_engines import SHAPES as SPLIT_SHAPES
 
 
 def test_it_is_told_when_it_disconnects() -> None:

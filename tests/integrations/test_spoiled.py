@@ -20,7 +20,7 @@ from deltasync.integrations.trainer_info import TrainerInfo
 from deltasync.integrations.worker import Worker
 from deltasync.transports import shared_memory
 from deltasync.transports.address import Address
-from tests.sync.test_proved import Engine, InSet, checkpoint, work_on
+from tests.worlds.toy_engines import Engine, InSet, checkpoint, work_on
 
 TEXT = "the engine's weights could not be put back"
 
@@ -38,7 +38,7 @@ class Server:
 
     def start(self, kind: type[Engine]) -> None:
         self.kind, self.worker = kind, Worker()
-        self.engine = kind.started(self.weights.items())
+        self.engine = kind.started(self.weights)
 
     def connect(self, connection: dict[str, Any], /) -> None:
         to, device = TrainerInfo.model_validate(connection), torch.device("cpu")

@@ -20,9 +20,9 @@ from deltasync.integrations.worker import Worker
 from deltasync.testing.processes import Child
 from deltasync.transports import shared_memory
 from tests.integrations.served import Engine, served
-from tests.sync.test_parts import SHAPES as SPLIT_SHAPES
 from tests.worlds.fleets import Server, Split, fleet_of, model, outcome
 from tests.worlds.links import Model, bits_equal, until
+from tests.worlds.toy_engines import SHAPES as SPLIT_SHAPES
 
 NONE: dict[str, Any] = {}
 

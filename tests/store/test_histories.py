@@ -21,10 +21,10 @@ from deltasync.store.catalogue import Run
 from deltasync.store.receiver import StoreReceiver
 from deltasync.store.sender import StoreSender
 from deltasync.testing.bits import flipped
-from tests.sync.test_parts import CHECKPOINT, SHAPES, Rank, rank_of
 from tests.worlds.links import Model, bits_equal, random_model
 from tests.worlds.stores import Place, memory_place
 from tests.worlds.strategies import SEEDS, same_bits, tensors
+from tests.worlds.toy_engines import CHECKPOINT, SHAPES, Rank, rank_of
 
 CODINGS: tuple[Coding, ...] = get_args(Coding)
 State = dict[str, Tensor]

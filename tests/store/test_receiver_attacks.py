@@ -43,10 +43,10 @@ from deltasync.store.receiver import StoreReceiver
 from deltasync.store.sender import StoreSender
 from deltasync.store.verifying import verify_run
 from deltasync.sync.protocol.one_way import one_way_frames
-from tests.sync.test_parts import CHECKPOINT, SHAPES, Rank, rank_of
 from tests.worlds.links import Model, bits_equal, random_model, step
 from tests.worlds.published import RUN, Follower, Publisher, state_of
 from tests.worlds.stores import Place, local_place, s3_place, s3_server
+from tests.worlds.toy_engines import CHECKPOINT, SHAPES, Rank, rank_of
 
 States = dict[int, dict[str, Tensor]]
 

@@ -14,8 +14,8 @@ from torch import nn
 from deltasync import ModuleSource, NamedTensor, Policy, SenderOptions, WeightSource
 from deltasync.delta.backend import Kernels
 from deltasync.sync.protocol.round import SyncPhase
+from tests.sync.interpreted import one_kernel_at_a_time
 from tests.sync.lines import Lines
-from tests.sync.test_batched import one_kernel_at_a_time
 from tests.worlds.links import Model, bits_equal, fleet
 
 pytestmark = [pytest.mark.usefixtures(one_kernel_at_a_time.__name__)]

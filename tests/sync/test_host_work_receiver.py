@@ -25,8 +25,8 @@ from deltasync import (
 )
 from deltasync.delta.backend import Kernels
 from deltasync.transports import inprocess
-from tests.sync.layers import layers, routed
 from tests.worlds.links import bits_equal
+from tests.worlds.toy_engines import layers, routed
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here"),

@@ -20,8 +20,8 @@ from deltasync.integrations.trainer_info import TrainerInfo, Work
 from deltasync.integrations.worker import Worker
 from deltasync.transports import shared_memory
 from deltasync.transports.base import SendTransport
-from tests.sync.test_parts import rank_of
 from tests.worlds.links import Model, bits_equal, random_model
+from tests.worlds.toy_engines import rank_of
 
 SHAPES = {"a": (8, 4), "b": (33,)}
 CPU = torch.device("cpu")

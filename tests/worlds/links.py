@@ -17,6 +17,7 @@ from deltasync import (
     ModuleTarget,
     ReceiverOptions,
     SenderOptions,
+    SyncStats,
     WeightReceiver,
     WeightSender,
     WeightSource,
@@ -259,6 +260,8 @@ class Receivers:
 
 class Fleet(Receivers):
     """A sender and receivers of one process."""
+
+    first: SyncStats
 
     def __init__(
         self, source: nn.Module | WeightSource, *, options: SenderOptions | None = None
