@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from deltasync import ReceiverOptions, SenderOptions, WeightTarget
+from deltasync.delta.bits import as_bits
 from deltasync.engines.routed import RoutedTarget
 from deltasync.engines.routes.recorder import CheckpointTensor
 from deltasync.errors import ConfigError, DigestMismatch, SyncAborted
@@ -26,10 +27,12 @@ from tests.worlds.toy_engines import (
     Wide,
     fails,
     fixed,
+    is_as,
     joined,
     rank_of,
     routed,
     specs,
+    state_of,
     trainer,
 )
 
@@ -328,6 +331,11 @@ def test_however_a_tensor_is_cut_its_parts_follow(
                 assert bits_equal(rank, fresh)
             step(source, torch.Generator().manual_seed(seed), share)
             assert here.sender.send_weights().receivers == len(ranks)
+    bits = as_bits(source.get_parameter("w").data.bfloat16()).reshape(-1)
+    for rank, target in zip(ranks, targets, strict=True):
+        before, start = state_of(rank), seed % len(bits)
+        target.bind(target.parameters())[0].write(start, bits[start:])  # of what it holds already
+        assert is_as(rank, before)
 
 
 def test_receivers_of_parts_get_gaps_where_class_is_asked_for() -> None:

@@ -414,22 +414,6 @@ def test_an_engine_that_does_not_fit_is_refused_by_name(
     assert not engine_tied or engine.head.weight is engine.embed.weight
 
 
-def test_ranks_of_an_engine_cover_the_layout_together() -> None:
-    model = Model({name: torch.randn(4) for name in "abcd"})
-
-    def holding(*held: str) -> list[nn.Module]:
-        return [Model({name: torch.zeros(4) for name in names}) for names in held]
-
-    ranks = holding("ab", "bcd")
-    with joined(model, *ranks):
-        for rank in ranks:
-            for name, tensor in rank.named_parameters():
-                assert torch.equal(tensor, model.get_parameter(name))
-    refused = pytest.raises(SyncAborted, match="engine takes nothing of 'd'")
-    with refused, joined(model, *holding("ab", "c")):
-        pass
-
-
 @pytest.mark.promise(
     "Checks",
     "The scrub checks all weights within 64 syncs and names what changed; a full sync repairs it.",

@@ -242,7 +242,7 @@ EVENTS: st.SearchStrategy[Event] = st.tuples(
 )
 @pytest.mark.parametrize("way", ["staged", "in place"])
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
     seed=st.integers(0, 99),
     is_same=st.booleans(),
