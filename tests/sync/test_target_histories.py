@@ -104,7 +104,7 @@ def of_ranks(kind: type[toy.Rank], world: int) -> Kind:
 
 def reloaded(engine: Quantised, weights: State) -> WeightTarget:
     rounded = {name: tensor.bfloat16() for name, tensor in weights.items()}
-    target = StubbornReloaded(toy.specs(rounded), engine.load, module=engine)
+    target = StubbornReloaded(toy.specs(weights), engine.load, module=engine)
     target.set_loaded_weights(rounded.items())
     return target
 
