@@ -514,23 +514,18 @@ PROOF = PACKAGE / "engines" / "proof"
 @pytest.mark.parametrize("function", ["_swap", "_with_memory", "restore", None])
 def test_an_interrupt_at_any_line_leaves_the_engine_as_it_was(function: str | None) -> None:
     engine = of(BESIDE, Engine).started(checkpoint())
-    step, total = 1, 25 if function else 12
-    if function is None:
-        counted = InterruptedLine(PROOF, sys.maxsize)
-        sys.settrace(counted)
-        try:
+    step, total, old = 1, 25 if function else 12, sys.gettrace()
+    try:
+        if function is None:
+            sys.settrace(counted := InterruptedLine(PROOF, sys.maxsize))
             prove_by("routed", engine)
-        finally:
-            sys.settrace(None)
-        step = (sys.maxsize - counted.left) // total
-    for number in range(1, total):
-        old = sys.gettrace()
-        try:
+            step = (sys.maxsize - counted.left) // total
+        for number in range(1, total):
             sys.settrace(InterruptedLine(PROOF, number * step, function=function))
             with pytest.raises(KeyboardInterrupt) if function else suppress(KeyboardInterrupt):
                 prove_by("routed", engine)
-        finally:
-            sys.settrace(old)
+    finally:
+        sys.settrace(old)
 
 
 def test_what_came_after_loading_is_left_alone_unless_it_is_a_copy() -> None:
