@@ -36,9 +36,9 @@ from deltasync.sync.source.layout import source_specs
 from deltasync.sync.source.tensors import NamedTensor
 from deltasync.sync.target.copied import CopiedTarget
 from deltasync.transports import inprocess
-from tests.sync.test_routed import CHECKPOINT, Engine, trainer
 from tests.worlds.links import Fleet, Model, fleet, random_model, step, until
 from tests.worlds.stores import full_disk
+from tests.worlds.toy_engines import CHECKPOINT, Wide, trainer
 
 
 def every_dtype() -> dict[str, Tensor]:
@@ -108,11 +108,11 @@ def test_versions_are_exported_while_the_receiver_is_in_use_and_when_the_sender_
 
 
 def test_a_fused_engine_is_exported_in_the_checkpoint_s_form(tmp_path: Path) -> None:
-    engine, source = Engine(), trainer(3)
+    engine, source = Wide(0, 1), trainer(3)
     with fleet(source) as made:
         export_weights(received(made, RoutedTarget(engine, CHECKPOINT)), tmp_path / "model")
         sent = {name: weights.to(torch.bfloat16) for name, weights in source.named_parameters()}
-        sent["router"] = source.get_parameter("router").data
+        sent |= {name: source.get_parameter(name).data for name in Wide.dtypes}
         assert_exported(tmp_path / "model", sent)
 
 

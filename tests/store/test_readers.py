@@ -39,7 +39,6 @@ from deltasync.sync.target.copied import CopiedTarget
 from deltasync.testing.bits import flipped
 from deltasync.transports import inprocess
 from tests.store.raw import Stored
-from tests.sync.test_parts import CHECKPOINT, SHAPES, Rank, rank_of
 from tests.worlds.links import Model, bits_equal, random_model
 from tests.worlds.published import (
     RUN,
@@ -52,6 +51,7 @@ from tests.worlds.published import (
 )
 from tests.worlds.stores import Link, Place, local_place, memory_place, wait_until
 from tests.worlds.strategies import SEEDS, same_bits, tensors
+from tests.worlds.toy_engines import CHECKPOINT, SHAPES, Rank, rank_of
 
 CODINGS: tuple[Coding, ...] = get_args(Coding)
 

@@ -25,9 +25,9 @@ from deltasync.delta.bits import as_bits
 from deltasync.delta.kernels import KERNELS, host, reference
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame
-from tests.sync.test_parts import CHECKPOINT, Rank, rank_of, trainer
 from tests.worlds.links import Model, ThroughReceiver, bits_equal, fleet, step
 from tests.worlds.ranks import free_port, run_ranks
+from tests.worlds.toy_engines import CHECKPOINT, Rank, rank_of, trainer
 
 pytestmark = [
     pytest.mark.gpu,

@@ -24,9 +24,9 @@ from deltasync import (
 )
 from deltasync.delta.backend import Kernels
 from tests.sync.interpreted import one_kernel_at_a_time
-from tests.sync.layers import layers, routed
 from tests.sync.lines import Lines
 from tests.worlds.links import bits_equal, fleet
+from tests.worlds.toy_engines import layers, routed
 
 __all__ = ["one_kernel_at_a_time"]  # pytest uses it
 

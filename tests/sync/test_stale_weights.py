@@ -20,9 +20,8 @@ from deltasync import (
 from deltasync.quant.served import ServedSource
 from deltasync.sync.source.streamed import StreamedWeights
 from deltasync.sync.target.copied import CopiedTarget
-from tests.sync.test_stepped import Rounded, matrices
 from tests.worlds.links import fleet
-from tests.worlds.trainers import rows_of, trainer_of
+from tests.worlds.trainers import Rounded, matrices, rows_of, trainer_of
 
 LIMIT = 5
 OPTIONS = SenderOptions(warn_unchanged_syncs=LIMIT)

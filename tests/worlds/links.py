@@ -335,6 +335,8 @@ class Fleet(Receivers):
         wrap: Changes the sender's end of it.
     """
 
+    first: SyncStats
+
     def __init__(
         self,
         source: nn.Module | WeightSource | LocalWeights,
