@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import mmap
 import os
@@ -17,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltasync.errors import ConfigError, PeerLost, TransportTimeout, TransportUnavailable
+from deltasync.errors import PeerLost, TransportTimeout, TransportUnavailable
 from deltasync.testing.links import (
     PATIENCE_S,
     PROMPT_S,
@@ -33,7 +32,7 @@ from deltasync.testing.links import (
 )
 from deltasync.testing.processes import Child
 from deltasync.testing.transport import TransportContract
-from deltasync.transports import cuda_ipc, cuda_runtime
+from deltasync.transports import cuda_ipc
 from deltasync.transports.base import Frame, ReceiveTransport
 from deltasync.transports.control.connection import Connection, Kind
 from deltasync.transports.cuda_runtime import Gpu, IpcEvent, find_runtime
@@ -247,13 +246,6 @@ def write_slowly(connection: Connection, num_frames: int) -> None:
         time.sleep(0.001)
 
 
-class TestHostMemoryFromAfar(TransportContract):
-    def ends(self, tmp_path: Path, max_payload_bytes: int) -> Ends:
-        path = tmp_path / "socket"
-        sender = partial(HostSender, path, max_payload_bytes=max_payload_bytes)
-        return Ends(sender, partial(FarReceiver, path), crosses_processes=True)
-
-
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "socket"
@@ -291,6 +283,21 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
 # Memory
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_payloads_of_another_gpu_are_copied(path: Path, seed: int) -> None:
+    with ExitStack() as stack:
+        far = Link(Ends(partial(HostSender, path), partial(FarReceiver, path), True), stack)
+        far.add(2)
+        far.open()
+        for num_bytes in (0, 1, 4097, (1 << 20) + 3):
+            frame = Frame(b"x", payload_of(num_bytes, seed))
+            buffer = far.sender.buffer(num_bytes, timeout_s=1)
+            assert frame.payload is not None
+            got = far.exchange(Frame(b"x", buffer.copy_(frame.payload)))
+            buffer.fill_(0xEE)  # against the rules, to see that it is not what they read
+            assert all(same_frame(one, frame) for one in got)
+
+
 @pytest.mark.usefixtures("apart")
 def test_memory_is_freed_only_when_nobody_maps_it(link: Link) -> None:
     link.add(2)
@@ -312,22 +319,13 @@ def test_memory_is_freed_only_when_nobody_maps_it(link: Link) -> None:
     assert HostGpu.num_allocated == 2
 
 
-def test_one_piece_of_memory_is_allocated_for_each_slot(link: Link) -> None:
-    link.add(1)
-    link.open()
-    for number in range(6):
-        link.exchange(Frame(b"x", link.sender.buffer(1000 * number + 1, timeout_s=1)))
-    assert HostGpu.num_allocated == 2
-
-
 def test_a_killed_receiver_leaves_nothing(link: Link) -> None:
-    for _ in range(2):
-        child, peer = link.add_process()
-        link.check([peer])
-        child.kill()
-        with within(PROMPT_S):
-            while link.sender.is_connected(peer):
-                time.sleep(0.01)
+    child, peer = link.add_process()
+    link.check([peer])
+    child.kill()
+    with within(PROMPT_S):
+        while link.sender.is_connected(peer):
+            time.sleep(0.01)
     link.sender.close()
     assert HostGpu.num_allocated == 0
 
@@ -468,12 +466,6 @@ def test_the_runtime_of_torch_is_found(
     assert find_runtime(maps, version) == path
 
 
-def test_handles_are_passed_by_value() -> None:
-    assert ctypes.sizeof(cuda_runtime._MemoryHandle) == 64
-    handle = bytes(range(64))
-    assert bytes(cuda_runtime._MemoryHandle.from_buffer_copy(handle)) == handle
-
-
 # GPUs
 
 
@@ -575,17 +567,6 @@ def test_memory_does_not_grow_with_what_is_sent(path: Path) -> None:
         free_after, _ = torch.cuda.mem_get_info("cuda:0")
     # Whole slots would be 32 MiB each; torch itself may take a block or two.
     assert free_before - free_after < GRANULE_BYTES
-
-
-@pytest.mark.gpu
-def test_replaced_memory_is_freed(path: Path) -> None:
-    with closing(cuda_ipc.Sender(path)) as sender, Child(echo_on_gpu, path, "cuda:0"):
-        peers = list(greeted(sender, 1))
-        for num_granules in (1, 2, 4):
-            exchange_on_gpu(sender, peers, [num_granules * GRANULE_BYTES] * 4)
-        assert cuda_ipc._free_unmapped()
-        assert max(slot.memory.numel() for slot in sender._slots) == 4 * GRANULE_BYTES
-    assert cuda_ipc._free_unmapped()
 
 
 @pytest.mark.gpu
@@ -695,13 +676,6 @@ def test_a_gpu_that_is_not_visible_is_unavailable(
             assert sender.open_epoch(list(greeted(sender, 1)), timeout_s=1) == {}
             sender.send(Frame(b"x", payload_of(10).to("cuda:0")), timeout_s=PATIENCE_S)
             child.wait(timeout_s=60)
-
-
-@pytest.mark.gpu
-def test_other_devices_are_refused(path: Path) -> None:
-    for device in ("cpu", f"cuda:{torch.cuda.device_count()}"):
-        with pytest.raises(ConfigError):
-            cuda_ipc.Sender(path, device=device)
 
 
 @pytest.mark.gpu
