@@ -90,7 +90,10 @@ def test_w18_vectors(vector: dict[str, Any]) -> None:
         found = digest_at(positions, bits, key=key)
     else:
         ramp = np.arange(vector["count"], dtype=np.uint64) * np.uint64(int(vector["step"], 16))
-        found = digest_run(ramp.astype(dtype), key=key, start=int(vector["start"], 16))
+        bits, start = ramp.astype(dtype), int(vector["start"], 16)
+        positions = np.arange(start, start + vector["count"])
+        found = digest_run(bits, key=key, start=start)
+    assert found == reference.digest(key, positions.tolist(), bits.tolist())
     assert digest_text(found) == vector["digest"]
 
 

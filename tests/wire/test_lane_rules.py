@@ -163,17 +163,6 @@ def test_w20_an_abort_and_a_loss_are_heard_while_a_lane_lags_behind(is_lost: boo
         assert (lane, message) == (0, ABORT)
 
 
-def test_w20_what_came_before_its_turn_is_passed_over_after_an_abort() -> None:
-    with connected(2) as (ranks, lanes):
-        begun_patiently(ranks, lanes)
-        ranks[1].send(bucket(0))
-        with pytest.raises(TransportTimeout):
-            lanes.receive(timeout_s=0.1, reached=[(3, 0), (5, 0)])
-        ranks[0].send(ABORT, Attempt(number=2), BEGIN)
-        ranks[1].send(ABORT, Attempt(number=2), PREPARE)
-        assert taken(lanes) == [(0, ABORT), (0, BEGIN), (1, PREPARE)]
-
-
 # What rank 1 has sent of an attempt when the whole is aborted: all of it, or as far as it came.
 LEFT: list[list[Message]] = [
     [],

@@ -12,6 +12,7 @@ import re
 import shutil
 import struct
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,10 +96,12 @@ IN_PLACE = OPTIONS.model_copy(update={"max_staged_bytes": 0})
 KERNELS = pytest.mark.parametrize("kernels", ["torch", "triton"])
 
 PADDED = RAW[:108] + b"\xff" * 4 + RAW[112:]  # rule W10
+ALL_OF_B = replace(DENSE_CODED, indices=tuple(range(30)), codecs=RAW_CODECS)
 TRUE: dict[str, Frame] = {
     "raw": bucket(SPARSE, DENSE),
     "gap": coded(Coded(codecs=GAP), DENSE_CODED),
-    "block": coded(Coded(codecs=BLOCK), DENSE_CODED),
+    "block": coded(Coded(codecs=BLOCK), ALL_OF_B),  # which a device decodes
+    "block and dense": coded(Coded(codecs=BLOCK), DENSE_CODED),
     "class": coded(Coded(codecs=CLASS), DENSE_CODED),
     "other padding": bucket(data=PADDED, num_rows=2),
     "coded, as it is": coded(Coded(codecs=RAW_CODECS), DENSE_CODED),
