@@ -19,7 +19,7 @@ from deltasync.errors import PeerLost, TransportTimeout
 from deltasync.testing.links import PROMPT_S, background, within
 from deltasync.transports import collective, shared_memory
 from deltasync.transports.address import Address
-from deltasync.transports.control.connection import Connection, Deadline, Kind
+from deltasync.transports.control.connection import Deadline, Kind
 from tests.transports.star import GREETING, HEADER, SECRET, Star, is_closed, message
 
 HALF_GREETING = HEADER.pack(b"dS", Kind.GREETING, 1000) + b"half"
@@ -99,20 +99,15 @@ def test_who_keeps_sending_does_not_hold_a_poll(make_star: MakeStar) -> None:
             star.server.poll(Deadline(0))
 
 
-@pytest.mark.parametrize("secret", [None, SECRET], ids=["no secret", "secret"])
-def test_half_a_message_does_not_slow_each_poll(make_star: MakeStar, secret: bytes | None) -> None:
-    star = make_star(secret)
-    star.raw(HALF_GREETING[:9] if secret is None else HEADER.pack(b"dS", Kind.NONCE, 32))
-    star.server.poll(Deadline(0.1))
-    with within(PROMPT_S):
-        for _ in range(2000):
-            star.server.poll(Deadline(0))
-
-
 @pytest.mark.promise("Security", "Strangers cost bounded connections, bytes, descriptors and time.")
-def test_trickles_take_a_small_share_of_the_time(make_star: MakeStar) -> None:
-    star = make_star()
-    sock = star.raw(HEADER.pack(b"dS", Kind.GREETING, 1 << 20))
+@pytest.mark.parametrize("secret", [None, SECRET], ids=["no secret", "secret"])
+def test_half_messages_and_trickles_take_a_small_share_of_the_time(
+    make_star: MakeStar, secret: bytes | None
+) -> None:
+    star = make_star(secret)
+    kind, length = (Kind.GREETING, 1 << 20) if secret is None else (Kind.NONCE, 32)
+    star.raw(HALF_GREETING[:9])
+    sock = star.raw(HEADER.pack(b"dS", kind, length))
 
     def trickle() -> None:
         with suppress(OSError):
@@ -120,7 +115,7 @@ def test_trickles_take_a_small_share_of_the_time(make_star: MakeStar) -> None:
                 sock.send(b"x")
 
     threading.Thread(target=trickle, daemon=True).start()
-    star.server.poll(Deadline(0.5))
+    star.server.poll(Deadline(0.3))
     with within(PROMPT_S):
         for _ in range(1000):
             star.server.poll(Deadline(0))
@@ -149,26 +144,6 @@ def test_a_large_greeting_comes_in_with_few_polls(make_star: MakeStar) -> None:
     assert [data for _, data in came] == [greeting]
     assert num_polls < 100, "a poll reads what is there, not a part"
     thread.join(10)
-
-
-def test_ending_a_connection_does_not_wait_for_who_keeps_sending() -> None:
-    near, far = socket.socketpair()
-    connection = Connection(far, is_server=True, kinds={Kind.REPLY}, max_message_bytes=1 << 16)
-    is_over = threading.Event()
-
-    def flood() -> None:
-        with suppress(OSError):
-            while not is_over.is_set():
-                near.send(bytes(1 << 16))
-
-    threads = [threading.Thread(target=flood, daemon=True) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    time.sleep(0.1)
-    with within(2):
-        connection.close()
-    is_over.set()
-    near.close()
 
 
 def test_a_sender_that_does_not_accept_does_not_hold_a_receiver(tmp_path: Path) -> None:
