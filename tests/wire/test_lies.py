@@ -129,9 +129,16 @@ def written(true: str) -> dict[str, Tensor]:
     return found
 
 
+def hand_of(kernels: str) -> Hand:
+    """A receiver on that back end, on a GPU if there is one for it."""
+    is_on_gpu = kernels == "triton" and torch.cuda.is_available()
+    options = OPTIONS.model_copy(update={"kernels": kernels})
+    return Hand(options, device="cuda" if is_on_gpu else "cpu")
+
+
 def holds_bits(module: torch.nn.Module, expected: dict[str, Tensor]) -> bool:
     return all(
-        torch.equal(as_bits(one.data), as_bits(expected[name]))
+        torch.equal(as_bits(one.data).cpu(), as_bits(expected[name]))
         for name, one in module.named_parameters()
     )
 
@@ -201,7 +208,7 @@ def take_a_good_sync(hand: Hand, true: str = "raw", *, full: bool = False) -> No
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("true", TRUE)
 def test_w15_honest_payloads_are_written_as_they_are(true: str, full: bool, kernels: str) -> None:
-    take_a_good_sync(Hand(OPTIONS.model_copy(update={"kernels": kernels})), true, full=full)
+    take_a_good_sync(hand_of(kernels), true, full=full)
 
 
 @pytest.mark.promise(
@@ -228,7 +235,7 @@ def test_a_header_that_lies_changes_nothing() -> None:
 @KERNELS
 @every_payload
 def test_a_payload_that_lies_changes_nothing(name: str, kernels: str) -> None:
-    lie, hand = PAYLOADS[name], Hand(OPTIONS.model_copy(update={"kernels": kernels}))
+    lie, hand = PAYLOADS[name], hand_of(kernels)
     refuse(hand, [*JOINED, begin(), *lie.frames, prepare(len(lie.frames))], lie, name)
     assert_unchanged(hand, name)
     take_a_good_sync(hand)
