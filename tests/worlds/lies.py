@@ -44,7 +44,7 @@ class Lie:
     Attributes:
         error: The type that is raised; a subclass of `WireError` will do where it is that.
         frames: What is said.
-        late: Whether what comes before the last frame is good, and may be written.
+        late: Whether the frames before the last one are good, and written where that is in place.
         needs_weights: Whether nobody finds it without the weights.
     """
 
@@ -189,7 +189,12 @@ def headers() -> Iterator[tuple[str, type[DeltaSyncError], bytes]]:
 
 
 ALIEN: list[Any] = [None, True, -1, 1.5, "?", [], [0], {}, {"a": 1}]
-NULLABLE = {("hello", "stream_id"), ("hello", "version"), ("begin", "base_version")}
+NULLABLE = {
+    ("hello", "stream_id"),
+    ("hello", "version"),
+    ("begin", "base_version"),
+    ("failed", "version"),
+}
 TEXTUAL = {"reason", "error", "engine", "stream_id"}
 LISTS = {"parameters", "full_sync", "undo", "format_versions", "parts"}
 
@@ -197,8 +202,8 @@ LISTS = {"parameters", "full_sync", "undo", "format_versions", "parts"}
 def fits(message: dict[str, Any], key: str, value: Any) -> bool:
     """Whether a value of ALIEN happens to be a legal one of that member."""
     if value is None:
-        is_nullable = (message["kind"], key) in {*NULLABLE, ("failed", "version")}
-        return is_nullable or (key == "connection" and message.get("lanes") == 0)
+        without_lanes = key == "connection" and message.get("lanes") == 0
+        return without_lanes or (message["kind"], key) in NULLABLE
     if value is True:
         return key == "half_written"
     if value == [0]:
