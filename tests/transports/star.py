@@ -114,9 +114,9 @@ class Star:
         return not self.server.is_connected(peer)
 
 
-def is_closed(sock: socket.socket) -> bool:
+def is_closed(sock: socket.socket, *, timeout_s: float = 5.0) -> bool:
     """Whether the other end closes the connection within a short time, whatever it says first."""
-    sock.settimeout(5)
+    sock.settimeout(timeout_s)
     try:
         while sock.recv(1 << 16):
             pass

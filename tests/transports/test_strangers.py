@@ -223,7 +223,7 @@ def test_half_greetings_are_bounded_together(make_star: MakeStar) -> None:
     threads = [threading.Thread(target=hold) for _ in range(40)]
     for thread in threads:
         thread.start()
-    give_up = Deadline(15)
+    give_up = Deadline(90)
     while any(thread.is_alive() for thread in threads) and not give_up.passed:
         star.server.poll(Deadline(0.05))
     assert resident_bytes() - before < 450 << 20
