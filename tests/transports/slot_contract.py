@@ -23,6 +23,7 @@ from deltasync.testing.links import (
     greeted,
     payload_of,
     same_frame,
+    send_for_ever,
     within,
 )
 from deltasync.testing.transport import MAX_PAYLOAD_BYTES, TransportContract
@@ -217,6 +218,14 @@ class SlotContract(TransportContract):
         link.receivers[1].close()
         with within(PROMPT_S):
             link.sender.buffer(100, timeout_s=PATIENCE_S)
+
+    def test_a_receiver_that_does_not_read_is_late(self, link: Link) -> None:
+        link.add(1)
+        assert link.sender.open_epoch(link.peers, timeout_s=1) == {}
+        frame = Frame(bytes(1 << 20))
+        with within(2 * PROMPT_S), pytest.raises(TransportTimeout):
+            send_for_ever(link, frame, timeout_s=0.3)
+        assert not link.sender.is_connected(link.peers[0])
 
     # Peers that lie
 

@@ -287,6 +287,19 @@ def test_nccl_without_gpus_is_unavailable() -> None:
         Sender(backend="nccl")
 
 
+def test_who_only_polls_hears_later_of_a_member_that_it_has_lost(link: Link) -> None:
+    link.add(2)
+    link.open()
+    link.exchange(Frame(b"first", payload_of(100)))
+    link.receivers[1].close()
+    while link.sender.is_connected(link.peers[1]):
+        assert link.sender.poll(timeout_s=0.05) == []
+    assert link.sender.poll(timeout_s=0.05) == []
+    with pytest.raises(PeerLost):
+        link.sender.send(Frame(b"second"), timeout_s=PATIENCE_S)
+    assert isinstance(link.sender.collect_replies(timeout_s=0)[link.peers[1]], PeerLost)
+
+
 def test_headers_that_follow_an_announcement_arrive_before_the_end(link: Link) -> None:
     link.add(1)
     link.open()

@@ -30,7 +30,7 @@ MakeStar = Callable[..., Star]
 @pytest.fixture
 def make_star() -> Iterator[MakeStar]:
     with ExitStack() as stack:
-        yield lambda secret=None: Star(stack, secret)
+        yield lambda secret=None, **options: Star(stack, secret, **options)
 
 
 @contextmanager
@@ -212,7 +212,7 @@ def test_who_does_not_know_the_secret_is_not_heard(make_star: MakeStar, said: by
 
 @pytest.mark.promise("Security", "Strangers cost bounded connections, bytes, descriptors and time.")
 def test_half_greetings_are_bounded_together(make_star: MakeStar) -> None:
-    star = make_star()
+    star = make_star(greeting_timeout_s=90.0)
     half = HEADER.pack(b"dS", Kind.GREETING, 16 << 20) + bytes((16 << 20) - 1)
     before = resident_bytes()
 
