@@ -208,9 +208,11 @@ STAGED: list[Said] = [*JOINED, begin(), bucket(SPARSE, DENSE)]
 class Hand:
     """A sender by hand, and the receiver that hears it in the same thread."""
 
-    def __init__(self, options: ReceiverOptions = OPTIONS, *, world: int = 1) -> None:
+    def __init__(
+        self, options: ReceiverOptions = OPTIONS, *, world: int = 1, device: str = "cpu"
+    ) -> None:
         self.transport = inprocess.Sender()
-        self.module = model()
+        self.module = model().to(device)
         self.before = [as_bits(parameter.data).clone() for parameter in self.module.parameters()]
         self.receiver = WeightReceiver(
             ModuleTarget(self.module), self.transport.receiver(), options=options, world=world
