@@ -184,7 +184,7 @@ def test_weights_that_somebody_else_wrote_are_healed(trainer: Publisher) -> None
 
 
 def test_weights_that_were_reported_as_changed_are_measured_again(trainer: Publisher) -> None:
-    with Follower(trainer.place, options=ReceiverOptions(scrub_every=0)) as reader:
+    with Follower(trainer.place, options=ReceiverOptions(scrub_every=1)) as reader:
         reader.fetch()
         reader.model.load_state_dict(trainer.states[1])
         reader.receiver.invalidate()
