@@ -83,6 +83,7 @@ pytest.register_assert_rewrite(
 
 # These begin first: then no worker ends with a long file. The two that take gigabytes lie apart.
 LONGEST = [
+    "delta/test_compiled.py",
     "sync/test_interrupts.py",
     "sync/test_large.py",
     "sync/test_processes.py",
