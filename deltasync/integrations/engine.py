@@ -82,7 +82,6 @@ class Engine:
         is_settled: Whether that is known for this call.
         is_known: Whether the server may have workers that are connected to this trainer.
         is_whole: Whether no update has left the weights half written, as far as is known.
-        is_spoiled: Whether the engine does not hold its own weights, and must not generate.
         is_removed: Whether `remove` was called. has_left: whether nothing has to be done for that
             any more.
     """
@@ -107,7 +106,8 @@ class Engine:
         self.pause, self.outcome = Pause(paused), Future[object]()
         self.is_here = self.is_settled = self.is_known = self.is_removed = self.has_left = False
         self.is_whole = self._was_whole = True
-        self.is_spoiled = self._is_given_up = self._was_here = False
+        self._is_spoiled = False  # it does not hold its own weights, and must not generate
+        self._is_given_up = self._was_here = False
         self._connecting: Future[None] | None = None
         self._is_reached = False  # by that: it was asked, and workers have connected
         self._returned_s = 0.0  # when the server has answered that
@@ -197,11 +197,9 @@ class Engine:
         """Find out anew whether it is here."""
         now = time.monotonic()
         self._end_interrupted()
-        if self._is_leaving:
+        if self._is_leaving or self._was_here:
             self._awaited_until_s = now + min(_GRACE_S, self._terms.timeout_s)
-        if self._was_here:
-            self._missing_until_s = now + _RETURN_S
-            self._awaited_until_s = now + _GRACE_S
+        self._missing_until_s = now + _RETURN_S
         self.is_here = self.is_settled = self._was_here = False
 
     def _end_interrupted(self) -> None:
@@ -266,8 +264,8 @@ class Engine:
         if isinstance(server := self.server, OneCallServer):
             reached = asked(server.reach, self.pause.paused)
             self._one_call = server if reached == self.workers else None
-        if self.is_spoiled:  # it was restarted, or it would not connect
-            self.is_spoiled, self.is_whole = False, True
+        if self._is_spoiled:  # it was restarted, or it would not connect
+            self._is_spoiled, self.is_whole = False, True
         if self.is_whole:
             self.pause.end()
         else:
@@ -326,7 +324,7 @@ class Engine:
             self.is_known = False
             self.pause.forget()
         if isinstance(error, DirtyReceiver):  # it does not hold its own weights
-            self.is_spoiled, self.is_whole = True, False
+            self._is_spoiled, self.is_whole = True, False
             self.outcome = Future()  # what workers hold is not known
             try:
                 self.pause.begin()
