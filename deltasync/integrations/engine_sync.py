@@ -143,6 +143,8 @@ class EngineSync(Servers):
         if not engine.is_here and engine.error is not None:
             if engine.is_settled:
                 wait(engine.updates, self._limit.wait_s)  # it may have to be paused
+            elif not engine.is_asked:
+                engine.reconnect()
             raise engine.error
         self.sender.check_newcomers(self._specs or ())
 
