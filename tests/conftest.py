@@ -86,7 +86,7 @@ LONGEST = [
     "sync/test_interrupts.py",
     "sync/test_large.py",
     "sync/test_processes.py",
-    "delta/test_batched.py",
+    "delta/test_ends.py",
     "cli/test_command.py",
     "sync/test_forks.py",
     "cli/test_demo.py",

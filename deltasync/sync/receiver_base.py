@@ -149,6 +149,7 @@ class BaseReceiver(Closing):
         """
         with self._lock:
             self._session.on("invalidated")
+            self._scrub_is_due = False  # nothing of the weights is known
             self._synchronize()
 
     def detach(self) -> None:

@@ -8,6 +8,7 @@ import resource
 import signal
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def refused(*arguments: str | Path, code: int = 2) -> str:
     return done.stderr
 
 
-def assert_is(path: Path, state: dict[str, Tensor]) -> None:
+def assert_is(path: Path, state: Mapping[str, Tensor]) -> None:
     found = Checkpoint(path)
     assert set(found.specs) == state.keys() - ABSENT
     assert all(same_bits(found.tensor(name), state[name]) for name in found.specs)

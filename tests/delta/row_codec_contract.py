@@ -11,7 +11,6 @@ import tracemalloc
 from typing import ClassVar
 
 import numpy as np
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -134,55 +133,57 @@ class RowCodecContract:
         assert tuple(block.hex() for block in blocks[0]) == self.golden
 
     @many
-    @given(cases=st.lists(bit_pairs(), min_size=1, max_size=3))
-    def test_round_trip(self, cases: list[tuple[Dtype, Bits, Bits]]) -> None:
-        pairs = [row_of(new, old, dtype, self.codec.needs) for dtype, new, old in cases]
+    @given(cases=st.lists(bit_pairs(), min_size=1, max_size=3), extra=st.booleans(), seed=SEEDS)
+    def test_round_trip(
+        self, cases: list[tuple[Dtype, Bits, Bits]], extra: bool, seed: int
+    ) -> None:
+        """Of elements that change, and of some that are written and stay the same."""
+        rng = np.random.default_rng(seed)
+        pairs = []
+        for dtype, new, old in cases:
+            same = rng.integers(0, len(old), 5).astype(np.int32) if extra else None
+            pairs.append(row_of(new, old, dtype, self.codec.needs, same))
         together = assert_round_trip(self.codec, pairs)
         assert together == [self.codec.encode([row])[0] for row, _ in pairs]
 
-    @many
-    @given(case=bit_pairs(), seed=SEEDS)
-    def test_elements_that_are_written_and_stay_the_same(
-        self, case: tuple[Dtype, Bits, Bits], seed: int
-    ) -> None:
-        dtype, new, old = case
-        extra = np.random.default_rng(seed).integers(0, len(old), 5).astype(np.int32)
-        assert_round_trip(self.codec, [row_of(new, old, dtype, self.codec.needs, extra)])
-
-    @pytest.mark.parametrize("density", [1e-4, 1e-3, 1e-2, 0.1, 0.3, 0.5, 0.8, 0.99, 1.0, 30.0])
-    def test_weights_at_any_density(self, density: float) -> None:
-        new, old = weights(300_000, density, np.random.default_rng(1))
-        pair = row_of(new, old, dtypes.BY_NAME["bfloat16"], self.codec.needs)
-        (blocks,) = assert_round_trip(self.codec, [pair])
-        raw = 6 * len(pair[0].indices)
-        assert sum(map(len, blocks)) < 1.01 * raw + 64
+    def test_weights_at_any_density(self) -> None:
+        for density in (1e-4, 1e-2, 0.3, 0.99, 30.0):
+            new, old = weights(300_000, density, np.random.default_rng(1))
+            pair = row_of(new, old, dtypes.BY_NAME["bfloat16"], self.codec.needs)
+            (blocks,) = assert_round_trip(self.codec, [pair])
+            raw = 6 * len(pair[0].indices)
+            assert sum(map(len, blocks)) < 1.01 * raw + 64, density
 
     @many
-    @given(case=bit_pairs(), seed=SEEDS, num_flips=st.integers(0, 4), cut=st.integers(-9, 9))
-    def test_damaged_blocks_are_a_wire_error_or_sound_rows(
-        self, case: tuple[Dtype, Bits, Bits], seed: int, num_flips: int, cut: int
+    @given(
+        case=bit_pairs(),
+        seed=SEEDS,
+        num_flips=st.integers(0, 4),
+        cut=st.integers(-9, 9),
+        other=st.tuples(st.binary(max_size=100), st.binary(max_size=100)),
+    )
+    def test_wrong_blocks_are_a_wire_error_or_sound_rows(
+        self,
+        case: tuple[Dtype, Bits, Bits],
+        seed: int,
+        num_flips: int,
+        cut: int,
+        other: tuple[bytes, bytes],
     ) -> None:
+        """Damaged ones, and arbitrary ones beside one that is right or not."""
         dtype, new, old = case
         pair = row_of(new, old, dtype, self.codec.needs)
         rng = np.random.default_rng(seed)
-        index, value = map(bytearray, self.codec.encode([pair[0]])[0])
+        good = self.codec.encode([pair[0]])[0]
+        for blocks in (other, (good[0], other[1]), (other[0], good[1])):
+            self._decode_or_refuse(pair, blocks)
+        index, value = map(bytearray, good)
         for block in (index, value)[: 1 + seed % 2]:
             for at in rng.integers(0, max(1, len(block)), num_flips if block else 0):
                 block[at] = int(rng.choice(np.array([0, 1, 127, 128, 255, rng.integers(256)])))
         hit = (index, value)[seed // 2 % 2]
         hit[len(hit) + min(cut, 0) :] = bytes(max(cut, 0))
         self._decode_or_refuse(pair, (bytes(index), bytes(value)))
-
-    @many
-    @given(case=bit_pairs(), index=st.binary(max_size=100), value=st.binary(max_size=100))
-    def test_arbitrary_blocks_are_a_wire_error_or_sound_rows(
-        self, case: tuple[Dtype, Bits, Bits], index: bytes, value: bytes
-    ) -> None:
-        dtype, new, old = case
-        pair = row_of(new, old, dtype, self.codec.needs)
-        good = self.codec.encode([pair[0]])[0]
-        for blocks in ((index, value), (good[0], value), (index, good[1])):
-            self._decode_or_refuse(pair, blocks)
 
     def _decode_or_refuse(self, pair: Pair, blocks: tuple[bytes, bytes]) -> None:
         tracemalloc.start()

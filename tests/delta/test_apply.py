@@ -1,247 +1,152 @@
-"""Staged and in-place writes of a whole model."""
+"""What is wrong with a bucket is found before a write, and what was written wrong afterwards."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from deltasync import dtypes
-from deltasync.delta.backend import snapshot_of
-from deltasync.delta.bits import Flat, Live, Run
-from deltasync.delta.bucket import MIN_BUCKET_BYTES, staged_bytes_of
-from deltasync.delta.digests import DigestLedger
-from deltasync.delta.host.backend import DeltaPlan
+from deltasync.delta.backend import Applier, Kernels
+from deltasync.delta.bits import Flat, Run
+from deltasync.delta.bucket import BucketReader, ReadBucket
 from deltasync.delta.host.staging import Lines, Staging
-from deltasync.delta.policy import Policy
-from deltasync.delta.readers import WireReader
-from deltasync.delta.shard import whole
 from deltasync.errors import DigestMismatch, InvalidIndices, LimitExceeded
-from deltasync.testing.bits import specs_of
-from deltasync.testing.payloads import stage_runs
-from deltasync.wire.messages import ParameterSpec
+from deltasync.testing.payloads import payloads, stage_runs
+from tests.delta.ends import Model, Receiver, copies, device_of, digests_of, equal, sole
 from tests.worlds import strategies as own
-from tests.worlds.strategies import relaid, same_bits
+from tests.worlds.strategies import relaid
 
-Model = dict[str, Tensor]
-BUCKET_BYTES = st.sampled_from([MIN_BUCKET_BYTES, 1 << 20])
-I16, I32 = partial(torch.tensor, dtype=torch.int16), partial(torch.tensor, dtype=torch.int32)
-
-
-@dataclass
-class Sync:
-    """A live model, the model that it is to become, and the runs that make it so."""
-
-    live: Model
-    new: Model
-    flats: dict[int, Flat]
-    ledger: DigestLedger
-    runs: list[tuple[int, Run]]
-    staged_bytes: int
-
-    def stage(self, staging: Staging, bucket_bytes: int = 1 << 20) -> None:
-        stage_runs(staging, self.runs, self.ledger.specs, bucket_bytes=bucket_bytes)
+BOTH: list[Kernels] = ["torch", "triton"]
+both = pytest.mark.parametrize("kernels", BOTH)
 
 
-def ledger_of(model: Model, chunk_numel: int) -> DigestLedger:
-    ledger = DigestLedger(whole(specs_of(model)), chunk_numel=chunk_numel)
-    for number, tensor in enumerate(model.values()):
-        ledger.measure(number, Flat.of(tensor).read)
-    return ledger
+def indices(*places: int) -> Tensor:
+    return torch.tensor(places, dtype=torch.int32)
 
 
-def total(model: Model) -> int:
-    return ledger_of(model, 1000).total
+def opened(receiver: Receiver, *syncs: list[tuple[int, Run]]) -> list[ReadBucket]:
+    """A bucket of each list of runs, each as if it were the first of its sync."""
+    found = []
+    for runs in syncs:
+        [(payload, num_rows)] = payloads(runs, receiver.specs)
+        there = payload.to(device_of(receiver.kernels))
+        found.append(BucketReader(receiver.specs).open(there, num_rows))
+    return found
 
 
-def sync_of(live: Model, new: Model, policy: Policy, chunk_numel: int) -> Sync:
-    specs = specs_of(live)
-    old = [
-        WireReader.of(t, s.dtype, name=s.name) for t, s in zip(live.values(), specs, strict=True)
-    ]
-    readers = [
-        WireReader.of(t, s.dtype, name=s.name) for t, s in zip(new.values(), specs, strict=True)
-    ]
-    snapshot = snapshot_of(whole(specs), old, chunk_numel=policy.chunk_numel_on("cpu"))
-    delta = snapshot.compare(
-        readers, policy=policy, bucket_bytes=1 << 20, max_held_bytes=1 << 40, base_version=0
+def staging_of(receiver: Receiver, *, in_place: bool, said: list[bool]) -> Applier:
+    return receiver.backend.stage(
+        sparse_bytes=1,
+        dense_bytes=0,
+        max_bytes=0 if in_place else 1 << 20,
+        writing=lambda: said.append(True),
     )
-    assert isinstance(delta, DeltaPlan)
-    runs = []
-    for change in delta.changes:
-        for run in change.runs or ():
-            bits = run.bits
-            if bits is None:
-                bits = readers[change.parameter].read(run.start, run.stop)
-            runs.append((change.parameter, Run(run.start, run.span, run.indices, bits)))
-    needed = staged_bytes_of(
-        sparse_bytes=delta.sparse_bytes,
-        dense_bytes=delta.dense_bytes,
-    )
-    flats = {number: Flat.of(tensor) for number, tensor in enumerate(live.values())}
-    return Sync(live, new, flats, ledger_of(live, chunk_numel), runs, needed)
 
 
-@st.composite
-def syncs(draw: st.DrawFn) -> Sync:
-    """Syncs in which sender and receiver cut their parameters into different chunks."""
-    live = draw(own.models())
-    if draw(st.booleans()):
-        live = fused(live)
-    new = {name: draw(own.mutations(tensor)) for name, tensor in live.items()}
-    return sync_of(live, new, draw(own.policies()), draw(st.sampled_from([1, 5, 16, 1000])))
-
-
-def staging_of(flats: Mapping[int, Live], ledger: DigestLedger, **options: Any) -> Staging:
-    return Staging(Lines(flats, len(ledger.specs)), ledger, **options)
-
-
-def fused(model: Model) -> Model:
-    """Those that are contiguous in one storage, the last first, as engines fuse and stack."""
-    buffer = torch.zeros(sum(t.nbytes + 8 for t in model.values()), dtype=torch.uint8)
-    together, end = dict(model), len(buffer)
-    for name, tensor in model.items():
-        if tensor.is_contiguous():
-            begin = (end - tensor.nbytes) // 8 * 8
-            piece = buffer[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            together[name], end = piece.copy_(tensor), begin
-    return together
-
-
-def copies(model: Model) -> Model:
-    return {name: relaid(tensor, "contiguous") for name, tensor in model.items()}
-
-
-def equal(left: Model, right: Model) -> bool:
-    return all(same_bits(left[name], right[name]) for name in left)
-
-
-@pytest.mark.promise("All or nothing", "Staging writes nothing.")
-@given(sync=syncs(), bucket_bytes=BUCKET_BYTES)
-def test_stage_writes_nothing_commit_all_and_undo_takes_it_back(
-    sync: Sync, bucket_bytes: int
-) -> None:
-    before = copies(sync.live)
-    staging = staging_of(sync.flats, sync.ledger, max_bytes=sync.staged_bytes)
-    sync.stage(staging, bucket_bytes)
-    assert staging.staged_bytes == sync.staged_bytes
-    assert equal(sync.live, before)
-    assert staging.ledger.total == total(sync.new)
-    assert sync.ledger.total == total(before)
-    assert staging.commit() == total(sync.new)
-    assert equal(sync.live, sync.new)
-    staging.undo()
-    assert equal(sync.live, before)
-    assert np.array_equal(staging.ledger.sums, ledger_of(sync.new, sync.ledger.chunk_numel).sums)
-
-
-@given(sync=syncs(), bucket_bytes=BUCKET_BYTES)
-def test_in_place_says_so_before_it_writes_and_only_then(sync: Sync, bucket_bytes: int) -> None:
-    before, said = copies(sync.live), list[bool]()
-    staging = staging_of(
-        sync.flats,
-        sync.ledger,
-        in_place=True,
-        writing=lambda: said.append(bool(said) or equal(sync.live, before)),
-    )
-    sync.stage(staging, bucket_bytes)
-    assert all(said)
-    assert said or equal(sync.live, before)
-    said.clear()
-    elsewhere = staging_of({}, sync.ledger, in_place=True, writing=lambda: said.append(True))
-    sync.stage(elsewhere, bucket_bytes)  # of a bucket nothing is held: nothing is written
-    assert not said
-
-
-@given(sync=syncs(), bucket_bytes=BUCKET_BYTES)
-def test_in_place_writes_each_bucket_as_it_comes(sync: Sync, bucket_bytes: int) -> None:
-    in_place = staging_of(sync.flats, sync.ledger, in_place=True)
-    sync.stage(in_place, bucket_bytes)
-    assert equal(sync.live, sync.new)
-    assert in_place.commit() == total(sync.new)
-    assert in_place.staged_bytes == 0
-    assert np.array_equal(in_place.ledger.sums, ledger_of(sync.new, sync.ledger.chunk_numel).sums)
-
-
-@given(sync=syncs(), bucket_bytes=BUCKET_BYTES, held=st.sets(st.integers(0, 4)))
-def test_parameters_of_other_ranks_are_checked_but_not_staged(
-    sync: Sync, bucket_bytes: int, held: set[int]
-) -> None:
-    flats = {number: flat for number, flat in sync.flats.items() if number in held}
-    before = copies(sync.live)
-    staging = staging_of(flats, sync.ledger, max_bytes=sync.staged_bytes)
-    sync.stage(staging, bucket_bytes)
-    assert staging.staged_bytes <= sync.staged_bytes
+def written(staging: Applier, buckets: list[ReadBucket]) -> None:
+    for bucket in buckets:
+        staging.stage_bucket(bucket)
     staging.commit()
-    for number, name in enumerate(sync.live):
-        wanted = sync.new if number in flats else before
-        assert same_bits(sync.live[name], wanted[name])
-
-
-@given(sync=syncs(), lie=st.integers(1, 1 << 20))
-def test_a_sync_larger_than_declared_is_refused_before_any_write(sync: Sync, lie: int) -> None:
-    if not sync.runs:
-        return
-    before = copies(sync.live)
-    declared = max(0, sync.staged_bytes - lie)
-    staging = staging_of(sync.flats, sync.ledger, max_bytes=declared)
-    with pytest.raises(LimitExceeded, match=r"layers\.\d\.weight: "):
-        sync.stage(staging)
-    assert equal(sync.live, before)
 
 
 BAD_INDICES = {
     "unsorted": [3, 2],
     "repeated": [2, 2],
+    "repeated at the end": [1, 2, 3, 3],
     "negative": [-1, 2],
+    "far below": [-(1 << 31), 2],
     "beyond the span": [1, 6],
     "far beyond": [1, (1 << 31) - 1],
 }
 
 
-@pytest.mark.parametrize("indices", BAD_INDICES.values(), ids=BAD_INDICES.keys())
-@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize("bad", BAD_INDICES.values(), ids=BAD_INDICES.keys())
 @pytest.mark.parametrize("in_place", [False, True], ids=["staged", "in place"])
+@both
 def test_bad_indices_are_found_before_any_write(
-    in_place: bool, held: bool, indices: list[int]
+    kernels: Kernels, in_place: bool, bad: list[int]
 ) -> None:
-    live = {"w": torch.zeros(10, dtype=torch.int16)}
-    flats = {0: Flat.of(live["w"])} if held else {}
-    ledger = ledger_of(live, 4)
-    writer = staging_of(flats, ledger, in_place=in_place)
-    bits = torch.ones(2, dtype=torch.int16)
-    good, bad = Run(0, 2, I32([0, 1]), bits), Run(2, 6, I32(indices), bits)
-    with pytest.raises(InvalidIndices, match="w: "):
-        stage_runs(writer, [(0, good), (0, bad)], ledger.specs)
-    assert not live["w"].any()
-    assert writer.ledger.total == ledger.total
+    """Of parameters that are held, too, and on the host of those of other ranks of the engine."""
+    for number in (0, 1) if kernels == "torch" else (0,):
+        receiver = Receiver(
+            {n: torch.zeros(10, dtype=torch.int16) for n in "ab"}, kernels, held=[0]
+        )
+        said = list[bool]()
+        staging = staging_of(receiver, in_place=in_place, said=said)
+        bits = torch.ones(len(bad), dtype=torch.int16)
+        good = number, Run(0, 2, indices(0, 1), bits[:2])
+        buckets = opened(receiver, [good, (number, Run(2, 6, indices(*bad), bits))])
+        with pytest.raises(InvalidIndices, match=f"{'ab'[number]}: "):
+            written(staging, buckets)
+        assert not receiver.live["a"].any()
 
 
+@pytest.mark.promise("Errors", "In place, nothing of a bad bucket, or of later ones, is written.")
 @pytest.mark.parametrize("bad", range(4))
-def test_in_place_a_bucket_is_checked_whole_before_its_first_element_is_written(bad: int) -> None:
+@both
+def test_in_place_a_bucket_is_checked_whole_before_its_first_element_is_written(
+    kernels: Kernels, bad: int
+) -> None:
     """Whatever way its rows are taken: by item size, or one by one where they are strided."""
-    strided = torch.zeros(10, 2, dtype=torch.int32)[:, 0]
-    live = {"a": torch.zeros(10, dtype=torch.int16), "b": torch.zeros(10, dtype=torch.int32)}
-    live |= {"c": strided, "d": torch.zeros(10, dtype=torch.int8), "e": torch.zeros(10).bfloat16()}
-    flats, said = {n: Flat.of(tensor) for n, tensor in enumerate(live.values())}, list[bool]()
-    ledger = ledger_of(live, 4)
-    runs = [(4, Run(0, 10, None, torch.ones(10, dtype=torch.int16)))]
-    for number, tensor in enumerate([*live.values()][:4]):
-        indices = I32([3, 2] if number == bad else [2, 3])
-        runs.insert(number, (number, Run(0, 10, indices, torch.ones(2, dtype=tensor.dtype))))
-    writer = staging_of(flats, ledger, in_place=True, writing=lambda: said.append(True))
-    with pytest.raises(InvalidIndices, match=f"{[*live][bad]}: "):
-        stage_runs(writer, runs, ledger.specs)
-    assert [name for name, tensor in live.items() if tensor.any()] == []
+    kinds = {"a": torch.int16, "b": torch.int32, "c": torch.int32, "d": torch.int8}
+    kinds["e"] = torch.bfloat16
+    model = {name: torch.zeros(10, dtype=dtype) for name, dtype in kinds.items()}
+    receiver = Receiver(model, kernels, layout="contiguous")
+    if kernels == "torch":
+        strided = torch.zeros(10, 2, dtype=torch.int32)[:, 0]
+        receiver = Receiver(model, layout="contiguous", instead={"c": strided})
+    said = list[bool]()
+    staging = staging_of(receiver, in_place=True, said=said)
+
+    def runs(wrong: int | None) -> list[tuple[int, Run]]:
+        found = [(4, Run(0, 10, None, torch.ones(10, dtype=torch.int16)))]
+        for number, dtype in enumerate([*kinds.values()][:4]):
+            places = indices(3, 3) if number == wrong else indices(2, 3)
+            found.insert(number, (number, Run(0, 10, places, torch.ones(2, dtype=dtype))))
+        return found
+
+    buckets = opened(receiver, runs(bad), runs(None))
+    with pytest.raises(InvalidIndices, match=f"{[*model][bad]}: "):
+        written(staging, buckets)
+    assert not any(tensor.any() for tensor in receiver.live.values())
+    assert not said or kernels == "triton"  # which does not wait for what it finds
+
+
+def test_in_place_nothing_is_said_of_what_is_held_elsewhere() -> None:
+    receiver = Receiver({n: torch.zeros(10, dtype=torch.int16) for n in "ab"}, held=[0])
+    said = list[bool]()
+    staging = staging_of(receiver, in_place=True, said=said)
+    ones = torch.ones(10, dtype=torch.int16)
+    runs = [(1, Run(0, 5, indices(1, 2), ones[:2])), (1, Run(5, 5, None, ones[:5]))]
+    written(staging, opened(receiver, runs))
     assert not said
+
+
+@given(model=own.models(), data=st.data(), lie=st.integers(1, 1 << 20))
+def test_a_sync_larger_than_declared_is_refused_before_any_write(
+    model: Model, data: st.DataObject, lie: int
+) -> None:
+    sender, receiver = sole(model), Receiver(model)
+    sender.write({name: data.draw(own.mutations(tensor)) for name, tensor in model.items()})
+    plan, before = sender.delta(), copies(receiver.live)
+    room = receiver.backend.stage(
+        sparse_bytes=max(0, plan.sparse_bytes - lie),
+        dense_bytes=max(0, plan.dense_bytes - lie),
+        max_bytes=1 << 40,
+        writing=lambda: None,
+    )
+    if plan.nnz:
+        with pytest.raises(LimitExceeded, match=r"layers\.\d\.weight: "):
+            receiver.bring(plan, room)
+    assert equal(receiver.live, before)
+
+
+# Writes that do not stick
 
 
 @dataclass
@@ -255,20 +160,18 @@ class Faulty:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.flat, name)
 
-    def _put_back(self, old: Tensor) -> None:
+    def _write(self, write: Any, *arguments: Any) -> None:
+        old = self.flat.read(self.stuck, self.stuck + 1).clone()
+        write(*arguments)
         if self.times > 0:
             self.flat.write(self.stuck, old)
         self.times -= 1
 
     def write(self, start: int, bits: Tensor) -> None:
-        old = self.flat.read(self.stuck, self.stuck + 1).clone()
-        self.flat.write(start, bits)
-        self._put_back(old)
+        self._write(self.flat.write, start, bits)
 
     def scatter(self, positions: Tensor, bits: Tensor) -> None:
-        old = self.flat.read(self.stuck, self.stuck + 1).clone()
-        self.flat.scatter(positions, bits)
-        self._put_back(old)
+        self._write(self.flat.scatter, positions, bits)
 
 
 class StuckLine(Tensor):
@@ -292,20 +195,21 @@ def faulty(tensor: Tensor, **arguments: int) -> tuple[Lines, Any]:
 
 
 RUNS = {
-    "sparse": Run(0, 10, torch.tensor([1, 4], dtype=torch.int32), torch.ones(2, dtype=torch.int16)),
+    "sparse": Run(0, 10, indices(1, 4), torch.ones(2, dtype=torch.int16)),
     "dense": Run(2, 6, None, torch.ones(6, dtype=torch.int16)),
 }
+every_run = pytest.mark.parametrize("run", RUNS.values(), ids=RUNS.keys())
 
 
 @pytest.mark.promise(
     "Checks",
     "What is written is read back; a write that does not persist is an error.",
 )
-@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS.keys())
+@every_run
 @pytest.mark.parametrize("layout", ["contiguous", "stepped"])
 def test_a_write_that_does_not_stick_is_an_error(run: Run, layout: own.Layout) -> None:
     live = relaid(torch.zeros(10, dtype=torch.int16), layout)
-    ledger = ledger_of({"w": live}, 4)
+    ledger = digests_of({"w": live}, 4, [0])
     lines, _ = faulty(live, stuck=4)
     staging = Staging(lines, ledger)
     stage_runs(staging, [(0, run)], ledger.specs)
@@ -318,11 +222,11 @@ def test_a_write_that_does_not_stick_is_an_error(run: Run, layout: own.Layout) -
         stage_runs(in_place, [(0, run)], ledger.specs)
 
 
-@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS.keys())
+@every_run
 def test_an_undo_that_does_not_stick_is_an_error(run: Run) -> None:
     live = torch.zeros(10, dtype=torch.int16)
     lines, broken = faulty(live, stuck=4, times=0)
-    ledger = ledger_of({"w": live}, 4)
+    ledger = digests_of({"w": live}, 4, [0])
     staging = Staging(lines, ledger)
     stage_runs(staging, [(0, run)], ledger.specs)
     staging.commit()
@@ -333,80 +237,16 @@ def test_an_undo_that_does_not_stick_is_an_error(run: Run) -> None:
 
 def test_undo_after_a_write_that_raised_restores_what_was_written() -> None:
     live = {"a": torch.zeros(4), "b": torch.zeros(4)}
-    sync = sync_of(live, {name: t + 1 for name, t in live.items()}, Policy(), 1000)
-    broken = cast("Any", Faulty(sync.flats[1], stuck=0))
-    staging = staging_of(sync.flats | {1: broken}, sync.ledger)
-    sync.stage(staging)
+    flats = [Flat.of(tensor) for tensor in live.values()]
+    broken = cast("Any", Faulty(flats[1], stuck=0, times=0))
+    ledger = digests_of(live, 4, [0, 1])
+    staging = Staging(Lines({0: flats[0], 1: broken}, 2), ledger)
+    ones = torch.ones(4, dtype=torch.int32)
+    stage_runs(staging, [(n, Run(0, 4, None, ones)) for n in (0, 1)], ledger.specs)
     broken.write = broken.scatter = None  # the first write of "b" raises
     with pytest.raises(TypeError):
         staging.commit()
-    assert live["a"].all()
+    assert live["a"].any()
     del broken.write, broken.scatter
     staging.undo()
-    assert equal(live, {"a": torch.zeros(4), "b": torch.zeros(4)})
-
-
-@dataclass
-class Sparse:
-    """Stands in for a parameter too large to allocate: what is not written is 0."""
-
-    values: dict[int, int] = field(default_factory=dict)
-    line: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int16))
-
-    def held(self, start: int, stop: int) -> None:
-        pass
-
-    def keeps(self, positions: Tensor) -> None:
-        pass
-
-    def read(self, start: int, stop: int) -> Tensor:
-        return self.gather(torch.arange(start, stop))
-
-    def gather(self, positions: Tensor) -> Tensor:
-        found = [self.values.get(p, 0) for p in positions.tolist()]
-        return torch.tensor(found, dtype=torch.int16)
-
-    def write(self, start: int, bits: Tensor) -> None:
-        self.scatter(torch.arange(start, start + len(bits)), bits)
-
-    def scatter(self, positions: Tensor, bits: Tensor) -> None:
-        self.values.update(zip(positions.tolist(), bits.tolist(), strict=True))
-
-
-@pytest.mark.parametrize("in_place", [False, True], ids=["staged", "in place"])
-def test_positions_beyond_int32(in_place: bool) -> None:
-    spec = ParameterSpec(("w",), (1 << 20, 1 << 12), dtypes.BY_NAME["bfloat16"])
-    live = Sparse()
-    flats = {0: cast("Flat", live)}
-    ledger = DigestLedger(whole([spec]), chunk_numel=1 << 18)
-    writer = staging_of(flats, ledger, in_place=in_place)
-    end = spec.numel
-    runs = [
-        Run(5, (1 << 31) - 1, I32([0, 7, (1 << 31) - 2]), I16([1, 2, 3])),
-        Run((1 << 31) + 4, 4, I32([0, 3]), I16([4, 5])),
-        Run(end - 2, 2, None, I16([6, 7])),
-    ]
-    stage_runs(writer, [(0, run) for run in runs], ledger.specs)
-    digest = writer.commit()
-    expected = {
-        5: 1,
-        12: 2,
-        (1 << 31) + 3: 3,
-        (1 << 31) + 4: 4,
-        (1 << 31) + 7: 5,
-        end - 2: 6,
-        end - 1: 7,
-    }
-    assert live.values == expected
-    assert digest == writer.ledger.total
-    if not in_place:
-        writer.undo()
-        assert not any(live.values.values())
-
-
-@given(
-    num=st.integers(0, 1 << 40), item=st.sampled_from([1, 2, 4, 8]), dense=st.integers(0, 1 << 40)
-)
-def test_what_a_begin_declares(num: int, item: int, dense: int) -> None:
-    needed = staged_bytes_of(sparse_bytes=(4 + item) * num, dense_bytes=dense)
-    assert needed == num * (8 + 2 * item) + 2 * dense
+    assert not any(tensor.any() for tensor in live.values())

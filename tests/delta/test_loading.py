@@ -29,12 +29,16 @@ class Loaded:
 
     def __init__(self) -> None:
         self.names: list[str] = []
+        self.values: list[list[int]] = []
+        self.groups: Sequence[Sequence[str]] = ()
 
     def load(self, weights: Iterable[tuple[str, Tensor]], /) -> None:
-        self.names += [name for name, _ in weights]
+        for name, tensor in weights:
+            self.names.append(name)
+            self.values.append(tensor.tolist())
 
     def together(self) -> Sequence[Sequence[str]]:
-        return ()
+        return self.groups
 
     def finish(self) -> None:
         pass
@@ -91,22 +95,9 @@ def test_a_tensor_that_comes_twice_is_refused_before_it_is_loaded_again(
     assert loader.names == before
 
 
-class InPairs(Loaded):
-    """A loader that needs `a` and `b` in one call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.values: list[list[int]] = []
-
-    def load(self, weights: Iterable[tuple[str, Tensor]], /) -> None:
-        self.values += [tensor.tolist() for _, tensor in weights]
-
-    def together(self) -> Sequence[Sequence[str]]:
-        return (("a", "b"),)
-
-
 def test_what_waits_for_another_tensor_outlives_its_payload() -> None:
-    loader = InPairs()
+    loader = Loaded()
+    loader.groups = (("a", "b"),)  # needed in one call
     applier = loading(loader, [])
     for number in (0, 1):  # each in a payload that is overwritten
         stage_runs(applier, [dense(number)], SPECS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any, cast
 
 import pytest
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from deltasync.delta.region import Region
-from deltasync.delta.route import Piece, covers, joined
+from deltasync.delta.route import Piece
 from deltasync.engines.routes.recorder import CheckpointTensor, Recording, record
 from deltasync.errors import ConfigError
 
@@ -141,26 +140,13 @@ def loaders(draw: st.DrawFn, steps: list[Any]) -> tuple[Load, Weights, Weights]:
                 tensor = step(tensor)
             live[f"live {name}"][place].copy_(tensor)
 
+    load.__name__ = "of_views" if steps == VIEWS else "of_copies"
     return load, weights, live
 
 
-@given(loader=loaders(VIEWS))
+@given(loader=loaders(VIEWS) | loaders([*VIEWS, *COPIES, *COPIES]))
 def test_pieces_do_what_the_loader_does(loader: tuple[Load, Weights, Weights]) -> None:
-    load, weights, live = loader
-    recording = loads_as_recorded(load, weights, live)
-    assert not recording.refused
-    for name, tensor in live.items():
-        written = (tensor != 0).all()  # no weight is 0
-        assert (name not in recording.uncovered) == written
-    for name, pieces in recording.pieces.items():
-        for piece in pieces:
-            if piece.source == Region.run(0, weights[name].numel()):
-                view = piece.target.view(live[piece.live]).reshape(-1)
-                assert torch.equal(view, weights[name].reshape(-1))
-
-
-@given(loader=loaders([*VIEWS, *COPIES, *COPIES]))
-def test_copies_on_the_way_are_followed_or_refused(loader: tuple[Load, Weights, Weights]) -> None:
+    """Views are followed, and copies on the way are followed or refused."""
     load, weights, live = loader
     recording = watched(load, weights, live)
     made = scattered(recording, weights, live)
@@ -169,6 +155,17 @@ def test_copies_on_the_way_are_followed_or_refused(loader: tuple[Load, Weights, 
         same = torch.equal(made[f"live {name}"], live[f"live {name}"])
         assert same or name in recording.refused
         target(float(name not in recording.refused), label=f"{name} followed")
+    if load.__name__ == "of_views":
+        assert not recording.refused
+    if recording.refused:
+        return
+    for name, tensor in live.items():
+        assert (name not in recording.uncovered) == (tensor != 0).all()  # no weight is 0
+    for name, pieces in recording.pieces.items():
+        for piece in pieces:
+            if piece.source == Region.run(0, weights[name].numel()):
+                view = piece.target.view(live[piece.live]).reshape(-1)
+                assert torch.equal(view, weights[name].reshape(-1))
 
 
 @given(
@@ -197,25 +194,6 @@ def test_parts_in_any_order_do_what_the_loader_does(
     if order == sorted(order):
         whole = Region.run(0, weights["w"].numel())
         assert [piece.source for piece in recording.pieces["w"]] == [whole]
-
-
-def test_a_copy_in_another_order_is_followed() -> None:
-    """As loaders do that take fused heads apart: view, permute, reshape."""
-    live = {"live": torch.zeros(24, 5)}
-    weights = {"w": torch.randn(24, 5), "empty": torch.randn(0, 3)}
-
-    def load(given: Iterable[tuple[str, Tensor]]) -> None:
-        for name, tensor in given:
-            if name == "w":
-                heads = tensor.view(4, 3, 2, 5).transpose(0, 1)
-                live["live"].copy_(heads.reshape(24, 5).contiguous())
-            else:
-                live["live"][:0, :3].copy_(tensor.clone())
-
-    recording = loads_as_recorded(load, weights, live)
-    assert recording.refused == recording.uncovered == {}
-    [piece] = recording.pieces["w"]
-    assert piece.source == Region.run(0, 120)
 
 
 # What engines do
@@ -268,30 +246,64 @@ def test_fused_stacked_transposed_and_padded_parameters_are_followed() -> None:
     assert whole == {"q", "k", "v", "o", "embed"}
 
 
-def test_a_tensor_that_is_kept_in_another_dtype_is_to_be_sent_as_that() -> None:
-    live: Weights = {"router": torch.zeros(4), "scale": torch.zeros(4)}
-    weights = {name: torch.randn(4, dtype=torch.bfloat16) for name in live}
+def heads(given: Iterable[tuple[str, Tensor]], live: Weights) -> None:
+    """As loaders do that take fused heads apart: view, permute, reshape."""
+    for _, tensor in given:
+        live["live"].copy_(tensor.view(2, 3, 2, 2).transpose(0, 1).reshape(12, 2).contiguous())
 
-    def load(given: Iterable[tuple[str, Tensor]]) -> None:
-        for name, tensor in given:
-            live[name].copy_(tensor if name == "router" else tensor.to(torch.float32))
 
-    recording = loads_as_recorded(load, weights, live)
+def freed(given: Iterable[tuple[str, Tensor]], live: Weights) -> None:
+    """Parts of a join go before it is copied."""
+    parts = [tensor for _, tensor in given]
+    whole = torch.cat(parts)
+    for part in parts:
+        part.data = torch.empty(0, device=part.device)
+    live["live"].copy_(whole)
+
+
+def nothing_filled(given: Iterable[tuple[str, Tensor]], live: Weights) -> None:
+    for _, tensor in given:
+        live["live"].copy_(tensor)
+        live["live"][12:].zero_()
+        live["live"][12:].normal_()
+
+
+FOLLOWED = {
+    "heads": (heads, torch.float32),
+    "freed parts": (freed, torch.float32),
+    "nothing is filled": (nothing_filled, torch.float32),
+    "kept in another dtype": (
+        lambda given, live: [live["live"].copy_(t) for _, t in given],
+        torch.bfloat16,
+    ),
+    "cast": (lambda given, live: [live["live"].copy_(t.float()) for _, t in given], torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("how", FOLLOWED)
+def test_copies_of_all_kinds_are_followed(how: str) -> None:
+    way, dtype = FOLLOWED[how]
+    shapes = {"a": (5, 2), "b": (7, 2)} if way is freed else {"w": (12, 2)}
+    weights = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+    live = {"live": torch.zeros(12, 2)}
+    recording = watched(lambda given: way(given, live), weights, live)
     assert recording.refused == recording.uncovered == {}
-    assert {name: dtype.name for name, dtype in recording.dtypes.items()} == {
-        "router": "float32",
-        "scale": "float32",
-    }
+    assert set(recording.pieces) == set(weights)
+    made = scattered(recording, weights, live)["live"]
+    way([(name, tensor.clone()) for name, tensor in weights.items()], live)
+    assert torch.equal(made, live["live"])
+    assert {found.name for found in recording.dtypes.values()} == {"float32"}
 
 
-def test_tied_names_stand_for_one_tensor() -> None:
-    shared = torch.zeros(4)
-    live = {"embed": shared, "head": shared}
-    recording = watched(
-        lambda given: [shared.copy_(t) for _, t in given], {"w": torch.randn(4)}, live
-    )
-    assert (recording.uncovered, recording.untouched) == ({}, ())
-    assert [piece.live for piece in recording.pieces["w"]] == ["embed"]
+@pytest.mark.parametrize("rows", [0, 4])
+def test_tied_names_stand_for_one_tensor_unless_it_is_empty(rows: int) -> None:
+    shared = torch.zeros(rows, 4)
+    live = {"embed": shared, "head": shared} if rows else {n: shared.clone() for n in ("a", "b")}
+    names = list(live)[: 1 if rows else 2]
+    weights = {name: torch.randn(rows, 4) for name in names}
+    recording = watched(lambda given: [live[n].copy_(t) for n, t in given], weights, live)
+    assert (recording.refused, recording.uncovered, recording.untouched) == ({}, {}, ())
+    assert [piece.live for name in names for piece in recording.pieces[name]] == names
 
 
 @given(st.data())
@@ -354,8 +366,23 @@ COMPUTED: dict[str, Callable[[Tensor, Tensor], object]] = {
 }
 
 
-@pytest.mark.parametrize("way", COMPUTED.values(), ids=COMPUTED)
-def test_what_is_not_only_copied_is_refused(way: Callable[[Tensor, Tensor], object]) -> None:
+def filled_twice(w: Tensor, live: Tensor) -> None:
+    live.zero_()
+    live.copy_(w)
+
+
+OVERWRITTEN: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "half": lambda w, live: live[:2].copy_(w[:2]),
+    "twice": lambda w, live: (live.copy_(w), live[:1].copy_(w[:1])),
+    "filled and written": filled_twice,
+    "random": lambda w, live: (live.copy_(w), live[:1].normal_()),
+    "real values": lambda w, live: (live[:2].copy_(w[:2]), live[2:].copy_(torch.ones(2))),
+}
+
+
+@pytest.mark.parametrize("how", [*COMPUTED, *OVERWRITTEN])
+def test_what_does_not_follow_the_checkpoint_alone_is_named(how: str) -> None:
+    """What is not only copied is refused, and what is written otherwise too is not covered."""
     live = {"good": torch.zeros(4), "bad": torch.zeros(4)}
     weights = {name: torch.randn(4) for name in live}
 
@@ -364,28 +391,13 @@ def test_what_is_not_only_copied_is_refused(way: Callable[[Tensor, Tensor], obje
             if name == "good":
                 live[name].copy_(tensor)
             else:
-                way(tensor, live[name])
+                (COMPUTED | OVERWRITTEN)[how](tensor, live[name])
 
     recording = watched(load, weights, live)
-    assert set(recording.refused) == {"bad"}
-    assert set(recording.pieces) == {"good"}
-    assert "bad" in {*recording.uncovered, *recording.untouched}
-    assert "good" not in {*recording.uncovered, *recording.untouched}
-
-
-def test_parts_of_a_join_may_be_freed_before_it_is_copied() -> None:
-    live = {"live": torch.zeros(6)}
-
-    def load(given: Iterable[tuple[str, Tensor]]) -> None:
-        parts = [tensor for _, tensor in given]
-        whole = torch.cat(parts)
-        for part in parts:
-            part.data = torch.empty(0, device=part.device)
-        live["live"].copy_(whole)
-
-    recording = watched(load, {"a": torch.randn(2), "b": torch.randn(4)}, live)
-    assert recording.refused == recording.uncovered == {}
-    assert set(recording.pieces) == {"a", "b"}
+    lost = {*recording.uncovered, *recording.untouched}
+    assert lost == {"bad"}
+    assert set(recording.refused) == ({"bad"} if how in COMPUTED else set())
+    assert "good" in recording.pieces
 
 
 def test_storage_that_is_freed_is_not_taken_for_another() -> None:
@@ -408,54 +420,6 @@ def test_what_the_loader_does_not_ask_for_is_refused() -> None:
 
     recording = watched(load, {name: torch.randn(4) for name in live}, live)
     assert recording.refused == {"b": "is not asked for"}
-
-
-def test_nothing_may_be_filled_in_any_way() -> None:
-    live = {"w": torch.zeros(4)}
-
-    def load(weights: Iterable[tuple[str, Tensor]]) -> None:
-        for _, tensor in weights:
-            live["w"].copy_(tensor)
-            live["w"][4:].zero_()
-            live["w"][4:].normal_()
-
-    recording = record(load, [CheckpointTensor("w", (4,), torch.float32)], live)
-    assert (recording.uncovered, recording.padding) == ({}, {})
-
-
-def test_empty_tensors_are_not_tied() -> None:
-    live = {"a": torch.zeros(0, 4), "b": torch.zeros(0, 4)}
-    weights = {name: torch.zeros(0, 4) for name in live}
-    recording = loads_as_recorded(
-        lambda given: [live[name].copy_(tensor) for name, tensor in given], weights, live
-    )
-    assert recording.refused == recording.uncovered == {}
-    assert {name: piece.live for name, [piece] in recording.pieces.items()} == {"a": "a", "b": "b"}
-
-
-def filled_twice(w: Tensor, live: Tensor) -> None:
-    live.zero_()
-    live.copy_(w)
-
-
-OVERWRITTEN: dict[str, Callable[[Tensor, Tensor], object]] = {
-    "half": lambda w, live: live[:2].copy_(w[:2]),
-    "twice": lambda w, live: (live.copy_(w), live[:1].copy_(w[:1])),
-    "filled and written": filled_twice,
-    "random": lambda w, live: (live.copy_(w), live[:1].normal_()),
-    "real values": lambda w, live: (live[:2].copy_(w[:2]), live[2:].copy_(torch.ones(2))),
-}
-
-
-@pytest.mark.parametrize("way", OVERWRITTEN.values(), ids=OVERWRITTEN)
-def test_live_tensors_that_do_not_follow_the_checkpoint_alone_are_named(
-    way: Callable[[Tensor, Tensor], object],
-) -> None:
-    live = {"w": torch.zeros(4)}
-    recording = watched(
-        lambda given: [way(t, live["w"]) for _, t in given], {"w": torch.randn(4)}, live
-    )
-    assert set(recording.uncovered) == {"w"}
 
 
 def test_storage_that_the_loader_exchanges_is_put_back() -> None:
@@ -512,40 +476,3 @@ def test_leaving_out_is_proposed_only_for_what_the_engine_does_not_have(
         record(load, entries({"model.layers.0.mlp.bias": torch.ones(4)}), live)
     says_so = "leave it out: SenderOptions(leave_out=['model.layers.0.mlp.bias'])"
     assert (says_so in str(error.value)) is is_left_out
-
-
-# Pieces
-
-
-def run(start: int, live_start: int, numel: int, live: str = "w") -> Piece:
-    return Piece(live, Region.run(start, numel), Region.run(live_start, numel))
-
-
-def test_rows_that_stand_at_equal_distances_are_one_piece() -> None:
-    rows = [run(4 * n, 100 + 8 * n, 4) for n in range(5)]
-    assert joined(rows[::-1]) == (Piece("w", Region.run(0, 20), Region(100, ((5, 8), (4, 1)))),)
-
-
-def test_parts_that_continue_each_other_are_one_piece() -> None:
-    parts = [run(a, 7 + a, b - a) for a, b in ((0, 4), (4, 13), (13, 15))]
-    assert joined(parts) == (run(0, 7, 15),)
-    assert len(joined([*parts, run(15, 22, 1, live="v")])) == 2
-
-
-@given(
-    cuts=st.lists(st.integers(0, 20), max_size=4),
-    drop=st.integers(0, 4),
-    shift=st.integers(-1, 1),
-)
-def test_regions_cover_a_tensor_or_do_not(cuts: list[int], drop: int, shift: int) -> None:
-    live = torch.zeros(30)[5:25]
-    ends = [0, *sorted(cuts), 20]
-    regions = [Region.run(5 + low, high - low) for low, high in pairwise(ends)]
-    assert covers(live, regions)
-    changed = [r for n, r in enumerate(regions) if n != drop or shift]
-    if drop < len(regions) and shift:
-        moved = regions[drop]
-        changed[drop] = Region.run(moved.start + shift, moved.numel)
-    same = [r for r in changed if r.numel] == [r for r in regions if r.numel]
-    assert covers(live, changed) == same
-    assert covers(live.view(4, 5).t(), changed) == same

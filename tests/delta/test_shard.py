@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from itertools import product
 from math import prod
-from typing import Any
 
 import pytest
 import torch
@@ -15,10 +14,7 @@ from torch import Tensor
 
 from deltasync.delta.shard import (
     ShardSpec,
-    is_sharded,
-    local_of,
     placed,
-    rows_of,
     shard_of,
     share_out,
 )
@@ -66,18 +62,6 @@ def test_shards_of_shards_are_cut_from_left_to_right(
         assert_is(placed(shape, mesh, coordinate, splits), held)
 
 
-@given(
-    shape=st.tuples(SIZES, SIZES), data=st.integers(1, 4), tensor=st.integers(1, 4), dim=st.just(0)
-)
-def test_fsdp_cuts_what_tensor_parallelism_has_cut(
-    shape: tuple[int, int], data: int, tensor: int, dim: int
-) -> None:
-    for row, column in product(range(data), range(tensor)):
-        held = chunk(chunk(numbered(shape), tensor, dim, column), data, dim, row)
-        splits = [(dim, tensor), (dim, 1)]
-        assert_is(placed(shape, (data, tensor), (row, column), splits), held)
-
-
 @given(data=st.data(), world=st.integers(1, 6), split_above=st.sampled_from([0, 40, 1 << 20]))
 def test_everything_is_sent_once_and_by_whom_holds_it(
     data: st.DataObject, world: int, split_above: int
@@ -104,10 +88,10 @@ def test_everything_is_sent_once_and_by_whom_holds_it(
 
 
 def test_replicas_share_the_work() -> None:
-    specs = {f"layer{number}": ShardSpec.whole((8, 100)) for number in range(3)}
+    specs = {f"layer{number}": ShardSpec.whole((8, 100)) for number in range(2)}
     specs |= {f"norm{number}": ShardSpec.whole((100,)) for number in range(8)}
     shares = share_out([specs] * 4, dict.fromkeys(specs, 2), split_above=1000)
-    assert [sum(box.numel for box in share.values()) for share in shares] == [800] * 4
+    assert [sum(box.numel for box in share.values()) for share in shares] == [600] * 4
 
 
 def test_ranks_that_leave_gaps_or_disagree_are_refused() -> None:
@@ -118,104 +102,27 @@ def test_ranks_that_leave_gaps_or_disagree_are_refused() -> None:
             share_out([{"w": top}, other], {"w": 2})
 
 
-def test_a_band_of_an_interleaved_tensor() -> None:
-    """Two groups of two rows of q, one of k: each is a view of the local tensor."""
-    fused = torch.zeros(6, 4)
-    groups = fused.view(2, 3, 4)
-    q = ShardSpec(shape=(8, 4), offset=(4, 0), size=(4, 4))  # the second half of q
-    [(index, region)] = rows_of(ShardSpec((4, 2, 4), (2, 0, 0), (2, 2, 4)))
-    assert (index, region.start) == ((), 16)
-    groups[:, :2].copy_(region.places(torch.arange(region.numel)).view(2, 2, 4))
-    wanted = numbered((8, 4))[4:].reshape(-1).float()
-    assert torch.equal(groups[:, :2].reshape(-1), wanted)
-    assert torch.equal(positions_of(q, torch.arange(16)).float(), wanted)
-
-
-@pytest.mark.parametrize(
-    ("offset", "size"), [((0,), (2, 2)), ((-1, 0), (2, 2)), ((3, 0), (2, 2)), ((0, 0), (2, -1))]
-)
-def test_what_is_no_box_is_refused(offset: tuple[int, ...], size: tuple[int, ...]) -> None:
-    with pytest.raises(ConfigError, match="no box of"):
-        ShardSpec((4, 4), offset, size)
-
-
-def test_a_split_of_unknown_origin_is_refused() -> None:
+def test_what_is_no_box_or_no_known_split_is_refused() -> None:
+    for offset, size in (((0,), (2, 2)), ((-1, 0), (2, 2)), ((3, 0), (2, 2)), ((0, 0), (2, -1))):
+        with pytest.raises(ConfigError, match="no box of"):
+            ShardSpec((4, 4), offset, size)
     with pytest.raises(ConfigError, match="split in 3 parts by nothing that is known"):
         placed((8,), (2, 2), (0, 0), [(0, 3), (0, 1)])
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_torch_holds_what_is_said_of_it(world: int) -> None:
-    run_ranks(look, world, world, free_port(), timeout_s=100)
+def test_sums_that_were_not_made_are_refused() -> None:
+    run_ranks(refuse_sums, 1, free_port())
 
 
-def look(rank: int, world: int, port: int) -> None:
+def refuse_sums(rank: int, port: int) -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Shard
 
     address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("data",))
-    for size in (1, 3, 8):
-        model = net(size)
-        assert not any(map(is_sharded, model.parameters()))
-        fsdp(model[0], mesh)
-        assert_numbered(fsdp(model, mesh))
-        assert_numbered(parallel(net(size), mesh))
-    if world == 4:
-        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-        for size in (1, 3, 8):
-            assert_numbered(fsdp(net(size), grid))  # the first dimension repeats
-            assert_numbered(fsdp(parallel(net(size), grid["tensor"]), grid["data"]))
-    refuse_sums(mesh)
-    dist.barrier()
-    os._exit(0)  # at times torch aborts the process when it destroys groups of gloo
-
-
-def net(size: int) -> Any:
-    """Weights are their positions."""
-    model = torch.nn.Sequential(torch.nn.Linear(4, 3 * size), torch.nn.Linear(3 * size, size))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(numbered(tuple(parameter.shape)))
-    return model
-
-
-def fsdp(model: Any, mesh: Any) -> Any:
-    from torch.distributed.fsdp import fully_shard
-
-    return fully_shard(model, mesh=mesh)
-
-
-def parallel(model: Any, mesh: Any) -> Any:
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
-    return parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
-
-
-def assert_numbered(model: Any) -> None:
-    """What each rank holds is where it says; everything is sent by one of them."""
-    import torch.distributed as dist
-
-    held = {name: shard_of(parameter) for name, parameter in model.named_parameters()}
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, held)
-    share = share_out(told, dict.fromkeys(held, 4), split_above=60)[dist.get_rank()]
-    for name, parameter in model.named_parameters():
-        assert_is(held[name], local_of(parameter).long())
-        sent = torch.zeros(parameter.numel())
-        if name in share:
-            sent[positions_of(share[name], torch.arange(share[name].numel))] = 1
-        dist.all_reduce(sent)
-        assert (sent == 1).all()
-
-
-def refuse_sums(mesh: Any) -> None:
-    from torch.distributed.tensor import DTensor, Partial
-
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=1)
+    mesh, local = init_device_mesh("cpu", (1,)), torch.zeros(3)
+    assert shard_of(DTensor.from_local(local, mesh, [Shard(0)])) == ShardSpec.whole((3,))
     with pytest.raises(ConfigError, match="a sum that was not made"):
-        shard_of(DTensor.from_local(torch.zeros(3), mesh, [Partial()]))
+        shard_of(DTensor.from_local(local, mesh, [Partial()]))
+    os._exit(0)  # at times torch aborts the process when it destroys groups of gloo

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,34 +31,25 @@ def test_tensors_of_every_dtype_are_read_bit_for_bit(tensors: dict[str, Tensor])
         assert holds(many, tensors)
         filled = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
         assert Checkpoint(one).layout[: len(filled)] == specs_of(filled)
-        assert Checkpoint(one).layout == Checkpoint(one).layout  # looked at twice
         assert Checkpoint(one).num_bytes == sum(tensor.nbytes for tensor in tensors.values())
 
 
-def test_files_of_safetensors_itself_are_read(tmp_path: Path) -> None:
+def test_a_folder_is_what_its_index_names_or_all_of_its_files(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
-    tensors = model()
-    save_file(tensors, tmp_path / "a.safetensors", metadata={"format": "pt"})
-    found = Checkpoint(tmp_path / "a.safetensors")
-    assert found.specs.keys() == tensors.keys()
-    assert all(same_bits(found.tensor(name), tensors[name]) for name in tensors)
-
-
-def test_a_folder_without_index_is_all_of_its_files(tmp_path: Path) -> None:
-    tensors = model()
-    folder = save_sharded(tensors, tmp_path / "folder")
-    (folder / INDEX).unlink()
-    found = Checkpoint(folder)
-    assert found.specs.keys() == tensors.keys()
-    assert [file.name for file in found.files] == ["part-0.safetensors", "part-1.safetensors"]
-
-
-def test_only_what_an_index_names_is_taken(tmp_path: Path) -> None:
     tensors = model()
     folder = save_sharded(tensors, tmp_path / "folder")
     save({UP: torch.zeros(3)}, folder / "other.safetensors")
     assert holds(folder, tensors)
+    (folder / "other.safetensors").unlink()
+    (folder / INDEX).unlink()
+    assert holds(folder, tensors)
+    assert [one.name for one in Checkpoint(folder).files] == [
+        "part-0.safetensors",
+        "part-1.safetensors",
+    ]
+    save_file(tensors, tmp_path / "a.safetensors", metadata={"format": "pt"})
+    assert holds(tmp_path / "a.safetensors", tensors)
 
 
 def test_a_tensor_is_taken_from_the_file_that_the_index_names(tmp_path: Path) -> None:
@@ -69,9 +60,13 @@ def test_a_tensor_is_taken_from_the_file_that_the_index_names(tmp_path: Path) ->
 
 
 def test_what_is_written_stays_in_memory_unless_it_is_writable(tmp_path: Path) -> None:
-    path = save(model(), tmp_path / "a.safetensors")
-    before = path.read_bytes()
-    Checkpoint(path).tensor(UP).zero_()
+    tensors = model()
+    path = save(tensors, tmp_path / "a.safetensors")
+    before, found = path.read_bytes(), Checkpoint(path)
+    kept = found.tensor(UP)
+    found.release()
+    assert same_bits(kept, tensors[UP]), "it is read again"
+    kept.zero_()
     assert path.read_bytes() == before
     written = Checkpoint(path, writable=True)
     written.tensor(UP).zero_()
@@ -81,38 +76,101 @@ def test_what_is_written_stays_in_memory_unless_it_is_writable(tmp_path: Path) -
     assert not Checkpoint(path).tensor(UP).any()
 
 
-def test_released_tensors_are_read_again(tmp_path: Path) -> None:
-    tensors = model()
-    found = Checkpoint(save(tensors, tmp_path / "a.safetensors"))
-    kept = found.tensor(UP)
-    found.release()
-    assert same_bits(kept, tensors[UP])
+# What is no checkpoint
+
+
+def content(data: bytes) -> Callable[[Path], Path]:
+    def put(folder: Path) -> Path:
+        (folder / "a.safetensors").write_bytes(data)
+        return folder / "a.safetensors"
+
+    return put
+
+
+def index(data: object) -> Callable[[Path], Path]:
+    def put(folder: Path) -> Path:
+        made = save_sharded(model(), folder / "folder")
+        (made / INDEX).write_text(data if isinstance(data, str) else json.dumps(data))
+        return made
+
+    return put
+
+
+def names(*files: str) -> Callable[[Path], Path]:
+    """Files of one tensor each, by its name."""
+
+    def put(folder: Path) -> Path:
+        for number, name in enumerate(files):
+            save({name: torch.ones(3)}, folder / f"{number}.safetensors")
+        return folder
+
+    return put
+
+
+def pipe(folder: Path) -> Path:
+    os.mkfifo(folder / "pipe")
+    return folder / "pipe"
+
+
+def folder_in_a_file_s_place(folder: Path) -> Path:
+    (folder / "a.safetensors").mkdir()
+    return folder
+
+
+def unknown_dtype(folder: Path) -> Path:
+    path = save({"a": torch.ones(4, dtype=torch.uint8)}, folder / "a.safetensors")
+    path.write_bytes(path.read_bytes().replace(b'"U8", "shape": [4]', b'"F4", "shape": [8]'))
+    return path
+
+
+def pickled(folder: Path) -> Path:
+    path = folder / "a.safetensors"
+    torch.save({"a": torch.ones(1)}, path, _use_new_zipfile_serialization=False)
+    return path
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("put", "said"),
     [
-        (b"", "empty"),
-        (b"abc", "not a safetensors file"),
-        (bytes(1000), "not a safetensors file"),
-        (b"\xff" * 100, "not a safetensors file"),
-        (None, "No such file"),
+        (content(b""), "empty"),
+        (content(b"abc"), "not a safetensors file"),
+        (content(bytes(1000)), "not a safetensors file"),
+        (content(b"\xff" * 100), "not a safetensors file"),
+        (lambda folder: folder / "none", "No such file"),
+        (lambda folder: folder, "without safetensors"),
+        (pipe, "not a regular file"),
+        (folder_in_a_file_s_place, "not a regular file"),
+        (unknown_dtype, "'a' is F4"),
+        (pickled, "a pickle"),
+        (names("a", "a"), "two files hold 'a'"),
+        (names(""), "characters"),
+        (names("x" * 5000), "characters"),
+        *((index(text), "not an index") for text in ("no json", "[]", "{}", "[" * 100_000)),
+        (index({"weight_map": 3}), "not an index"),
+        (index({"weight_map": {UP: "../a.safetensors"}}), "no file of this folder"),
+        (index({"weight_map": {UP: "gone.safetensors"}}), "No such file"),
+        (index({"weight_map": {"gone": "part-0.safetensors"}}), "names 'gone'"),
     ],
 )
-def test_what_is_no_checkpoint_is_refused(content: bytes | None, said: str, tmp_path: Path) -> None:
-    path = tmp_path / "a.safetensors"
-    if content is not None:
-        path.write_bytes(content)
+def test_what_is_no_checkpoint_is_refused(
+    put: Callable[[Path], Path], said: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=said):
+        Checkpoint(put(tmp_path))
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_a_damaged_file_is_not_called_a_pickle(tmp_path: Path, protocol: int) -> None:
+    """Its header's length begins as pickles do."""
+    num_bytes = 0x80 + (protocol << 8)
+    header = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'.ljust(num_bytes)
+    data = num_bytes.to_bytes(8, "little") + header + bytes(4)
+    path = content(data)(tmp_path)
+    assert list(Checkpoint(path).specs) == ["a"]
+    path.write_bytes(data.replace(b'"shape"', b'"sha\x00e"'))
+    with pytest.raises(ConfigError, match="or damaged") as refused:
         Checkpoint(path)
-
-
-def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "folder.safetensors").mkdir()
-    for path in (tmp_path / "pipe", tmp_path):
-        with pytest.raises(ConfigError, match="not a regular file"):
-            Checkpoint(path)
+    assert "pickle" not in str(refused.value)
 
 
 def test_a_truncated_file_is_refused_at_every_length(tmp_path: Path) -> None:
@@ -124,78 +182,22 @@ def test_a_truncated_file_is_refused_at_every_length(tmp_path: Path) -> None:
             Checkpoint(path)
 
 
-def test_a_folder_without_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="without safetensors"):
-        Checkpoint(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("index", "said"),
-    [
-        ("no json", "not an index"),
-        ("[]", "not an index"),
-        ("{}", "not an index"),
-        ('{"weight_map": 3}', "not an index"),
-        ("[" * 100_000, "not an index"),
-        (json.dumps({"weight_map": {UP: "../a.safetensors"}}), "no file of this folder"),
-        (json.dumps({"weight_map": {UP: "gone.safetensors"}}), "No such file"),
-        (json.dumps({"weight_map": {"gone": "part-0.safetensors"}}), "names 'gone'"),
-    ],
-)
-def test_an_index_that_does_not_fit_is_refused(index: str, said: str, tmp_path: Path) -> None:
-    folder = save_sharded(model(), tmp_path / "folder")
-    (folder / INDEX).write_text(index)
-    with pytest.raises(ConfigError, match=said):
-        Checkpoint(folder)
-
-
-def test_a_name_in_two_files_needs_an_index(tmp_path: Path) -> None:
-    save({"a": torch.ones(3)}, tmp_path / "a.safetensors")
-    save({"a": torch.ones(3)}, tmp_path / "b.safetensors")
-    with pytest.raises(ConfigError, match="two files hold 'a'"):
-        Checkpoint(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["", "x" * 5000])
-def test_names_that_no_layout_takes_are_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="characters"):
-        Checkpoint(save({name: torch.ones(3)}, tmp_path / "a.safetensors"))
-
-
-def test_a_dtype_that_cannot_be_sent_is_refused(tmp_path: Path) -> None:
-    path = save({"a": torch.ones(4, dtype=torch.uint8)}, tmp_path / "a.safetensors")
-    path.write_bytes(path.read_bytes().replace(b'"U8", "shape": [4]', b'"F4", "shape": [8]'))
-    with pytest.raises(ConfigError, match="'a' is F4"):
-        Checkpoint(path)
-
-
-def test_without_safetensors_it_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(ConfigError, match="pip install safetensors"):
-        Checkpoint(save({"a": torch.ones(3)}, tmp_path / "a.safetensors"))
+ONES = torch.ones(3)
 
 
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        ({"a": torch.ones(3)}, "only the first has 'b'"),
-        ({"a": torch.ones(3), "b": torch.ones(3), "c": torch.ones(3)}, "only the second has 'c'"),
-        (
-            {"a": torch.ones(4), "b": torch.ones(3)},
-            r"shape of 'a' differs: \[3\] in",
-        ),
-        (
-            {"a": torch.ones(3).bfloat16(), "b": torch.ones(3)},
-            "float32 in the first, bfloat16",
-        ),
+        ({"a": ONES}, "only the first has 'b'"),
+        ({"a": ONES, "b": ONES, "c": ONES}, "only the second has 'c'"),
+        ({"a": torch.ones(4), "b": ONES}, r"shape of 'a' differs: \[3\] in"),
+        ({"a": ONES.bfloat16(), "b": ONES}, "float32 in the first, bfloat16"),
     ],
 )
 def test_differences_of_layout_are_named(
     other: dict[str, Tensor], said: str, tmp_path: Path
 ) -> None:
-    one = Checkpoint(save({"a": torch.ones(3), "b": torch.ones(3)}, tmp_path / "a.safetensors"))
+    one = Checkpoint(save({"a": ONES, "b": ONES}, tmp_path / "a.safetensors"))
     two = Checkpoint(save(other, tmp_path / "b.safetensors"))
     with pytest.raises(LayoutMismatch, match=said):
         check_same_tensors(one.specs, two.specs)

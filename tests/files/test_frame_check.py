@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from deltasync.wire.table import ROW
 from tests.files.saved import model, save, stepped
 from tests.golden import coded
 from tests.golden.make_golden import BUCKETS, FOLDER, MESSAGES
+
+ROWS = "W11 to W13, W17"
 
 
 @pytest.fixture
@@ -44,15 +47,18 @@ def places_of(path: Path) -> list[tuple[int, int]]:
     return [(file.offset, file.payload_offset or 0) for _ in file]
 
 
-def fault_of(path: Path, at: int, value: bytes) -> tuple[int, str]:
-    """(offset, rules) of what is wrong when `value` stands at a place of a file."""
-    data = bytearray(path.read_bytes())
-    data[at : at + len(value)] = value
-    damaged = path.with_name("damaged")
-    damaged.write_bytes(data)
-    fault = FrameCheck(damaged).fault
+def fault_of(folder: Path, data: bytes | Sequence[Frame]) -> tuple[int, str]:
+    """(offset, rules) of what is wrong with a file."""
+    path = folder / "damaged"
+    path.unlink(missing_ok=True)
+    path.write_bytes(data) if isinstance(data, bytes) else write_frames(data, path)
+    fault = FrameCheck(path).fault
     assert fault is not None
     return fault.offset, fault.rules
+
+
+def placed(data: bytes, at: int, value: bytes) -> bytes:
+    return data[:at] + value + data[at + len(value) :]
 
 
 GOLDEN = [
@@ -68,76 +74,40 @@ def test_golden_frames_are_sound(name: str) -> None:
     assert (found.fault, found.num_frames, found.is_patch) == (None, 1, False)
 
 
-@pytest.mark.parametrize(
-    ("at", "value", "rule"),
-    [(0, b"X", "W2"), (4, b"\x09", "W3"), (11, b"\xff", "W4"), (12, b"\0\0\0\0", "W5")],
-)
-def test_damaged_headers_are_found_by_their_frame(at: int, value: bytes, rule: str) -> None:
-    assert fault_of_golden("prepare.bin", at, value) == (0, rule)
-
-
-def fault_of_golden(name: str, at: int, value: bytes) -> tuple[int, str]:
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / name
-        path.write_bytes((FOLDER / name).read_bytes())
-        return fault_of(path, at, value)
-
-
-def test_damaged_rows_are_found_by_their_bytes(plain: Path) -> None:
-    at = places_of(plain)[2][1]
-    row = at + 2 * ROW.itemsize
-    rules = "W11 to W13, W17"
-    assert fault_of(plain, row, b"\xff") == (row, rules)  # no such parameter
-    assert fault_of(plain, row + 4, b"\x07") == (row, rules)  # no such kind
-    assert fault_of(plain, row + 8, b"\xff" * 8) == (row, rules)  # start
-    assert fault_of(plain, row + 24, b"\0" * 8) == (row, rules)  # count
-    assert fault_of(plain, row + 5, b"\x03") == (at, "W11")  # a codec: which row is not said
-    assert fault_of(plain, row, b"\0") == (row, rules)  # before the row before it
-
-
-def test_damaged_indices_are_found_by_their_row(plain: Path) -> None:
-    bucket, _ = decode(list(FrameFile(plain))[2].header)
-    assert isinstance(bucket, m.Bucket)
-    first = places_of(plain)[2][1] + bucket.num_rows * ROW.itemsize
-    assert fault_of(plain, first + 4, b"\xff\xff\xff\x7f") == (first, "W14")
-    assert fault_of(plain, first, b"\xff\xff\xff\xff") == (first, "W14")
-
-
-def test_frames_out_of_order_are_found(plain: Path, tmp_path: Path) -> None:
-    frames, places = list(FrameFile(plain)), places_of(plain)
-    for left_out in (1, 2, 3):
-        path = tmp_path / "less"
-        path.unlink(missing_ok=True)
-        write_frames(frames[:left_out] + frames[left_out + 1 :], path)
-        fault = FrameCheck(path).fault
-        assert fault is not None
-        assert (fault.offset, fault.rules) == (places[left_out][0], "W16, W21, W22")
-
-
-def test_a_payload_that_is_cut_off_or_not_inflated_is_found(tmp_path: Path) -> None:
+def test_damaged_frames_are_found_by_their_bytes(tmp_path: Path) -> None:
+    data = (FOLDER / "prepare.bin").read_bytes()
+    for at, value, rule in ((0, b"X", "W2"), (4, b"\x09", "W3"), (11, b"\xff", "W4")):
+        assert fault_of(tmp_path, placed(data, at, value)) == (0, rule)
+    assert fault_of(tmp_path, placed(data, 12, bytes(4))) == (0, "W5")
+    assert fault_of(tmp_path, b"") == (0, "W1")
     data = (FOLDER / "bucket-zstd.bin").read_bytes()
     at = data.index(zstandard.FRAME_HEADER)
-    path = tmp_path / "cut"
-    path.write_bytes(data[:-1])
-    fault = FrameCheck(path).fault
-    assert fault is not None
-    assert (fault.offset, fault.rules) == (at, "W6")
-    assert fault_of_golden("bucket-zstd.bin", at, b"\0\0\0\0") == (at, "W9")
+    assert fault_of(tmp_path, data[:-1]) == (at, "W6")
+    assert fault_of(tmp_path, placed(data, at, bytes(4))) == (at, "W9")
 
 
-def test_a_patch_cut_off_between_frames_is_found(plain: Path, tmp_path: Path) -> None:
-    data = plain.read_bytes()
-    for offset, _ in places_of(plain)[2:]:
-        (tmp_path / "cut").write_bytes(data[:offset])
-        fault = FrameCheck(tmp_path / "cut").fault
-        assert fault is not None
-        assert (fault.offset, fault.rules) == (offset, "W21")
+def test_damaged_rows_and_indices_are_found_by_their_bytes(plain: Path, tmp_path: Path) -> None:
+    data, at = plain.read_bytes(), places_of(plain)[2][1]
+    bucket, _ = decode(list(FrameFile(plain))[2].header)
+    assert isinstance(bucket, m.Bucket)
+    row, first = at + 2 * ROW.itemsize, at + bucket.num_rows * ROW.itemsize
+    for place, value, expected in (
+        (row, b"\xff", (row, ROWS)),  # no such parameter
+        (row, b"\0", (row, ROWS)),  # before the row before it
+        (row + 4, b"\x07", (row, ROWS)),  # no such kind
+        (row + 5, b"\x03", (at, "W11")),  # a codec: which row is not said
+        (row + 8, b"\xff" * 8, (row, ROWS)),  # start
+        (row + 24, b"\0" * 8, (row, ROWS)),  # count
+        (first + 4, b"\xff\xff\xff\x7f", (first, "W14")),
+        (first, b"\xff\xff\xff\xff", (first, "W14")),
+    ):
+        assert fault_of(tmp_path, placed(data, place, value)) == expected
 
 
-def test_an_empty_file_is_no_frame(tmp_path: Path) -> None:
-    (tmp_path / "empty").touch()
-    fault = FrameCheck(tmp_path / "empty").fault
-    assert fault is not None
-    assert (fault.offset, fault.rules) == (0, "W1")
+def test_frames_that_are_left_out_are_found(plain: Path, tmp_path: Path) -> None:
+    frames, places, data = list(FrameFile(plain)), places_of(plain), plain.read_bytes()
+    for number in (1, 2, 3):
+        fewer = frames[:number] + frames[number + 1 :]
+        assert fault_of(tmp_path, fewer) == (places[number][0], "W16, W21, W22")
+    for offset, _ in places[2:]:
+        assert fault_of(tmp_path, data[:offset]) == (offset, "W21")

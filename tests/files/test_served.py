@@ -22,10 +22,11 @@ from deltasync.quant.served import served_weights
 from tests.quant.test_config import COMPRESSED, FP8, INT4
 
 LAYER = "model.layers.0"
+Q = f"{LAYER}.self_attn.q_proj"
 WEIGHTS = {
     "model.embed_tokens.weight": (256, 64),
-    f"{LAYER}.self_attn.q_proj.weight": (192, 64),
-    f"{LAYER}.self_attn.q_proj.bias": (192,),
+    f"{Q}.weight": (192, 64),
+    f"{Q}.bias": (192,),
     f"{LAYER}.mlp.gate.weight": (8, 64),
     f"{LAYER}.mlp.experts.0.up_proj.weight": (160, 64),
     f"{LAYER}.mlp.experts.1.up_proj.weight": (160, 64),
@@ -49,7 +50,7 @@ def checkpoint(
 ) -> Path:
     weights = {name: torch.randn(shape).bfloat16() for name, shape in WEIGHTS.items()}
     held = dict(served_weights(weights.items(), lambda name, _: chosen(form, name)))
-    held |= {f"{LAYER}.self_attn.q_proj.input_scale": torch.tensor(0.5)}
+    held |= {f"{Q}.input_scale": torch.tensor(0.5)}
     for name, tensor in (change or {}).items():
         held.pop(name, None)
         if tensor is not None:
@@ -69,8 +70,10 @@ def test_a_checkpoint_says_what_is_quantized(tmp_path: Path, form: Form, config:
     forms = forms_of_checkpoint(checkpoint(tmp_path, form, config))
     found = {name: forms(name, shape) for name, shape in WEIGHTS.items()}
     assert found == {name: chosen(form, name) for name in WEIGHTS}
+    for name in ("lm_head.weight", "model.lm_head.weight", "v_head.weight"):
+        assert forms(name, (256, 64)) is None, "the checkpoint lacks it"
     constants = constants_of_checkpoint(tmp_path)
-    assert constants == {f"{LAYER}.self_attn.q_proj.input_scale": torch.tensor(0.5)}
+    assert constants == {f"{Q}.input_scale": torch.tensor(0.5)}
 
 
 def test_the_config_may_lie_beside(tmp_path: Path) -> None:
@@ -79,40 +82,34 @@ def test_the_config_may_lie_beside(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no quantization_config in config"):
         forms_of_checkpoint(tmp_path)
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(told))
-    name = f"{LAYER}.self_attn.q_proj.weight"
+    name = f"{Q}.weight"
     assert forms_of_checkpoint(tmp_path)(name, (192, 64)) == ModelOptNvfp4()
     assert forms_of_checkpoint(tmp_path, config=NVFP4)(name, (192, 64)) == ModelOptNvfp4()
 
 
-def test_matrices_of_another_shape_are_refused_by_name(tmp_path: Path) -> None:
-    forms = forms_of_checkpoint(checkpoint(tmp_path, BlockFp8(), FP8))
-    with pytest.raises(ConfigError, match=r"q_proj\.weight: .* float8_e4m3fn \[192, 64\]"):
-        forms(f"{LAYER}.self_attn.q_proj.weight", (64, 192))
-
-
 def test_shapes_may_be_of_any_integers(tmp_path: Path) -> None:
-    shape = {f"{LAYER}.self_attn.q_proj.weight_shape": torch.tensor([192, 64], dtype=torch.int32)}
+    shape = {f"{Q}.weight_shape": torch.tensor([192, 64], dtype=torch.int32)}
     forms = forms_of_checkpoint(checkpoint(tmp_path, Int4(32), PACKED, shape))
-    assert forms(f"{LAYER}.self_attn.q_proj.weight", (192, 64)) == Int4(32)
+    assert forms(f"{Q}.weight", (192, 64)) == Int4(32)
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "shape", "says"),
     [
-        ({"weight_scale_inv": torch.ones(2, 1).bfloat16()}, r"_inv: .* has bfloat16 \[2, 1\]"),
-        ({"weight_scale_inv": torch.ones(1, 2)}, r"_inv: .* has float32 \[1, 2\]"),
-        ({"weight_scale_inv": None}, "_inv: the engine's checkpoint has nothing"),
-        ({"weight": torch.zeros(192, 64)}, r"q_proj\.weight: .* has float32"),
+        ({"weight_scale_inv": torch.ones(2, 1).bfloat16()}, (192, 64), r"has bfloat16 \[2, 1\]"),
+        ({"weight_scale_inv": torch.ones(1, 2)}, (192, 64), r"_inv: .* has float32 \[1, 2\]"),
+        ({"weight_scale_inv": None}, (192, 64), "_inv: the engine's checkpoint has nothing"),
+        ({"weight": torch.zeros(192, 64)}, (192, 64), r"q_proj\.weight: .* has float32"),
+        ({}, (64, 192), r"q_proj\.weight: .* float8_e4m3fn \[192, 64\]"),
     ],
 )
-def test_parts_that_the_form_does_not_make_are_refused(
-    tmp_path: Path, change: dict[str, Tensor | None], says: str
+def test_parts_and_shapes_that_the_form_does_not_make_are_refused_by_name(
+    tmp_path: Path, change: dict[str, Tensor | None], shape: tuple[int, int], says: str
 ) -> None:
-    layer = f"{LAYER}.self_attn.q_proj"
-    changed = {f"{layer}.{part}": tensor for part, tensor in change.items()}
+    changed = {f"{Q}.{part}": tensor for part, tensor in change.items()}
     forms = forms_of_checkpoint(checkpoint(tmp_path, BlockFp8(), FP8, changed))
     with pytest.raises(ConfigError, match=says):
-        forms(f"{layer}.weight", (192, 64))
+        forms(f"{Q}.weight", shape)
 
 
 @pytest.mark.promise(
@@ -121,7 +118,7 @@ def test_parts_that_the_form_does_not_make_are_refused(
 )
 @pytest.mark.parametrize("part", ["weight_zero_point", "weight_g_idx", "weight_scale", "qzeros"])
 def test_parts_that_no_form_has_are_refused_at_once(tmp_path: Path, part: str) -> None:
-    changed: dict[str, Tensor | None] = {f"{LAYER}.self_attn.q_proj.{part}": torch.ones(3)}
+    changed: dict[str, Tensor | None] = {f"{Q}.{part}": torch.ones(3)}
     with pytest.raises(ConfigError, match=rf"q_proj\.{part}: block FP8 .* has no such part"):
         forms_of_checkpoint(checkpoint(tmp_path, BlockFp8(), FP8, changed))
 
@@ -147,11 +144,6 @@ def test_what_fuses_quantized_layers_is_refused(
         forms(name, shape)
 
 
-@pytest.mark.parametrize("name", ["lm_head.weight", "model.lm_head.weight", "v_head.weight"])
-def test_what_the_checkpoint_lacks_is_served_as_it_is(tmp_path: Path, name: str) -> None:
-    assert forms_of_checkpoint(checkpoint(tmp_path, BlockFp8(), FP8))(name, (256, 64)) is None
-
-
 def test_what_is_no_quantized_checkpoint_is_refused(tmp_path: Path) -> None:
     save_file({"model.norm.weight": torch.ones(3)}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match="no tensor is quantized"):
@@ -161,9 +153,6 @@ def test_what_is_no_quantized_checkpoint_is_refused(tmp_path: Path) -> None:
         forms_of_checkpoint(tmp_path)
     with pytest.raises(ConfigError):
         forms_of_checkpoint(tmp_path / "absent", config=FP8)
-
-
-def test_a_layer_that_is_no_target_is_refused(tmp_path: Path) -> None:
     groups = {"a": {**PACKED["config_groups"]["a"], "targets": ["re:.*o_proj"]}}
     checkpoint(tmp_path, Int4(32), {**PACKED, "config_groups": groups})
     with pytest.raises(ConfigError, match="is no target of the quantization_config"):

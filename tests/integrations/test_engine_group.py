@@ -20,11 +20,11 @@ from deltasync.integrations.fleet import EngineFleet
 from deltasync.integrations.trainer_info import TrainerInfo
 from deltasync.transports import collective, cuda_ipc, inprocess, shared_memory
 from deltasync.transports.base import SendTransport
-from tests.sync.test_parts import CHECKPOINT, SHAPES
 from tests.worlds.fleets import Split, engine_of, model
 from tests.worlds.links import Model, random_model, step
 from tests.worlds.ranks import run_ranks
 from tests.worlds.remote import Remote, bits, serve
+from tests.worlds.toy_engines import CHECKPOINT, SHAPES
 from tests.worlds.trainers import Boxes, Sharded, rows_of
 
 # What is raised where an engine does not do what it is asked.

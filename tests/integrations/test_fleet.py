@@ -22,7 +22,6 @@ from deltasync.integrations.fleet import Pauses
 from deltasync.integrations.trainer_info import TrainerInfo, Work
 from deltasync.integrations.worker import Worker
 from deltasync.transports import collective
-from tests.sync.test_parts import SHAPES as SPLIT_SHAPES
 from tests.worlds.fleets import (
     CALLS,
     CPU,
@@ -41,6 +40,7 @@ from tests.worlds.fleets import (
     refuse,
 )
 from tests.worlds.links import Model, bits_equal, until
+from tests.worlds.toy_engines import SHAPES as SPLIT_SHAPES
 
 DONE = ["paused", "updated", "named", "resumed"]
 POINTS = {Server: CALLS + DONE, OneCall: ["switch", "switched"], Split: CALLS + DONE}

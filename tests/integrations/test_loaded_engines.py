@@ -29,7 +29,7 @@ from deltasync import (
 from deltasync.engines.proof.cold import Startup
 from deltasync.engines.proof.proving import Proof
 from deltasync.errors import ConfigError, DirtyReceiver, EngineFailed, SyncAborted
-from tests.sync import test_proved as proved
+from tests.worlds import toy_engines
 from tests.worlds.fleets import Here, Routed, engine_of
 from tests.worlds.links import Model, random_model
 
@@ -387,8 +387,8 @@ def test_what_no_trainer_has_written_is_held_against_the_checkpoint_and_the_way_
         assert not server.is_paused
 
 
-class Spoiled(proved.Engine):
-    made = proved.InSet
+class Spoiled(toy_engines.Engine):
+    made = toy_engines.InSet
 
 
 @pytest.mark.promise(
@@ -399,15 +399,15 @@ class Spoiled(proved.Engine):
 def test_an_engine_that_a_proof_has_spoiled_takes_no_order_until_it_is_restarted(
     tmp_path: Path,
 ) -> None:
-    started_on, wanted = proved.checkpoint(), proved.checkpoint(1)
+    started_on, wanted = toy_engines.checkpoint(), toy_engines.checkpoint(1)
 
-    def start(kind: type[proved.Engine]) -> None:
-        server.engine = kind.started(started_on.items())
-        server.proof = lambda: Proof(server.engine, Startup(kind, work_on=proved.work_on))
+    def start(kind: type[toy_engines.Engine]) -> None:
+        server.engine = kind.started(started_on)
+        server.proof = lambda: Proof(server.engine, Startup(kind, work_on=toy_engines.work_on))
         server.start()
 
     server = Routed(nn.Module(), started_on)
-    source = proved.Engine()
+    source = toy_engines.Engine()
     source.load_weights(wanted.items())
     start(Spoiled)
     text = "the engine's weights could not be put back"
@@ -421,7 +421,7 @@ def test_an_engine_that_a_proof_has_spoiled_takes_no_order_until_it_is_restarted
             here.send()
         with pytest.raises(DirtyReceiver, match=text):
             server.commit(1, "")
-        start(proved.Engine)
+        start(toy_engines.Engine)
         server.is_paused = True
         assert here.send().full_synced == 1
         assert not server.is_paused

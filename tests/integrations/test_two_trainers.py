@@ -19,7 +19,6 @@ import pytest
 from deltasync.errors import ConfigError, EngineFailed, EngineTaken, SyncAborted
 from deltasync.testing.processes import Child
 from deltasync.transports import shared_memory
-from tests.sync.test_parts import SHAPES as SPLIT_SHAPES
 from tests.worlds.fleets import (
     SHAPES,
     Here,
@@ -35,6 +34,7 @@ from tests.worlds.fleets import (
 )
 from tests.worlds.links import bits_equal, until
 from tests.worlds.served import Served, served
+from tests.worlds.toy_engines import SHAPES as SPLIT_SHAPES
 
 IN_PLACE = {"max_staged_bytes": 1, "timeout_s": 4.0}
 

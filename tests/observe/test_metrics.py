@@ -180,8 +180,8 @@ def test_labels_stay_few_whatever_peers_are_called(
         ("engine-0123abcd-9f8e7d6c-0", "engine-0"),  # of vLLM
         ("engine-01234567-01234567-12", "engine-12"),
         (f"rollout-{'ab' * 16}", "rollout"),  # of verl
-        (f"{new_name(new_name('engine-'))}-0", "engine-0"),
-        (rollout_name(), "rollout"),
+        pytest.param(f"{new_name(new_name('engine-'))}-0", "engine-0", id="as an engine is named"),
+        pytest.param(rollout_name(), "rollout", id="as a rollout is named"),
         ("rollout-3", "rollout-3"),  # the others are of users, or last as long as what they name
         ("engine-east-0", "engine-east-0"),
         ("engine-0123abcd-east", "engine-0123abcd-east"),

@@ -53,12 +53,6 @@ def forms_of(folder: Path, form: Form, config: dict[str, Any], *layers: str) -> 
     return forms_of_checkpoint(folder, config=config)
 
 
-def test_scales_are_of_the_format_that_is_said(tmp_path: Path) -> None:
-    layer, form = "model.layers.0.mlp.up_proj", BlockFp8("ue8m0")
-    forms = forms_of(tmp_path, form, {**FP8, "scale_fmt": "ue8m0"}, layer)
-    assert forms(f"{layer}.weight", SQUARE) == form
-
-
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 MXFP8 = {
@@ -114,24 +108,25 @@ def test_a_target_comes_before_all_linear_layers(target: str, tmp_path: Path) ->
         forms(f"{layers[1]}.weight", SQUARE)
 
 
+MODELOPT = {"quant_algo": "nvfp4", "group_size": 16, "exclude_modules": ["o_proj"]}
+
+
 @pytest.mark.parametrize(
-    "config",
+    ("config", "form"),
     [
-        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["*.o_proj"]},
-        {"quantization": {"quant_algo": "nvfp4", "group_size": 16, "exclude_modules": ["o_proj"]}},
+        ({**FP8, "scale_fmt": "ue8m0"}, BlockFp8("ue8m0")),
+        (
+            {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["*.o_proj"]},
+            ModelOptNvfp4(),
+        ),
+        ({"quantization": MODELOPT}, ModelOptNvfp4()),
     ],
+    ids=["fp8", "modelopt", "modelopt's own file"],
 )
-def test_both_configs_of_modelopt(config: dict[str, Any], tmp_path: Path) -> None:
+def test_other_configs(config: dict[str, Any], form: Form, tmp_path: Path) -> None:
     layers = ("model.layers.0.self_attn.q_proj", "lm_head")
-    forms = forms_of(tmp_path, ModelOptNvfp4(), config, *layers)
-    assert [forms(f"{layer}.weight", SQUARE) for layer in layers] == [ModelOptNvfp4()] * 2
-
-
-@pytest.mark.parametrize("target", ["linear", "re:.*Linear$", "Parallel", "LinearBase"])
-def test_targets_that_are_parts_of_classes_are_refused(target: str, tmp_path: Path) -> None:
-    told = {**COMPRESSED, "config_groups": {"group_0": {**GROUP, "targets": [target]}}}
-    with pytest.raises(ConfigError, match="layers of class"):
-        forms_of_checkpoint(tmp_path, config=told)
+    forms = forms_of(tmp_path, form, config, *layers)
+    assert [forms(f"{layer}.weight", SQUARE) for layer in layers] == [form] * 2
 
 
 @pytest.mark.promise(
@@ -144,6 +139,8 @@ def test_targets_that_are_parts_of_classes_are_refused(target: str, tmp_path: Pa
         ({"quant_method": "gptq", "bits": 4}, "'gptq' has no served form"),
         ({}, "None has no served form"),
         ({"quant_method": ["fp8"]}, "has no served form"),
+        ("fp8", "quantization_config is a"),
+        ([FP8], "quantization_config is a"),
         ({**FP8, "weight_block_size": None}, "engines round the codes of fused layers again"),
         ({**FP8, "weight_block_size": [64, 128]}, r"\(64, 128\) has no served form"),
         ({**FP8, "weight_block_size": 128}, "weight_block_size"),
@@ -162,6 +159,10 @@ def test_targets_that_are_parts_of_classes_are_refused(target: str, tmp_path: Pa
         ({**COMPRESSED, "sparsity_config": {"format": "sparse-24"}}, "sparsity_config"),
         ({**COMPRESSED, "config_groups": {}}, "config_groups"),
         ({**COMPRESSED, "config_groups": {"a": {**GROUP, "targets": ["Conv2d"]}}}, "'Conv2d'"),
+        *(
+            ({**COMPRESSED, "config_groups": {"a": {**GROUP, "targets": [target]}}}, "of class")
+            for target in ("linear", "re:.*Linear$", "Parallel", "LinearBase")
+        ),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "'W4A8_AWQ'"),
         ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "MIXED_PRECISION"),
         ({"quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}}, "kv_cache"),
@@ -169,14 +170,6 @@ def test_targets_that_are_parts_of_classes_are_refused(target: str, tmp_path: Pa
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_what_is_not_known_is_refused_by_name(
-    config: dict[str, Any], says: str, tmp_path: Path
-) -> None:
+def test_what_is_not_known_is_refused_by_name(config: Any, says: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=says):
-        forms_of_checkpoint(tmp_path, config=config)
-
-
-@pytest.mark.parametrize("config", ["fp8", [FP8]])
-def test_what_is_no_config_is_refused(config: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="quantization_config is a"):
         forms_of_checkpoint(tmp_path, config=config)

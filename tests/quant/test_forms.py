@@ -1,44 +1,68 @@
-"""What every form promises: the bits of engines, whatever is read of them, and nothing more."""
+"""What every form promises: the bits of producers and engines, and nothing more of a change."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import Tensor
 
-from deltasync.delta.bits import as_bits
+from deltasync.delta.bits import as_bits, torch_dtype
 from deltasync.errors import ConfigError
 from deltasync.quant.block_fp8 import BlockFp8
 from deltasync.quant.form import Form
 from deltasync.quant.fp8 import Fp8
+from deltasync.quant.int4 import Int4
 from deltasync.quant.int8 import Int8
 from deltasync.quant.matrices import Matrix, ServedReader
+from deltasync.quant.mxfp4 import MxFp4
 from deltasync.quant.mxfp8 import MxFp8
+from deltasync.quant.nvfp4 import CompressedNvfp4, ModelOptNvfp4
 from deltasync.quant.rounding import power_of_two, power_of_two_above
+from tests.quant.golden.four_bits import FILE
 from tests.quant.kinds import FINITE, KINDS, bits_of, cases, digest, matrix
+from tests.quant.matrices import MATRICES
+from tests.quant.matrices import matrix as matrix_4bit
 
-BLOCKS: dict[Form, tuple[int, int]] = {
+ALL = 10**6
+EIGHT_BITS: dict[Form, tuple[int, int]] = {
     BlockFp8(): (128, 128),
     BlockFp8("ue8m0"): (128, 128),
     BlockFp8("float32", "nemo-rl"): (128, 128),
     BlockFp8("ue8m0", "nemo-rl"): (128, 128),
     BlockFp8(arithmetic="compressed-tensors"): (128, 128),
-    Fp8("channel"): (1, 10**6),
-    Fp8("tensor"): (10**6, 10**6),
-    Fp8("channel", "vllm"): (1, 10**6),
-    Fp8("tensor", "vllm"): (10**6, 10**6),
-    Int8(): (1, 10**6),
+    Fp8("channel"): (1, ALL),
+    Fp8("tensor"): (ALL, ALL),
+    Fp8("channel", "vllm"): (1, ALL),
+    Fp8("tensor", "vllm"): (ALL, ALL),
+    Int8(): (1, ALL),
     MxFp8(): (1, 32),
     MxFp8("compressed-tensors"): (1, 32),
 }
 """Rows and columns that share a scale."""
+PRODUCERS: dict[str, Form] = {
+    "nvfp4 of compressed-tensors": CompressedNvfp4(),
+    "nvfp4 of modelopt": ModelOptNvfp4(),
+    "mxfp4": MxFp4(),
+    "int4, 32": Int4(32),
+    "int4, rows": Int4(None),
+}
+FOUR_BITS: dict[Form, tuple[int, int]] = {
+    CompressedNvfp4(): (1, 16),
+    ModelOptNvfp4(): (1, 16),
+    MxFp4(): (1, 32),
+    Int4(32): (1, 32),
+    Int4(None): (1, ALL),
+    Int4(32, "slime"): (1, 32),
+}
+BLOCKS = EIGHT_BITS | FOUR_BITS
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "forms.json").read_text())
 
@@ -49,17 +73,18 @@ def quantized(form: Form, weight: Tensor) -> Mapping[str, Tensor]:
     """All parts, at once."""
     whole = form.whole(iter([weight]))
     parts = {**whole, **form.quantize(weight, whole)}
-    return {suffix: parts[suffix] for suffix in form.parts((weight.shape[0], weight.shape[1]))}
+    found = form.parts((weight.shape[0], weight.shape[1]))
+    return {suffix: parts[suffix] for suffix in found if suffix in parts}
 
 
-def shapes(form: Form, limit: int = 300) -> st.SearchStrategy[tuple[int, int]]:
-    step = 32 if isinstance(form, MxFp8) else 1
-    return st.tuples(
-        st.integers(1, limit), st.integers(1, limit // step).map(lambda count: count * step)
-    )
+@st.composite
+def weights(draw: st.DrawFn, form: Form, kinds: tuple[str, ...] = KINDS) -> Tensor:
+    step = 1 if form in EIGHT_BITS and not isinstance(form, MxFp8) else 32
+    rows, count = draw(st.integers(1, 200)), draw(st.integers(1, 200 // step))
+    return matrix(draw(st.sampled_from(kinds)), (rows, count * step), draw(st.integers(0, 2**32)))
 
 
-@every_form
+@pytest.mark.parametrize("form", EIGHT_BITS, ids=lambda form: form.name)
 def test_bits_are_those_of_the_engines(form: Form) -> None:
     for case, weight in cases(KINDS):
         assert digest(weight) == GOLDEN["inputs"][case]
@@ -68,80 +93,99 @@ def test_bits_are_those_of_the_engines(form: Form) -> None:
             assert digest(parts[suffix]) == expected, (case, suffix)
 
 
+@pytest.mark.promise(
+    "Bits",
+    "Codes and scales of 4 bits are those that the producers of checkpoints write.",
+)
+@pytest.mark.parametrize("form", PRODUCERS)
+def test_parts_are_those_that_producers_write(form: str) -> None:
+    golden = load_file(FILE)
+    for kind in MATRICES:
+        weight = golden[f"matrix/{kind}/weight"]
+        if form == "mxfp4":
+            weight = weight.clamp(-1e38, 1e38)  # beyond, there is no scale
+        found = Matrix(weight, PRODUCERS[form], name="layer.weight")
+        theirs = {path.rpartition("/")[2] for path in golden if path.startswith(f"{form}/{kind}/")}
+        assert theirs == set(found.parts)
+        for name, part in found.parts.items():
+            expected, served = golden[f"{form}/{kind}/{name}"], found.served(name)
+            assert (expected.shape, expected.dtype) == (part.shape, torch_dtype(part.dtype))
+            assert (served.shape, served.dtype) == (expected.shape, expected.dtype)
+            # Producers have e4m3 NaN of both signs, and forms have one.
+            same = bits_of if expected.dtype == torch.float8_e4m3fn else as_bits
+            assert torch.equal(same(served), same(expected)), (kind, name)
+
+
 @every_form
-def test_parts_are_as_they_were_announced(form: Form) -> None:
-    served = Matrix(matrix("usual", (130, 224), 0), form, name="a.weight")
+@settings(max_examples=20)
+@given(data=st.data())
+def test_ranges_and_bands_are_slices_of_the_whole(form: Form, data: st.DataObject) -> None:
+    weight = data.draw(weights(form))
+    before, whole = weight.clone(), form.whole(iter([weight]))
+    expected = quantized(form, weight)
+    step = form.rows * data.draw(st.integers(1, 9))
+    bands = [form.quantize(weight[n : n + step], whole) for n in range(0, len(weight), step)]
+    served = Matrix(weight, form, name="a.weight")
     for suffix, part in served.parts.items():
         tensor = served.served(suffix)
-        assert tensor.shape == part.shape
-        assert str(tensor.dtype) == f"torch.{part.dtype.name}"
-
-
-@every_form
-@given(data=st.data())
-def test_bands_are_slices_of_the_whole(form: Form, data: st.DataObject) -> None:
-    kind = data.draw(st.sampled_from(KINDS))
-    weight = matrix(kind, data.draw(shapes(form)), data.draw(st.integers(0, 2**32)))
-    before, expected = weight.clone(), quantized(form, weight)
-    whole = form.whole(iter([weight]))
-    step = form.rows * data.draw(st.integers(1, 9))
-    starts = range(0, len(weight), step)
-    bands = [form.quantize(weight[start : start + step], whole) for start in starts]
-    for suffix, part in form.parts((weight.shape[0], weight.shape[1])).items():
+        assert (tensor.shape, tensor.dtype) == (part.shape, torch_dtype(part.dtype))
+        bits = as_bits(tensor.contiguous()).view(-1)
+        if suffix in expected:
+            assert torch.equal(bits, as_bits(expected[suffix].contiguous()).view(-1)), suffix
         if part.rows is not None:
             joined = torch.cat([as_bits(band[suffix]) for band in bands])
-            assert torch.equal(joined, as_bits(expected[suffix])), suffix
+            assert torch.equal(joined.view(-1), bits), suffix
+        start = data.draw(st.integers(0, len(bits)))
+        stop = data.draw(st.integers(start, len(bits)))
+        assert torch.equal(ServedReader(served, suffix).read(start, stop), bits[start:stop]), suffix
     assert torch.equal(as_bits(weight), as_bits(before)), "the trainer's weights were written"
 
 
 @every_form
-@given(data=st.data())
-def test_ranges_are_slices_of_the_whole(form: Form, data: st.DataObject) -> None:
-    kind = data.draw(st.sampled_from(KINDS))
-    weight = matrix(kind, data.draw(shapes(form)), data.draw(st.integers(0, 2**32)))
-    served = Matrix(weight, form, name="a.weight")
-    for suffix, part in quantized(form, weight).items():
-        reader, bits = ServedReader(served, suffix), as_bits(part.contiguous()).view(-1)
-        start = data.draw(st.integers(0, len(bits)))
-        stop = data.draw(st.integers(start, len(bits)))
-        assert torch.equal(reader.read(start, stop), bits[start:stop]), suffix
-
-
-@every_form
+@settings(max_examples=20)
 @given(data=st.data())
 def test_an_element_changes_its_block_alone(form: Form, data: st.DataObject) -> None:
-    kind = data.draw(st.sampled_from(FINITE))
-    weight = matrix(kind, data.draw(shapes(form)), data.draw(st.integers(0, 2**32)))
+    """Unless it moves a scale of the whole matrix, or is the one that pads other blocks."""
+    weight = data.draw(weights(form, FINITE))
     rows, cols = weight.shape
     row, col = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, cols - 1))
-    if (
-        isinstance(form, BlockFp8)
-        and form.arithmetic == "nemo-rl"
-        and (row, col) == (rows - 1, cols - 1)
-    ):
-        return  # it pads other blocks
+    if getattr(form, "arithmetic", "") == "nemo-rl" and (row, col) == (rows - 1, cols - 1):
+        return
     changed = weight.clone()
     changed[row, col] = data.draw(st.floats(-500, 500, width=16))
     height, width = BLOCKS[form]
     before, after = quantized(form, weight), quantized(form, changed)
+    wholes = form.whole(iter([weight]))
+    if form in FOUR_BITS and any(not torch.equal(before[n], after[n]) for n in wholes):
+        return
     for suffix, part in before.items():
+        if part.dim() < 2:
+            continue
+        # Rows and columns of the matrix that an element stands for: codes may be packed.
+        tall = 1 if len(part) == rows else height
+        each = width if part.shape[1] == -(-cols // width) else cols // part.shape[1]
         differs = (bits_of(part) != bits_of(after[suffix])).nonzero()
-        if suffix == "weight":
-            assert (differs[:, 0] // height == row // height).all()
-            assert (differs[:, 1] // width == col // width).all()
-        elif part.dim() == 2:
-            assert (differs == torch.tensor([row // height, col // width])).all()
+        assert (differs[:, 0] * tall // height == row // height).all(), suffix
+        assert (differs[:, 1] * each // width == col // width).all(), suffix
 
 
 @every_form
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_is_refused_by_name(form: Form, value: float) -> None:
-    weight = matrix("usual", (130, 224), 0)
-    weight[129, 3] = value
-    with pytest.raises(ConfigError, match=r"layer.3.weight: NaN or infinity"):
-        Matrix(weight, form, name="layer.3.weight").check()
+def test_what_has_no_form_is_refused_by_name(form: Form) -> None:
+    for value in (torch.nan, torch.inf, -torch.inf):
+        weight = matrix("usual", (130, 224), 0)
+        weight[129, 3] = value
+        with pytest.raises(ConfigError, match=r"layer.3.weight: NaN or infinity"):
+            Matrix(weight, form, name="layer.3.weight").check()
     weight[129, 3:] = 0
     Matrix(weight, form, name="layer.3.weight").check()
+    zeros = Matrix(torch.zeros(130, 224, dtype=torch.bfloat16), form, name="a.weight")
+    if form in (Fp8("tensor", "vllm"), ModelOptNvfp4()):
+        with pytest.raises(ConfigError, match=r"a.weight: a matrix of zeros has no "):
+            zeros.check()
+        return
+    zeros.check()
+    if form in EIGHT_BITS:
+        assert (zeros.served("weight").float() == 0).all()
 
 
 def test_codes_per_tensor_are_what_the_kernel_of_vllm_computes() -> None:
@@ -156,15 +200,27 @@ def test_codes_per_tensor_are_what_the_kernel_of_vllm_computes() -> None:
         assert torch.equal(as_bits(expected), as_bits(parts["weight"])), case
 
 
-@every_form
-def test_a_matrix_of_zeros_stays_so_or_is_refused(form: Form) -> None:
-    weight = torch.zeros(130, 224, dtype=torch.bfloat16)
-    if form == Fp8("tensor", "vllm"):
-        with pytest.raises(ConfigError, match=r"a.weight: a matrix of zeros has no FP8 per tensor"):
-            Matrix(weight, form, name="a.weight").check()
-    else:
-        Matrix(weight, form, name="a.weight").check()
-        assert (quantized(form, weight)["weight"].float() == 0).all()
+@pytest.mark.parametrize("group", [32, 128])
+def test_int4_of_slime_takes_its_steps(group: int) -> None:
+    """The steps of its kernel and of what packs, element by element, in numpy's float32."""
+    for kind in MATRICES:
+        if kind == "huge":
+            continue
+        weight = matrix_4bit(kind, 3, 256, seed=7).clamp(-(2.0**125), 2.0**125)
+        parts = quantized(Int4(group, "slime"), weight)
+        words = parts["weight_packed"].numpy().view(np.uint32)
+        shifts = np.arange(8, dtype=np.uint32) * np.uint32(4)
+        codes = (words[:, :, None] >> shifts & 15).astype(np.int64).reshape(3, -1, group) - 8
+        blocks = weight.float().numpy().reshape(3, -1, group)
+        scale = np.maximum(
+            np.abs(blocks).max(2, keepdims=True) * np.float32(1 / 7), np.float32(1e-5)
+        )
+        stored = torch.from_numpy(scale).bfloat16()
+        assert torch.equal(parts["weight_scale"], stored[:, :, 0])
+        rounded = torch.from_numpy(np.rint(blocks / scale))
+        again = (rounded.bfloat16() * stored / stored).round()
+        assert np.array_equal(codes, rounded.numpy())
+        assert np.array_equal(codes, again.float().numpy())
 
 
 @pytest.mark.parametrize("arithmetic", ["compressed-tensors", "vllm"])
@@ -187,19 +243,32 @@ def test_powers_of_two_are_the_least_ones_above() -> None:
         assert ((exact / 2 < values) | (exponent == 0) | ~fits).all()
 
 
-def test_what_cannot_be_matched_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"'slime': its kernel divides .* choose one of"):
-        BlockFp8(arithmetic="slime")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"float32 or ue8m0 scales, not 'e8m0'"):
-        BlockFp8("e8m0")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"FP8 per channel .* 'sglang'; choose one of"):
-        Fp8("channel", "sglang")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"per channel or per tensor, not per 'row'"):
-        Fp8("row")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"MXFP8 .* 'flashinfer'; choose one of"):
-        MxFp8("flashinfer")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"a.weight: MXFP8 of vllm is for blocks of 32 in a row"):
-        Matrix(torch.zeros(4, 100, dtype=torch.bfloat16), MxFp8(), name="a.weight")
+def of(rows: int, cols: int, form: Form) -> Matrix:
+    return Matrix(torch.ones(rows, cols, dtype=torch.bfloat16), form, name="gate.weight")
+
+
+UNMATCHED: dict[str, Callable[[], object]] = {
+    r"'slime': its kernel divides .* choose one of": lambda: BlockFp8(arithmetic="slime"),  # type: ignore[arg-type]
+    r"float32 or ue8m0 scales, not 'e8m0'": lambda: BlockFp8("e8m0"),  # type: ignore[arg-type]
+    r"FP8 per channel .* 'sglang'; choose one of": lambda: Fp8("channel", "sglang"),  # type: ignore[arg-type]
+    r"per channel or per tensor, not per 'row'": lambda: Fp8("row"),  # type: ignore[arg-type]
+    r"MXFP8 .* 'flashinfer'; choose one of": lambda: MxFp8("flashinfer"),  # type: ignore[arg-type]
+    r"arithmetic of 'awq' is not known": lambda: Int4(32, "awq"),  # type: ignore[arg-type]
+    r"groups of 0": lambda: Int4(0),
+    r"^gate.weight: MXFP8 of vllm is for blocks of 32": lambda: of(4, 100, MxFp8()),
+    r"^gate\.weight: NVFP4 of compressed-tensors .* blocks": lambda: of(4, 24, CompressedNvfp4()),
+    r"^gate\.weight: NVFP4 of [Mm]odel.* blocks? ": lambda: of(4, 8, ModelOptNvfp4()),
+    r"^gate\.weight: MXFP4 of .* blocks": lambda: of(4, 48, MxFp4()),
+    r"^gate\.weight: INT4 of .* blocks": lambda: of(4, 192, Int4(128)),
+    r"^gate\.weight: NVFP4 of .* blocks? ": lambda: of(4, 0, CompressedNvfp4()),
+    r"^gate\.weight: INT4 of .* blocks? ": lambda: of(0, 32, Int4(None)),
+}
+
+
+@pytest.mark.parametrize("says", UNMATCHED)
+def test_what_cannot_be_matched_is_refused_by_name(says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        UNMATCHED[says]()
 
 
 def test_a_block_beyond_the_scales_of_compressed_tensors_is_nan() -> None:
@@ -213,7 +282,10 @@ def test_a_block_beyond_the_scales_of_compressed_tensors_is_nan() -> None:
 @pytest.mark.gpu
 @every_form
 def test_bits_on_a_gpu_are_those_on_a_cpu(form: Form) -> None:
-    for case, weight in cases(KINDS):
+    drawn = [weight for _, weight in cases(KINDS if form in EIGHT_BITS else FINITE)]
+    for weight in drawn:
+        if form == ModelOptNvfp4() and not weight.any():
+            continue  # it has no such form: the sign of a NaN is the device's
         there = quantized(form, weight.cuda())
         for suffix, part in quantized(form, weight).items():
-            assert torch.equal(as_bits(there[suffix]).cpu(), as_bits(part)), (case, suffix)
+            assert torch.equal(as_bits(there[suffix]).cpu(), as_bits(part)), suffix

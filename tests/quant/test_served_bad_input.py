@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-import re
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from deltasync import (
-    ModuleSource,
-    ModuleTarget,
-    NamedTensor,
-    SenderOptions,
-    WeightReceiver,
-    WeightSender,
-    WeightSource,
-)
-from deltasync.delta.bits import as_bits
+from deltasync import ModuleSource, NamedTensor, SenderOptions, WeightSource
 from deltasync.errors import ConfigError, DeltaSyncError
 from deltasync.quant.block_fp8 import BlockFp8
 from deltasync.quant.form import Form, Part, Shape
 from deltasync.quant.nvfp4 import CompressedNvfp4
 from deltasync.quant.served import ServedSource, served_weights
 from deltasync.sync.source.streamed import StreamedWeights
-from deltasync.transports import inprocess
-from tests.quant.test_served import cold, engine, forms, step, trainer
-from tests.worlds.links import Serving
+from tests.quant.served import assert_holds, cold, engine, forms, served, step, trainer
+from tests.worlds.links import fleet
 
 FORM = BlockFp8()
 
@@ -56,59 +46,47 @@ class OfTheWhole:
         return {"weight": (band.float() / whole["weight_scale"]).to(torch.float8_e4m3fn)}
 
 
-@contextmanager
-def connected(
-    source: WeightSource | StreamedWeights, replica: nn.Module, **options: object
-) -> Iterator[tuple[WeightSender, Serving]]:
-    transport = inprocess.Sender()
-    chosen = None if isinstance(source, StreamedWeights) else SenderOptions(**options)  # type: ignore[arg-type]
-    with WeightSender(source, transport, options=chosen) as sender:
-        serving = Serving(WeightReceiver(ModuleTarget(replica), transport.receiver())).start()
-        try:
-            sender.wait_for_receivers(1, timeout_s=10)
-            yield sender, serving
-        finally:
-            serving.stop()
-
-
-def refusal(source: WeightSource, replica: nn.Module, **options: object) -> str:
-    """What a first sync is refused with."""
-    before = {name: tensor.clone() for name, tensor in replica.state_dict().items()}
-    with (
-        pytest.raises(DeltaSyncError) as caught,
-        connected(source, replica, **options) as (sender, _),
-    ):
-        sender.send_weights(timeout_s=5)
-    for name, tensor in replica.state_dict().items():
-        assert torch.equal(as_bits(tensor), as_bits(before[name])), name
-    return str(caught.value)
-
-
-def served(source: nn.Module, form: Form = FORM) -> ServedSource:
-    return ServedSource(ModuleSource(source), forms(form))
-
-
 def weight(source: nn.Module, layer: str) -> nn.Parameter:
     return source.get_parameter(f"{layer}.weight")
 
 
-def holds(replica: nn.Module, expected: dict[str, Tensor]) -> None:
-    for name, tensor in replica.state_dict().items():
-        assert torch.equal(as_bits(tensor), as_bits(expected[name])), name
+def refusal(source: WeightSource, held: Mapping[str, Tensor], **options: Any) -> str:
+    """What a first sync to an engine of these tensors is refused with."""
+    replica = engine(held)
+    with fleet(source, options=SenderOptions(**options)) as here:
+        here.add(replica)
+
+        def first_sync() -> None:
+            here.wait(1)
+            here.sender.send_weights(timeout_s=5)
+
+        with pytest.raises(DeltaSyncError) as caught:
+            first_sync()
+    assert not any(tensor.float().any() for tensor in replica.state_dict().values())
+    return str(caught.value)
 
 
 @pytest.mark.promise("Checks", "NaN and infinity are not quantized when engines connect.")
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, 3.4e38])
 def test_weights_without_a_form_are_refused_at_connect(bad: float) -> None:
     source = trainer(0, torch.float32)  # 3.4e38 is infinite as bfloat16
-    replica = engine(cold(source, FORM))
+    held = cold(source, FORM)
     weight(source, "down").data[129, 383] = bad
-    assert "down.weight: NaN or infinity" in refusal(served(source), replica)
+    assert "down.weight: NaN or infinity" in refusal(served(source, FORM), held)
 
 
 @pytest.mark.promise("Checks", "NaN and infinity are not quantized when engines connect.")
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_weights_without_a_form_that_come_by_a_stream_are_refused(bad: float) -> None:
+@pytest.mark.parametrize(
+    ("form", "bad", "says"),
+    [
+        (FORM, torch.nan, r"down\.weight: NaN or infinity"),
+        (FORM, torch.inf, r"down\.weight: NaN or infinity"),
+        (CompressedNvfp4(), 1.0, r"up\.weight: NVFP4 of compressed-tensors is for blocks"),
+    ],
+)
+def test_weights_without_a_form_that_come_by_a_stream_are_refused(
+    form: Form, bad: float, says: str
+) -> None:
     source = trainer(0, torch.bfloat16)
     weight(source, "down").data[129, 383] = bad
     went_by = []
@@ -118,88 +96,119 @@ def test_weights_without_a_form_that_come_by_a_stream_are_refused(bad: float) ->
             went_by.append(name)
             yield name, tensor
 
-    with pytest.raises(ConfigError, match=r"down\.weight: NaN or infinity"):
-        StreamedWeights().take(served_weights(weights(), forms(FORM)))
+    with pytest.raises(ConfigError, match=says):
+        StreamedWeights().take(served_weights(weights(), forms(form)))
     assert went_by == list(source.state_dict())  # other ranks are not left waiting
 
 
-@pytest.mark.promise(
-    "Checks",
-    "Quantized weights meet their scales, or are refused by name before anything is written.",
-)
-def test_an_engine_that_is_quantized_takes_nothing_from_a_trainer_that_is_not() -> None:
-    source = trainer(0, torch.bfloat16)
-    told = refusal(ModuleSource(source), engine(cold(source, FORM)))
-    assert "up.weight" in told
-    assert "deltasync.quant" in told
+def without(layer: str) -> Callable[[str, tuple[int, ...]], Form | None]:
+    def choose(name: str, shape: tuple[int, ...]) -> Form | None:
+        return None if name.startswith(layer) else forms(FORM)(name, shape)
+
+    return choose
+
+
+def serving(choose: Callable[[str, tuple[int, ...]], Form | None]) -> dict[str, Tensor]:
+    return dict(served_weights(trainer(0, torch.bfloat16).state_dict().items(), choose))
+
+
+PLAIN, QUANTIZED = without(""), forms(FORM)
+UNMET: dict[str, tuple[Any, Callable[[dict[str, Tensor]], dict[str, Tensor]], list[str]]] = {
+    "a trainer that is not quantized": (PLAIN, dict, ["up.weight", "deltasync.quant"]),
+    "an engine that is not quantized": (
+        QUANTIZED,
+        lambda _: serving(PLAIN),
+        ["up.weight", "float8_e4m3fn"],
+    ),
+    "a layer of the engine": (QUANTIZED, lambda _: serving(without("up")), ["up.weight"]),
+    "another layer of the engine": (
+        QUANTIZED,
+        lambda _: serving(without("down")),
+        ["down.weight"],
+    ),
+    "a layer of the trainer": (without("down"), dict, ["down.weight"]),
+    "scales of another shape": (
+        QUANTIZED,
+        lambda held: held | {"down.weight_scale_inv": torch.zeros(2, 4)},
+        ["down.weight_scale_inv"],
+    ),
+    "scales of another dtype": (
+        QUANTIZED,
+        lambda held: held | {"down.weight_scale_inv": torch.zeros(2, 3).bfloat16()},
+        ["down.weight_scale_inv: computed as float32, the engine holds bfloat16"],
+    ),
+    "scales of another name": (
+        QUANTIZED,
+        lambda held: {name.replace("_inv", ""): tensor for name, tensor in held.items()},
+        ["weight_scale"],
+    ),
+}
 
 
 @pytest.mark.promise(
     "Checks",
     "Quantized weights meet their scales, or are refused by name before anything is written.",
 )
-def test_an_engine_that_is_not_quantized_takes_nothing_that_is() -> None:
-    source = trainer(0, torch.bfloat16)
-    told = refusal(served(source), engine(dict(source.state_dict())))
-    assert "up.weight" in told
-    assert "float8_e4m3fn" in told
+@pytest.mark.parametrize("how", UNMET)
+def test_ends_that_do_not_meet_are_named(how: str) -> None:
+    source, (choose, change, says) = trainer(0, torch.bfloat16), UNMET[how]
+    weights = (
+        ModuleSource(source) if choose is PLAIN else ServedSource(ModuleSource(source), choose)
+    )
+    told = refusal(weights, change(cold(source, FORM)))
+    assert all(one in told for one in says), told
 
 
 @pytest.mark.promise(
     "Checks",
     "Quantized weights meet their scales, or are refused by name before anything is written.",
 )
-@pytest.mark.parametrize(("name", "says"), [("up", "bfloat16"), ("down", "down.weight")])
-def test_one_layer_that_either_end_does_not_quantize_is_named(name: str, says: str) -> None:
-    source = trainer(0, torch.bfloat16)
-
-    def without(layer: str, shape: tuple[int, ...]) -> Form | None:
-        return None if layer.startswith(name) else forms(FORM)(layer, shape)
-
-    weights = dict(source.state_dict())
-    some = dict(served_weights(weights.items(), without))
-    everything = dict(served_weights(weights.items(), forms(FORM)))
-    for trained, held in ((forms(FORM), some), (without, everything)):
-        told = refusal(ServedSource(ModuleSource(source), trained), engine(held))
-        assert f"{name}.weight" in told
-
-
-@pytest.mark.promise(
-    "Checks",
-    "Quantized weights meet their scales, or are refused by name before anything is written.",
-)
-def test_an_engine_of_another_scale_is_refused() -> None:
-    source = trainer(0, torch.bfloat16)
-    weights = cold(source, FORM)
-    shape = dict(weights, **{"down.weight_scale_inv": torch.zeros(2, 4)})
-    assert "down.weight_scale_inv" in refusal(served(source), engine(shape))
-    dtype = dict(weights, **{"down.weight_scale_inv": torch.zeros(2, 3).bfloat16()})
-    told = refusal(served(source), engine(dtype))
-    assert "down.weight_scale_inv: computed as float32, the engine holds bfloat16" in told
-    renamed = {name.replace("_inv", ""): tensor for name, tensor in weights.items()}
-    assert "weight_scale" in refusal(served(source), engine(renamed))
-
-
-@pytest.mark.promise(
-    "Checks",
-    "Quantized weights meet their scales, or are refused by name before anything is written.",
-)
-@pytest.mark.parametrize("pattern", ["*", "up.weight", "*_scale_inv"])
-def test_wire_dtypes_change_nothing_that_is_served(pattern: str) -> None:
+def test_options_do_not_part_codes_and_scales() -> None:
     source = trainer(0, torch.float32)
-    told = refusal(served(source), engine(cold(source, FORM)), wire_dtypes={pattern: "bfloat16"})
-    assert re.search(r"up\.weight(_scale_inv)?: ", told)
+    for pattern in ("*", "up.weight", "*_scale_inv"):
+        told = refusal(served(source, FORM), cold(source, FORM), wire_dtypes={pattern: "bfloat16"})
+        assert "up.weight: " in told or "up.weight_scale_inv: " in told
+    told = refusal(served(source, FORM), cold(source, FORM), leave_out=["*_scale_inv"])
+    assert "weight_scale_inv" in told  # codes without scales
+    replica = engine({n: t for n, t in cold(source, FORM).items() if not n.startswith("down")})
+    with fleet(served(source, FORM), options=SenderOptions(leave_out=["down.*"])) as here:
+        here.add(replica)
+        here.wait(1)
+        here.sender.send_weights(timeout_s=5)
+    assert_holds(replica, cold(source, FORM))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.float8_e4m3fn, torch.int8])
 def test_what_no_form_is_made_of_is_refused(dtype: torch.dtype) -> None:
     source = trainer(0, torch.bfloat16)
-    replica = engine(cold(source, FORM))
-    source.get_submodule("down").weight = nn.Parameter(
-        weight(source, "down").to(dtype), requires_grad=False
-    )
-    told = refusal(served(source), replica)
+    held = cold(source, FORM)
+    other = nn.Parameter(weight(source, "down").to(dtype), requires_grad=False)
+    source.get_submodule("down").weight = other
+    told = refusal(served(source, FORM), held)
     assert "down.weight: block FP8 with float32 scales is made of bfloat16 or float32" in told
+
+
+def test_what_is_served_under_names_that_do_not_fit_is_refused() -> None:
+    """Tied weights, and a scale of the trainer's own."""
+    source = nn.Module()
+    source.embed, source.head = nn.Embedding(256, 128), nn.Linear(128, 256, bias=False)
+    source.embed.weight = nn.Parameter(torch.randn(256, 128).bfloat16())
+    source.head.weight = source.embed.weight
+    one = ServedSource(ModuleSource(source), lambda name, _: FORM if "head" in name else None)
+    with pytest.raises(ConfigError, match=r"embed\.weight is served as it is, and head\.weight"):
+        one.tensors()
+    both = ServedSource(
+        ModuleSource(source), lambda name, _: FORM if name.endswith(".weight") else None
+    )
+    assert [entry.names for entry in both.tensors()] == [
+        ("embed.weight", "head.weight"),
+        ("embed.weight_scale_inv", "head.weight_scale_inv"),
+    ]
+    neither = ServedSource(ModuleSource(source), lambda *_: None)
+    assert neither.tensors() == ModuleSource(source).tensors()
+    source.head.register_buffer("weight_scale_inv", torch.ones(2, 3))
+    with pytest.raises(ConfigError, match=r"head\.weight_scale_inv: served, and a tensor of the"):
+        both.tensors()
 
 
 def test_stacked_experts_are_refused_until_they_are_split() -> None:
@@ -209,76 +218,34 @@ def test_stacked_experts_are_refused_until_they_are_split() -> None:
     every: Callable[[str, tuple[int, ...]], Form | None] = lambda *_: FORM  # noqa: E731
     with pytest.raises(ConfigError, match=r"experts: .*\(3, 256, 128\); split.*name_map"):
         ServedSource(ModuleSource(source), every).tensors()
-
-    def name_map(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int | slice, ...]]:
-        halves = {"gate": slice(0, 128), "up": slice(128, None)}
-        return {
-            f"{name}.{expert}.{half}.weight": (expert, rows)
-            for expert in range(3)
-            for half, rows in halves.items()
-        }
-
-    split = ServedSource(ModuleSource(source, name_map=name_map), every)
-    weights = {
-        f"experts.{expert}.{half}.weight": experts[expert, rows]
+    halves = {"gate": slice(0, 128), "up": slice(128, None)}
+    places = {
+        f"experts.{expert}.{half}.weight": (expert, rows)
         for expert in range(3)
-        for half, rows in {"gate": slice(0, 128), "up": slice(128, None)}.items()
+        for half, rows in halves.items()
     }
+    weights = {name: experts[place] for name, place in places.items()}
     replica = engine(dict(served_weights(weights.items(), every)))
-    with connected(split, replica) as (sender, _):
+    split = ServedSource(ModuleSource(source, name_map=lambda *_: places), every)
+    with fleet(split) as here:
+        here.add(replica)
+        here.wait(1)
         for number, share in enumerate([0, 0.1, 1]):
             step(source, share, number)
-            sender.send_weights(timeout_s=5)
-            holds(replica, dict(served_weights(weights.items(), every)))
+            here.sender.send_weights(timeout_s=5)
+            assert_holds(replica, dict(served_weights(weights.items(), every)))
 
 
-def tied() -> nn.Module:
-    source = nn.Module()
-    source.embed, source.head = nn.Embedding(256, 128), nn.Linear(128, 256, bias=False)
-    source.embed.weight = nn.Parameter(torch.randn(256, 128).bfloat16())
-    embed = source.get_submodule("embed")
-    source.get_submodule("head").weight = embed.weight
-    return source
+# Nothing is served out of date
 
 
-def test_tied_weights_are_served_alike_or_refused() -> None:
-    source = tied()
-    one = ServedSource(ModuleSource(source), lambda name, _: FORM if "head" in name else None)
-    with pytest.raises(ConfigError, match=r"embed\.weight is served as it is, and head\.weight"):
-        one.tensors()
-    both = ServedSource(ModuleSource(source), lambda *_: FORM)
-    assert [entry.names for entry in both.tensors()] == [
-        ("embed.weight", "head.weight"),
-        ("embed.weight_scale_inv", "head.weight_scale_inv"),
-    ]
-    neither = ServedSource(ModuleSource(source), lambda *_: None)
-    assert neither.tensors() == ModuleSource(source).tensors()
+both_forms = pytest.mark.parametrize("form", [FORM, OfTheWhole()], ids=lambda form: form.name)
 
 
-def test_a_trainer_that_has_the_name_of_a_scale_is_refused() -> None:
-    source = trainer(0, torch.bfloat16)
-    source.get_submodule("down").register_buffer("weight_scale_inv", torch.ones(2, 3))
-    one = ServedSource(
-        ModuleSource(source), lambda name, _: FORM if name == "down.weight" else None
-    )
-    with pytest.raises(ConfigError, match=r"down\.weight_scale_inv: served, and a tensor of the"):
-        one.tensors()
-
-
-def test_what_is_left_out_is_left_out_with_its_scale() -> None:
-    source = trainer(0, torch.bfloat16)
-    weights = cold(source, FORM)
-    rest = {name: tensor for name, tensor in weights.items() if not name.startswith("down")}
-    replica = engine(rest)
-    with connected(served(source), replica, leave_out=["down.*"]) as (sender, _):
-        sender.send_weights(timeout_s=5)
-    holds(replica, weights)
-    told = refusal(served(source), engine(weights), leave_out=["*_scale_inv"])
-    assert "weight_scale_inv" in told  # codes without scales
-
-
-@pytest.mark.parametrize("form", [FORM, OfTheWhole()], ids=lambda form: form.name)
-def test_a_list_that_stays_the_same_serves_weights_that_change(form: Form) -> None:
+@both_forms
+@pytest.mark.parametrize("is_fixed", [False, True])
+def test_weights_that_change_where_they_lie_or_move_are_served(form: Form, is_fixed: bool) -> None:
+    """The list of a source may stay the same; storage may be another, of another dtype."""
     source = trainer(0, torch.bfloat16)
     fixed = ModuleSource(source).tensors()
 
@@ -287,104 +254,78 @@ def test_a_list_that_stays_the_same_serves_weights_that_change(form: Form) -> No
             return fixed
 
     replica = engine(cold(source, form))
-    with connected(ServedSource(Fixed(), forms(form)), replica) as (sender, _):
-        for number in range(4):
-            step(source, 0.5, number)
-            if number == 2:
-                weight(source, "up").data[0, 0] *= 8  # the one scale of the whole
-            sender.send_weights(timeout_s=5)
-            holds(replica, cold(source, form))
-
-
-@pytest.mark.parametrize("form", [FORM, OfTheWhole()], ids=lambda form: form.name)
-def test_storage_that_moves_and_changes_its_dtype_is_served(form: Form) -> None:
-    source = trainer(0, torch.bfloat16)
-    replica = engine(cold(source, form))
-    with connected(served(source, form), replica) as (sender, _):
+    own = ServedSource(Fixed(), forms(form)) if is_fixed else served(source, form)
+    with fleet(own) as here:
+        here.add(replica)
+        here.wait(1)
         for number, dtype in enumerate([torch.bfloat16, torch.float32, torch.bfloat16]):
             step(source, 0.5, number)
-            weight(source, "up").data = weight(source, "up").data.to(dtype, copy=True)
-            source.get_submodule("down").weight = nn.Parameter(
-                weight(source, "down").data.to(dtype, copy=True) * 4
-            )
-            sender.send_weights(timeout_s=5)
-            holds(replica, cold(source, form))
+            weight(source, "up").data[0, 0] *= 8  # the one scale of the whole
+            if not is_fixed:
+                weight(source, "up").data = weight(source, "up").data.to(dtype, copy=True)
+                source.get_submodule("down").weight = nn.Parameter(
+                    weight(source, "down").data.to(dtype, copy=True) * 4
+                )
+            here.sender.send_weights(timeout_s=5)
+            assert_holds(replica, cold(source, form))
 
 
-@pytest.mark.parametrize("form", [FORM, OfTheWhole()], ids=lambda form: form.name)
+@both_forms
 def test_syncs_in_the_background_serve_what_was_there_when_they_began(form: Form) -> None:
     source = trainer(0, torch.bfloat16)
     replica = engine(cold(source, form))
-    with connected(served(source, form), replica) as (sender, _):
-        sender.send_weights(timeout_s=5)
-        for number in range(6):
+    with fleet(served(source, form)) as here:
+        here.add(replica)
+        here.wait(1)
+        here.sender.send_weights(timeout_s=5)
+        for number in range(3):
             step(source, 0.5, number)
             weight(source, "up").data[0, 0] = 2.0**number
             expected = {name: tensor.clone() for name, tensor in cold(source, form).items()}
             if number % 3:  # without it the sync looks the source up itself
-                sender.refresh_source()
+                here.sender.refresh_source()
             read = threading.Event()
             thread = threading.Thread(
-                target=lambda at=read: sender.send_weights(timeout_s=5, on_source_read=at.set)
+                target=lambda at=read: here.sender.send_weights(timeout_s=9, on_source_read=at.set)
             )
             thread.start()
             assert read.wait(10)
             for parameter in source.parameters():
                 parameter.data *= 3
             thread.join(10)
-            holds(replica, expected)
+            assert_holds(replica, expected)
 
 
-@pytest.mark.parametrize("form", [FORM, OfTheWhole()], ids=lambda form: form.name)
+@both_forms
 def test_a_sync_that_came_to_nothing_is_covered_by_the_next(form: Form) -> None:
+    """Engines that sleep meanwhile, leave for good, or join later."""
     source = trainer(0, torch.bfloat16)
-    replica = engine(cold(source, form))
-    transport = inprocess.Sender()
-    with WeightSender(served(source, form), transport) as sender:
-        serving = Serving(WeightReceiver(ModuleTarget(replica), transport.receiver())).start()
-        sender.wait_for_receivers(1, timeout_s=10)
-        sender.send_weights(timeout_s=5)
-        serving.stop()
+    replica, late = engine(cold(source, form)), engine(cold(source, form))
+    with fleet(served(source, form)) as here:
+        serving = here.add(replica)
+        here.wait(1)
+        here.sender.send_weights(timeout_s=5)
+        serving.receiver.detach()
         weight(source, "up").data[0, 0] = 100.0
         with suppress(DeltaSyncError):
-            sender.send_weights(timeout_s=0.5)
-        step(source, 1, 1)
-        weight(source, "up").data[0, 0] = 0.0
-        again = Serving(WeightReceiver(ModuleTarget(replica), transport.receiver())).start()
-        late = engine({n: t.clone() for n, t in replica.state_dict().items()})
-        receiver = WeightReceiver(ModuleTarget(late), transport.receiver(), engine="late")
-        other = Serving(receiver).start()
-        try:
-            sender.wait_for_receivers(2, timeout_s=10)
-            sender.send_weights(timeout_s=5)
-        finally:
-            again.stop()
-            other.stop()
-        holds(replica, cold(source, form))
-        holds(late, cold(source, form))
-
-
-def test_matrices_without_whole_blocks_are_refused_by_name() -> None:
-    source = trainer(0, torch.bfloat16)
-    replica = engine(cold(source, FORM))
-    told = refusal(served(source, CompressedNvfp4()), replica)  # rows of 200 elements
-    assert "up.weight: NVFP4 of compressed-tensors is for blocks of 16 in a row" in told
-
-
-def test_an_engine_that_sleeps_and_one_that_rejoins_are_served() -> None:
-    source = trainer(0, torch.bfloat16)
-    replica = engine(cold(source, FORM))
-    with connected(served(source), replica) as (sender, serving):
-        sender.send_weights(timeout_s=5)
-        serving.receiver.detach()
-        step(source, 0.5, 1)
-        with suppress(DeltaSyncError):
-            sender.send_weights(timeout_s=5)
+            here.sender.send_weights(timeout_s=5)
         serving.receiver.attach()
         step(source, 0.5, 2)
-        sender.wait_for_receivers(1, timeout_s=10)
-        sender.send_weights(timeout_s=5)
-        holds(replica, cold(source, FORM))
+        here.wait(1)
+        here.sender.send_weights(timeout_s=5)
+        assert_holds(replica, cold(source, form))
+        serving.stop()
+        weight(source, "up").data[0, 0] = 200.0
+        with suppress(DeltaSyncError):
+            here.sender.send_weights(timeout_s=0.5)
+        step(source, 1, 1)
+        weight(source, "up").data[0, 0] = 0.0
+        here.add(replica, engine="again")
+        here.add(late, engine="late")
+        here.wait(2)
+        here.sender.send_weights(timeout_s=5)
+        assert_holds(replica, cold(source, form))
+        assert_holds(late, cold(source, form))
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (1, 1), (129, 1), (1, 129), (128, 128)])

@@ -2,57 +2,122 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import pairwise, product
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from deltasync import ModuleTarget, WeightReceiver, WeightSender
-from deltasync.delta.shard import ShardSpec, placed
-from deltasync.errors import SyncAborted
+from deltasync.delta.shard import ShardSpec
+from deltasync.errors import ConfigError, SyncAborted
 from deltasync.quant.block_fp8 import BlockFp8
 from deltasync.quant.form import Form
+from deltasync.quant.fp8 import Fp8
 from deltasync.quant.int4 import Int4
-from deltasync.quant.nvfp4 import CompressedNvfp4
+from deltasync.quant.int8 import Int8
+from deltasync.quant.mxfp4 import MxFp4
+from deltasync.quant.mxfp8 import MxFp8
+from deltasync.quant.nvfp4 import CompressedNvfp4, ModelOptNvfp4
 from deltasync.quant.served import ServedSource, served_weights
-from deltasync.transports import inprocess
-from tests.quant.test_served import engine
-from tests.quant.test_two_forms import assert_holds
-from tests.worlds.links import Serving
+from tests.quant.kinds import FINITE, matrix
+from tests.quant.served import assert_holds, engine
+from tests.worlds.links import fleet
 from tests.worlds.trainers import Sharded, Trainer
 
-SHAPES = {"up": (512, 64), "down": (300, 128), "small": (128, 32)}
+STEPS: Mapping[Form, int] = {
+    BlockFp8(): 1,
+    BlockFp8("ue8m0"): 1,
+    BlockFp8(arithmetic="compressed-tensors"): 1,
+    Fp8("channel"): 1,
+    Fp8("tensor"): 1,
+    Fp8("channel", "vllm"): 1,
+    Fp8("tensor", "vllm"): 1,
+    Int8(): 1,
+    Int4(32): 8,
+    Int4(64, "slime"): 8,
+    Int4(None): 8,
+    MxFp8(): 1,
+    MxFp8("compressed-tensors"): 1,
+    MxFp4(): 2,
+    CompressedNvfp4(): 2,
+    ModelOptNvfp4(): 2,
+}
+"""By form, columns whose codes are one element."""
 
 
-def model() -> nn.Module:
-    torch.manual_seed(0)
+SHAPES = {"gate_proj": (288, 64), "up_proj": (288, 64), "down_proj": (160, 320), "o_proj": (48, 64)}
+Boxes = dict[str, ShardSpec]
+
+
+def model(kinds: tuple[str, ...] = ("usual",)) -> nn.Module:
     made = nn.Module()
-    for name, (rows, cols) in SHAPES.items():
-        made.add_module(name, nn.Linear(cols, rows, bias=name == "up").bfloat16())
+    for seed, (name, (rows, cols)) in enumerate(SHAPES.items()):
+        layer = nn.Linear(cols, rows, bias=name == "o_proj").bfloat16()
+        layer.weight.data = matrix(kinds[seed % len(kinds)], (rows, cols), seed)
+        made.add_module(name, layer)
     return made
 
 
-def forms(form: Form, name: str, shape: tuple[int, ...]) -> Form | None:
+def named(form: Form, name: str, shape: tuple[int, ...]) -> Form | None:
     return form if name.endswith("weight") else None
 
 
-def held(ways: dict[str, list[int]], name: str, shape: tuple[int, ...], rank: int) -> ShardSpec:
-    """Rows from one border to the next; all of them without borders."""
-    borders = ways.get(name.partition(".")[0]) if len(shape) == 2 else None
-    if borders is None:
-        return ShardSpec.whole(shape)
-    begin, end = borders[rank : rank + 2]
-    return ShardSpec(shape, (begin, *(0 for _ in shape[1:])), (end - begin, *shape[1:]))
+def boxes(name: str, shape: tuple[int, ...], borders: tuple[list[int], list[int]]) -> list[Boxes]:
+    """What each rank holds of a matrix between borders of rows and of columns."""
+    return [
+        {name: ShardSpec(shape, (top, left), (bottom - top, right - left))}
+        for (top, bottom), (left, right) in product(pairwise(borders[0]), pairwise(borders[1]))
+    ]
 
 
-WAYS = [
-    {"up": [0, 171, 512], "down": [0, 150, 300], "small": [0, 64, 128]},
-    {"up": [0, 1, 512], "down": [0, 299, 300], "small": [0, 100, 128]},
-    {"up": [0, 256, 512], "down": [0, 256, 300], "small": [0, 128, 128]},
-    {"up": [0, 512, 512], "down": [0, 0, 300]},
-    {"up": [0, 128, 512]},  # replicas of the others
-]
+def by_rows(world: int, **borders: list[int]) -> list[Boxes]:
+    """Rows from one border to the next; replicas hold all of them."""
+    found: list[Boxes] = [{"o_proj.bias": ShardSpec.whole((48,))} for _ in range(world)]
+    for layer, shape in SHAPES.items():
+        name, whole = f"{layer}.weight", ShardSpec.whole(shape)
+        cut = boxes(name, shape, (borders[layer], [0, shape[1]])) if layer in borders else []
+        for rank, held in enumerate(found):
+            held |= cut[rank] if cut else {name: whole}
+    return found
+
+
+@st.composite
+def cut(draw: st.DrawFn, form: Form) -> list[Boxes]:
+    """Each matrix is cut anywhere that codes allow, or whole on one rank or on all."""
+    world = draw(st.sampled_from([2, 3, 4]))
+    found: list[Boxes] = [{"o_proj.bias": ShardSpec.whole((48,))} for _ in range(world)]
+    for layer, (rows, cols) in SHAPES.items():
+        name = f"{layer}.weight"
+        way = draw(st.sampled_from(["rows", "columns", "both", "replicas", "one"]))
+        if way in ("replicas", "one"):
+            whole = ShardSpec.whole((rows, cols))
+            for held in found if way == "replicas" else [draw(st.sampled_from(found))]:
+                held[name] = whole
+            continue
+        ways = (
+            (2, 2)
+            if way == "both" and world == 4
+            else (1, world)
+            if way == "columns"
+            else (world, 1)
+        )
+        inner = [
+            sorted(
+                step * n
+                for n in draw(
+                    st.lists(st.integers(0, size // step), min_size=k - 1, max_size=k - 1)
+                )
+            )
+            for k, size, step in ((ways[0], rows, 1), (ways[1], cols, STEPS[form]))
+        ]
+        borders = [0, *inner[0], rows], [0, *inner[1], cols]
+        for held, box in zip(found, boxes(name, (rows, cols), borders), strict=True):
+            held |= box
+    return found
 
 
 @pytest.mark.promise(
@@ -60,63 +125,79 @@ WAYS = [
     "Ranks that quantize what they hold send what a gather would produce, also where blocks "
     "lie on several ranks.",
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
-    ways=st.sampled_from(WAYS),
-    form=st.sampled_from([BlockFp8(), BlockFp8("ue8m0"), Int4(32), CompressedNvfp4()]),
-    shares=st.lists(st.sampled_from([0, 0.01, 0.5, 1]), min_size=1, max_size=3),
+    data=st.data(),
+    form=st.sampled_from(list(STEPS)),
+    kinds=st.lists(st.sampled_from([k for k in FINITE if k != "zero"]), min_size=1, max_size=4),
 )
 def test_ranks_send_what_a_gather_would_give(
-    ways: dict[str, list[int]], form: Form, shares: list[float]
+    data: st.DataObject, form: Form, kinds: list[str]
 ) -> None:
-    source = model()
-    parts = parts_of(source, ways)
-
-    def cold() -> dict[str, torch.Tensor]:
-        return dict(served_weights(source.state_dict().items(), lambda *a: forms(form, *a)))
-
-    replica = engine(cold())
-    trainer = Trainer([ServedSource(part, lambda *a: forms(form, *a)) for part in parts])
-    try:
-        trainer.add(replica)
-        trainer.wait(1)
-        trainer.send()
-        assert_holds(replica, cold())
-        for share in shares:
-            for parameter in source.parameters():
+    with following(model(tuple(kinds)), data.draw(cut(form)), form) as here:
+        for share in data.draw(st.lists(st.sampled_from([0, 0.01, 1]), min_size=1, max_size=2)):
+            for parameter in here.source.parameters():
                 chosen = torch.rand(parameter.shape) < share
-                parameter.data[chosen] *= -1.5
-            for part in parts:
-                part.step()
-            trainer.send()
-            assert_holds(replica, cold())
+                parameter.data[chosen] *= -0.75
+            here.sync()
+
+
+@pytest.mark.parametrize("is_ragged", [False, True])
+@pytest.mark.parametrize("form", [BlockFp8(), CompressedNvfp4()], ids=str)
+def test_blocks_that_are_cut_both_ways_are_served_as_the_whole(form: Form, is_ragged: bool) -> None:
+    """Ragged: one rank holds the upper rows, two others a half each of the lower ones."""
+    ways: list[Boxes] = [{"o_proj.bias": ShardSpec.whole((48,))} for _ in range(4 - is_ragged)]
+    for layer, (rows, cols) in SHAPES.items():
+        name, top, left = f"{layer}.weight", rows // 2 - 5, cols // 2 - 2
+        found = boxes(name, (rows, cols), ([0, top, rows], [0, left, cols]))
+        if is_ragged:
+            found[:2] = [{name: ShardSpec((rows, cols), (0, 0), (top, cols))}]
+        for held, box in zip(ways, found, strict=True):
+            held |= box
+    with following(model(), ways, form) as here:
+        for parameter in here.source.parameters():
+            parameter.data.copy_(parameter.data.flip(0) * -0.75)
+        here.sync()
+
+
+class Following:
+    """A trainer of several ranks that quantize, and an engine that follows."""
+
+    def __init__(self, source: nn.Module, ways: list[Boxes], form: Form) -> None:
+        self.source, self.parts = source, [Sharded(source, one) for one in ways]
+        self._forms = lambda *given: named(form, *given)
+        self.trainer = Trainer([ServedSource(part, self._forms) for part in self.parts])
+        self.replica = engine(self.cold())
+
+    def cold(self) -> dict[str, torch.Tensor]:
+        return dict(served_weights(self.source.state_dict().items(), self._forms))
+
+    def sync(self) -> None:
+        for part in self.parts:
+            part.step()
+        self.trainer.send(timeout_s=60)
+        assert_holds(self.replica, self.cold())
+
+
+@contextmanager
+def following(source: nn.Module, ways: list[Boxes], form: Form) -> Iterator[Following]:
+    here = Following(source, ways, form)
+    try:
+        here.trainer.add(here.replica)
+        here.trainer.wait(1)
+        here.sync()
+        yield here
     finally:
-        trainer.close()
-
-
-def parts_of(source: nn.Module, ways: dict[str, list[int]]) -> list[Sharded]:
-    shapes = {name: tuple(tensor.shape) for name, tensor in source.named_parameters()}
-    boxes = [{n: held(ways, n, shape, rank) for n, shape in shapes.items()} for rank in range(2)]
-    return [Sharded(source, one) for one in boxes]
+        here.trainer.close()
 
 
 @pytest.mark.parametrize("crosses", [False, True])
 def test_ranks_exchange_maxima_only_where_blocks_cross(crosses: bool) -> None:
-    source = model()
-    parts = parts_of(source, WAYS[0] if crosses else WAYS[2])
-    trainer = Trainer([ServedSource(part, lambda *a: forms(BlockFp8(), *a)) for part in parts])
     asked: list[str] = []
-    trainer.hub.before = lambda order: asked.append(order.kind)
-    weights = dict(served_weights(source.state_dict().items(), lambda *a: forms(BlockFp8(), *a)))
-    try:
-        trainer.add(engine(weights))
-        trainer.wait(1)
-        trainer.send()
-        assert ("measure" in asked) == crosses
-        asked.clear()
-        trainer.send()
-    finally:
-        trainer.close()
+    ways = by_rows(2, gate_proj=[0, 171 if crosses else 256, 288])
+    with following(model(), ways, BlockFp8()) as here:
+        here.trainer.hub.before = lambda order: asked.append(order.kind)
+        here.trainer.send(timeout_s=60)
     assert asked == ["measure"] * crosses + ["compare", "send", "decide", "done"]
 
 
@@ -126,75 +207,66 @@ def test_ranks_exchange_maxima_only_where_blocks_cross(crosses: bool) -> None:
     "one covers.",
 )
 def test_a_rank_whose_source_fails_as_maxima_are_exchanged_ends_the_sync() -> None:
-    source = model()
-    parts = parts_of(source, WAYS[0])
-    trainer = Trainer([ServedSource(part, lambda *a: forms(BlockFp8(), *a)) for part in parts])
-    weights = dict(served_weights(source.state_dict().items(), lambda *a: forms(BlockFp8(), *a)))
-    replica = engine(weights)
-    try:
-        trainer.add(replica)
-        trainer.wait(1)
-        trainer.send()
+    with following(model(), by_rows(2, up_proj=[0, 150, 288]), BlockFp8()) as here:
         for failing in (0, 1):
-            source.get_parameter("up.weight").data *= 1.5
-            for part in parts:
+            before = here.cold()
+            here.source.get_parameter("up_proj.weight").data *= 1.5
+            for part in here.parts:
                 part.step()
-            parts[failing].fails = RuntimeError("planted")
-            outcomes = trainer.outcomes()
+            here.parts[failing].fails = RuntimeError("planted")
+            outcomes = here.trainer.outcomes(timeout_s=30)
             assert "planted" in str(outcomes[failing])
             assert isinstance(outcomes[1 - failing], SyncAborted)
-            assert_holds(replica, weights)
-            parts[failing].fails = None
-            trainer.settle(1)
-            expected = served_weights(source.state_dict().items(), lambda *a: forms(BlockFp8(), *a))
-            weights = dict(expected)
-            assert_holds(replica, weights)
-    finally:
-        trainer.close()
-
-
-def test_what_fsdp_cuts_evenly_is_as_before() -> None:
-    boxes = [placed((512, 64), (4,), (rank,), [(0, 1)]) for rank in range(4)]
-    for box in boxes:
-        entries = ServedSource(
-            Sharded(model(), {"up.weight": box}), lambda *_: BlockFp8()
-        ).tensors()
-        assert [entry.shape for entry in entries] == [(512, 64), (4, 1)]
-        assert [entry.shard.size for entry in entries if entry.shard] == [(128, 64), (1, 1)]
+            assert_holds(here.replica, before)
+            here.parts[failing].fails = None
+            here.trainer.settle(1)
+            assert_holds(here.replica, here.cold())
 
 
 def test_a_part_without_a_group_is_refused() -> None:
-    box = ShardSpec((512, 64), (0, 0), (256, 64))
-    source = ServedSource(Sharded(model(), {"up.weight": box}), lambda *_: BlockFp8())
-    weight = torch.zeros(512, 64).bfloat16()
-    replica = engine(dict(served_weights([("up.weight", weight)], lambda *_: BlockFp8())))
-    transport = inprocess.Sender()
-    with WeightSender(source, transport) as sender:
-        serving = Serving(WeightReceiver(ModuleTarget(replica), transport.receiver())).start()
-        try:
-            sender.wait_for_receivers(1, timeout_s=10)
-            with pytest.raises(SyncAborted, match="give the senders of all ranks a `group`"):
-                sender.send_weights(timeout_s=5)
-        finally:
-            serving.stop()
+    box = {"up_proj.weight": ShardSpec((288, 64), (0, 0), (256, 64))}
+    source = ServedSource(Sharded(model(), box), lambda *_: BlockFp8())
+    weight = [("up_proj.weight", torch.zeros(288, 64).bfloat16())]
+    with fleet(source) as here:
+        here.add(engine(dict(served_weights(weight, lambda *_: BlockFp8()))))
+        here.wait(1)
+        with pytest.raises(SyncAborted, match="give the senders of all ranks a `group`"):
+            here.sender.send_weights(timeout_s=5)
 
 
 def test_replicas_of_a_large_matrix_send_a_part_each() -> None:
     source = nn.Module()
     source.up = nn.Linear(1024, 2048, bias=False).bfloat16()
-    box = {"up.weight": ShardSpec.whole((2048, 1024))}
-    parts = [Sharded(source, box) for _ in range(3)]
-    replica = engine(dict(served_weights(source.state_dict().items(), lambda *_: BlockFp8())))
-    trainer = Trainer([ServedSource(part, lambda *_: BlockFp8()) for part in parts])
-    try:
-        trainer.add(replica)
-        trainer.wait(1)
-        for _ in range(2):
-            trainer.send()
-            expected = dict(served_weights(source.state_dict().items(), lambda *_: BlockFp8()))
-            assert_holds(replica, expected)
-            source.up.weight.data *= 1.01
-            for part in parts:
-                part.step()
-    finally:
-        trainer.close()
+    ways = [{"up.weight": ShardSpec.whole((2048, 1024))} for _ in range(3)]
+    with following(source, ways, BlockFp8()) as here:
+        source.up.weight.data *= -1.7
+        here.sync()
+
+
+NEMO = BlockFp8(arithmetic="nemo-rl")
+
+
+@pytest.mark.parametrize(
+    ("form", "shape", "size", "says"),
+    [
+        (Int4(32), (32, 64), (32, 33), "columns in one element"),
+        (Int4(None), (32, 64), (32, 33), "columns in one element"),
+        (MxFp4(), (32, 64), (32, 33), "columns in one element"),
+        (CompressedNvfp4(), (32, 64), (32, 33), "columns in one element"),
+        (NEMO, (300, 128), (100, 128), "last element"),
+        (NEMO, (256, 200), (100, 200), "last element"),
+        (NEMO, (256, 128), (100, 128), ""),
+    ],
+)
+def test_ranks_that_share_an_element_of_codes_are_refused(
+    form: Form, shape: tuple[int, int], size: tuple[int, int], says: str
+) -> None:
+    """Or blocks that are padded with another rank's last element."""
+    whole = nn.ModuleDict({"a": nn.Linear(shape[1], shape[0], bias=False).bfloat16()})
+    rank = Sharded(whole, {"a.weight": ShardSpec(shape, (0, 0), size)})
+    source = ServedSource(rank, lambda *_: form)
+    if not says:
+        assert len(source.tensors()) == 2
+        return
+    with pytest.raises(ConfigError, match=rf"a\.weight: .* {says}"):
+        source.tensors()

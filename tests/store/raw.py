@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import SecretBytes
 from torch import nn
 
 from deltasync.store.catalogue import Run
-from deltasync.store.objects import StoreOptions
-from tests.store.test_sender import Model, sender_of, weights_of
-from tests.worlds.stores import Place
+from tests.worlds.published import Publisher, State, keyed, odd_model
+from tests.worlds.stores import Place, local_place
 
 KEY = b"key"  # that records are signed with
 
@@ -28,13 +26,25 @@ class Stored:
     """The folder of a run, and the trainer's weights at each version."""
 
     run: Path
-    states: dict[int, Any]
+    states: dict[int, State]
+
+    @property
+    def place(self) -> Place:
+        return local_place(self.run.parent)
+
+    def opened(self, key: bytes | None = None) -> Run:
+        return Run.open(self.run, None, keyed(self.place, key).options)
 
     def manifest(self, version: int) -> Path:
         return self.run / f"manifests/{version:016}.json"
 
     def anchor(self, version: int) -> Path:
         return self.run / f"anchors/{version:016}.json"
+
+    def objects(self, version: int, kind: str) -> list[Path]:
+        """The files of a way."""
+        there = self.run.glob(f"objects/{version:016}-{kind}-*")
+        return [path for one in there for path in (one, *one.glob("*")) if path.is_file()]
 
     def read(self, version: int) -> Json:
         return read(self.manifest(version))
@@ -53,13 +63,40 @@ class Stored:
         found: list[Any] = json.loads(data)
         return found
 
+    def rewrite(self, change: Callable[[Json], Json]) -> None:
+        """Alter records, so that they name objects, manifests and parents as these are then."""
+        parent, path = None, self.run / "run.json"
+        path.write_bytes(bytes_of(change(read(path))))
+        for version in self.versions():
+            data = bytes_of(self._named(change(self.read(version))) | {"parent": parent})
+            self.manifest(version).write_bytes(data)
+            parent = {"version": version, "sha256": sha256(data)}
+            if (path := self.anchor(version)).exists():
+                record = self._named(change(read(path)))
+                path.write_bytes(bytes_of(record | {"manifest": sha256(data)}))
+
+    def alter(self, number: int, **more: object) -> None:
+        """Alter the manifest of one version."""
+        self.rewrite(lambda one: one | more if is_version(one, number) else one)
+
+    def _named(self, record: Json) -> Json:
+        for file in record["way"]["files"]:
+            if file["bytes"] < 1 << 50:  # others are not meant to be true
+                data = (self.run / file["key"]).read_bytes()
+                file |= {"bytes": len(data), "sha256": sha256(data)}
+        return record
+
+
+def is_version(record: Json, number: int) -> bool:
+    return bool(record["kind"] == "version" and record["version"] == number)
+
 
 def read(path: Path) -> Json:
     found: Json = json.loads(path.read_bytes())
     return found
 
 
-def bytes_of(record: Json) -> bytes:
+def bytes_of(record: Any) -> bytes:
     return json.dumps(record, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
 
 
@@ -69,47 +106,14 @@ def sha256(data: bytes) -> str:
 
 def signed_run(folder: Path) -> Stored:
     """Ten versions, signed, with anchors at 1, 4, 7 and 10; from 7 on of another layout."""
-    place, states = Place(str(folder), StoreOptions(mac_key=SecretBytes(KEY)), folder), {}
-    for model, versions in ((Model(), range(1, 7)), (Other(), range(7, 11))):
-        sender = sender_of(model, place, anchor_every=3, anchor_file_bytes=600_000)
-        for version in versions:
-            assert sender.publish().version == version
-            states[version] = weights_of(model)
-            model.step(version)
-    return Stored(folder / "run", states)
-
-
-class Other(Model):
-    """With one more parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.more = nn.Parameter(torch.randn(7))
-
-
-def opened(stored: Stored, key: bytes | None = None) -> Run:
-    options = StoreOptions(mac_key=None if key is None else SecretBytes(key))
-    return Run.open(stored.run, None, options)
-
-
-def rewrite(stored: Stored, change: Callable[[Json], Json]) -> None:
-    """Alter records, so that children and later anchors name their manifests again."""
-    parent = None
-    path = stored.run / "run.json"
-    path.write_bytes(bytes_of(change(read(path))))
-    for version in stored.versions():
-        record = change(stored.read(version))
-        data = bytes_of(record | {"parent": parent})
-        stored.manifest(version).write_bytes(data)
-        parent = {"version": version, "sha256": sha256(data)}
-        if (path := stored.anchor(version)).exists():
-            path.write_bytes(bytes_of(change(read(path)) | {"manifest": sha256(data)}))
-
-
-def facts(stored: Stored, file: Json) -> Json:
-    data = (stored.run / file["key"]).read_bytes()
-    return file | {"bytes": len(data), "sha256": sha256(data)}
-
-
-def is_anchored(stored: Stored, version: int) -> bool:
-    return any(way["kind"] == "anchor" for way in stored.ways(version))
+    trainer = Publisher(
+        keyed(local_place(folder), KEY),
+        anchor_every=3,
+        model=odd_model(),
+        publishing={"anchor_file_bytes": 600_000},
+    )
+    trainer.publish(6)
+    trainer.model.register_parameter("more", nn.Parameter(torch.randn(7)))
+    trainer.start()
+    trainer.publish(4)
+    return Stored(folder / "run", trainer.states)

@@ -5,19 +5,21 @@ from __future__ import annotations
 import os
 import resource
 import shutil
-import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from deltasync import ModuleSource, ModuleTarget, ReceiverOptions, SenderOptions
+from deltasync import ReceiverOptions, SenderOptions
+from deltasync.delta.backend import Delta
 from deltasync.errors import (
     CallOrderError,
     ConfigError,
@@ -25,30 +27,42 @@ from deltasync.errors import (
     RunUnknown,
     StoreError,
     StoreRefused,
+    SyncAborted,
     TransportClosed,
 )
-from deltasync.store.objects import StoreOptions
-from deltasync.store.receiver import StoreReceiver
+from deltasync.store.catalogue import Run
+from deltasync.store.manifest import Way
+from deltasync.store.objects import Objects, StoreOptions
 from deltasync.store.sender import StoreSender
-from tests.worlds.published import Follower, Publisher
-from tests.worlds.stores import local_place, wait_until
-
-ROOT = Path(__file__).parents[2]
+from deltasync.store.verifying import verify_run
+from deltasync.sync.source.streamed import StreamedWeights
+from tests.worlds.programs import run as run_program
+from tests.worlds.published import (
+    RUN,
+    Follower,
+    Publisher,
+    assert_published,
+    blank,
+    change,
+    small_model,
+    state_of,
+)
+from tests.worlds.stores import Place, local_place, wait_until
 
 
 @pytest.fixture
-def publisher(tmp_path: Path) -> Publisher:
+def trainer(tmp_path: Path) -> Publisher:
     """Three versions in a folder."""
     made = Publisher(local_place(tmp_path / "store"))
     made.publish(3)
     return made
 
 
-def assert_right(publisher: Publisher, follower: Follower) -> None:
+def assert_right(trainer: Publisher, reader: Follower) -> None:
     """What is held is what was published, and nothing if there is no version."""
-    version = follower.receiver.version
-    assert not follower.receiver.is_dirty
-    assert version is None or follower.holds(publisher.states[version])
+    version = reader.receiver.version
+    assert not reader.receiver.is_dirty
+    assert version is None or reader.holds(trainer.states[version])
 
 
 @contextmanager
@@ -70,42 +84,32 @@ def few_descriptors(left: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_receivers_live_without_descriptors(publisher: Publisher) -> None:
+def test_readers_and_writers_live_without_descriptors(trainer: Publisher) -> None:
+    refused = [0, 0]
     for left in range(8):
-        follower = Follower(publisher.place, seed=left)
-        with follower.receiver:
+        with Follower(trainer.place, seed=left) as reader:
             with few_descriptors(left):
                 try:
-                    follower.receiver.fetch(timeout_s=1)
-                except DeltaSyncError as error:
-                    refused = error
-            assert_right(publisher, follower)
-            assert follower.receiver.fetch() == 3, refused
-            assert_right(publisher, follower)
-
-
-def test_senders_live_without_descriptors(publisher: Publisher) -> None:
-    refused = 0
-    for left in range(5):
-        with few_descriptors(left):
-            try:
-                publisher.publish()
-            except StoreError:
-                refused += 1
-        publisher.publish()
-    assert refused
-    follower = Follower(publisher.place)
-    with follower.receiver:
-        assert follower.receiver.fetch() == max(publisher.states)
-    assert_right(publisher, follower)
+                    reader.receiver.fetch(timeout_s=1)
+                except DeltaSyncError:
+                    refused[0] += 1
+                assert_right(trainer, reader)
+                try:
+                    trainer.publish()
+                except StoreError:
+                    refused[1] += 1
+            newest = trainer.publish()
+            assert reader.fetch() == newest
+            assert_right(trainer, reader)
+    assert all(refused)
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1, 1e9, "5", None])
 def test_what_is_no_time_is_refused_before_anything_is_fetched(
-    publisher: Publisher, seconds: Any
+    trainer: Publisher, seconds: Any
 ) -> None:
-    follower = Follower(publisher.place)
-    with follower.receiver as receiver:
+    with Follower(trainer.place) as reader:
+        receiver = reader.receiver
         for call in (receiver.fetch, receiver.stage, receiver.follow().wait_staged):
             with pytest.raises(ConfigError, match="timeout_s is"):
                 call(timeout_s=seconds)
@@ -116,112 +120,116 @@ def test_what_is_no_time_is_refused_before_anything_is_fetched(
                 StoreOptions(**{name: seconds})
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_closing_ends_a_fetch_of_another_thread(publisher: Publisher, seed: int) -> None:
-    publisher.publish(2)
+def test_closing_ends_a_fetch_of_another_thread(trainer: Publisher) -> None:
     for turn in range(30):
-        follower, ends = Follower(publisher.place, seed=seed), list[object]()
+        reader, ends = Follower(trainer.place, seed=turn), list[object]()
 
-        def fetch(follower: Follower = follower, ends: list[object] = ends) -> None:
+        def fetch(reader: Follower = reader, ends: list[object] = ends) -> None:
             try:
-                ends.append(follower.receiver.fetch(timeout_s=10))
+                ends.append(reader.fetch())
             except (DeltaSyncError, AssertionError) as error:
                 ends.append(error)
 
         thread = threading.Thread(target=fetch)
         thread.start()
         time.sleep(turn * 0.0007)
-        follower.receiver.close()
+        reader.receiver.close()
         thread.join(timeout=30)
         [end] = ends
-        assert end == 5 or isinstance(end, TransportClosed), repr(end)
-        assert_right(publisher, follower)
+        assert end == 3 or isinstance(end, TransportClosed), repr(end)
+        assert_right(trainer, reader)
 
 
-def test_one_thread_uses_a_receiver_at_a_time(publisher: Publisher) -> None:
-    follower, refused = Follower(publisher.place), list[DeltaSyncError]()
+def test_one_thread_uses_a_receiver_or_a_sender_at_a_time(trainer: Publisher) -> None:
+    refused = list[Exception]()
 
     def fetch() -> None:
         for _ in range(30):
             try:
-                follower.receiver.fetch(timeout_s=5)
+                reader.receiver.fetch(timeout_s=5)
+            except CallOrderError:  # what the follower has staged is another version
+                continue
             except ConfigError as error:
                 refused.append(error)
 
-    threads = [threading.Thread(target=fetch) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    publisher.publish(5)
-    for thread in threads:
-        thread.join(timeout=60)
-    assert all("one thread" in str(error) for error in refused)
-    assert follower.receiver.fetch() == 8
-    assert_right(publisher, follower)
-    follower.receiver.close()
+    def publish_again() -> None:
+        with pytest.raises(ConfigError, match="one thread"):
+            trainer.put()
+
+    with Follower(trainer.place) as reader:
+        threads = [threading.Thread(target=fetch) for _ in range(3)]
+        with reader.receiver.follow(pause=nullcontext):
+            for thread in threads:
+                thread.start()
+            trainer.publish(5)
+            for thread in threads:
+                thread.join(timeout=60)
+            wait_until(lambda: reader.receiver.version == 8)
+        assert all("one thread" in str(error) for error in refused)
+        assert reader.fetch() == 8
+        assert_right(trainer, reader)
+    trainer.put(on_source_read=publish_again)
 
 
-def test_a_fetch_beside_a_follower_is_refused_or_right(publisher: Publisher) -> None:
-    follower = Follower(publisher.place)
-    with follower.receiver, follower.receiver.follow(pause=nullcontext) as thread:
-        for _ in range(10):
-            publisher.publish()
-            try:
-                follower.receiver.fetch(timeout_s=5)
-            except (CallOrderError, ConfigError):
-                continue
-        deadline = time.monotonic() + 30
-        while follower.receiver.version != 13:
-            assert time.monotonic() < deadline, thread.last_error
-            time.sleep(0.02)
-    assert_right(publisher, follower)
-
-
-def test_a_store_that_vanished_is_not_continued(publisher: Publisher) -> None:
-    folder = publisher.place.folder
+def test_a_store_that_vanished_is_not_continued(trainer: Publisher) -> None:
+    folder = trainer.place.folder
     assert folder is not None
-    follower = Follower(publisher.place)
-    follower.receiver.fetch()
-    aside = folder.with_name("aside")
-    folder.rename(aside)
-    for _ in range(2):
-        with pytest.raises(StoreRefused, match="mounted"):
-            publisher.sender.publish()
-        with pytest.raises(StoreError):
-            follower.receiver.fetch(4, timeout_s=0.2)
-        assert_right(publisher, follower)
-    shutil.rmtree(folder, ignore_errors=True)
-    aside.rename(folder)
-    assert publisher.publish() == 4
-    assert follower.receiver.fetch() == 4
-    assert_right(publisher, follower)
-    shutil.rmtree(folder)
-    with pytest.raises(StoreRefused, match="StoreSender"):
-        publisher.sender.publish()
-    again = Publisher(publisher.place, model=publisher.model)
-    assert again.publish(2) == 2
-    with pytest.raises(StoreError):  # v4 is newer than all that this run has now
-        follower.receiver.fetch(timeout_s=0.2)
-    assert_right(publisher, follower)
-    assert follower.receiver.fetch(2) == 2
-    assert_right(again, follower)
-    follower.receiver.close()
+    with Follower(trainer.place) as reader:
+        reader.fetch()
+        aside = folder.with_name("aside")
+        folder.rename(aside)
+        for _ in range(2):
+            with pytest.raises(StoreRefused, match="mounted"):
+                trainer.sender.publish()
+            with pytest.raises(StoreError):
+                reader.receiver.fetch(4, timeout_s=0.2)
+            assert_right(trainer, reader)
+        shutil.rmtree(folder, ignore_errors=True)
+        aside.rename(folder)
+        assert trainer.publish() == reader.fetch() == 4
+        assert_right(trainer, reader)
+        shutil.rmtree(folder)
+        with pytest.raises(StoreRefused, match="StoreSender"):
+            trainer.sender.publish()
+        again = Publisher(trainer.place, model=trainer.model)
+        assert again.publish(2) == 2
+        with pytest.raises(StoreError):  # v4 is newer than all that this run has now
+            reader.receiver.fetch(timeout_s=0.2)
+        assert_right(trainer, reader)
+        assert reader.fetch(2) == 2
+        assert_right(again, reader)
 
 
-def test_runs_of_one_prefix_do_not_meet(tmp_path: Path, publisher: Publisher) -> None:
-    other = Publisher(publisher.place)
-    second = StoreSender(
-        ModuleSource(other.model), publisher.place.url, options=SenderOptions(stream_id="other")
-    )
-    assert second.publish().version == 1
-    follower = Follower(publisher.place)
-    assert follower.receiver.fetch() == 3
-    assert_right(publisher, follower)
-    follower.receiver.close()
-    with (
-        StoreReceiver(ModuleTarget(follower.model), publisher.place.url) as unnamed,
-        pytest.raises(RunUnknown, match="name one"),
-    ):
-        unnamed.fetch(timeout_s=0.2)
+def test_runs_of_one_prefix_do_not_meet_and_are_named(place: Place, tmp_path: Path) -> None:
+    Objects(place.url, place.options, make=True)
+    with Follower(place, run=None) as reader, pytest.raises(RunUnknown, match="no run here"):
+        reader.receiver.fetch(timeout_s=0)
+    runs = [Publisher(place, run=None, model=small_model(seed)) for seed in range(2)]
+    runs[0].publish()
+    with Follower(place, run=None) as reader:
+        assert (reader.fetch(), reader.receiver.run) == (1, runs[0].sender.run)
+    runs[1].publish(3)
+    names = [one.sender.run for one in runs]
+    assert len(set(names)) == 2
+    with Follower(place, run=None) as reader, pytest.raises(RunUnknown, match=min(names)):
+        reader.receiver.fetch(timeout_s=0)
+    with pytest.raises(RunUnknown, match="no run 'none'"):
+        Run.open(place.url, "none", place.options)
+    for one in runs:
+        assert_published(one, run=one.sender.run)
+        if place.url.startswith("memory"):  # which has no folders
+            continue
+        own = Place(one.sender.url, place.options)  # the url of the run itself
+        again = Publisher(own, run=None, model=one.model)
+        assert (again.put().kind, again.sender.run) == ("unchanged", one.sender.run)
+        with pytest.raises(ConfigError, match="is the folder of run"):
+            Publisher(own, run="other")
+
+
+@pytest.mark.parametrize("run", ["-", "../up", ".hidden", "a/b", "a b", "x" * 129, "\u00fc"])
+def test_names_of_runs_that_are_no_keys_are_refused(run: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        Publisher(local_place(tmp_path), run=run)
 
 
 _READER = """
@@ -230,83 +238,201 @@ import obstore, obstore.exceptions, obstore.store
 from pathlib import Path
 import torch
 os.environ["TMPDIR"] = sys.argv[2]
-from deltasync.store.sender import StoreSender
 from deltasync.errors import StoreRefused
-from deltasync import ModuleSource, SenderOptions
-from tests.worlds.published import Follower, small_model
+from tests.worlds.published import Follower, Publisher
 from tests.worlds.stores import local_place
-follower = Follower(local_place(Path(sys.argv[1])))
+place = local_place(Path(sys.argv[1]))
+follower = Follower(place)
 os.setuid(65534)
-print(follower.receiver.fetch(), flush=True)
+print(follower.fetch(), flush=True)
 follower.receiver.close()
 try:
-    StoreSender(
-        ModuleSource(small_model()), sys.argv[1], options=SenderOptions(stream_id="run")
-    ).publish()
+    Publisher(place).publish()
 except StoreRefused as error:
     print("permissions" in str(error))
 """
 
 
-@pytest.fixture
-def world_readable() -> Iterator[Path]:
-    """A folder that every user reaches, as the folders of pytest are not."""
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder).chmod(0o755)
-        yield Path(folder)
-
-
 @pytest.mark.skipif(os.getuid() != 0, reason="becomes a user that may not write")
-def test_a_store_that_can_only_be_read_is_read(world_readable: Path) -> None:
-    publisher = Publisher(local_place(world_readable / "store"))
-    publisher.publish(3)
-    spool = world_readable / "spool"
-    spool.mkdir()
-    spool.chmod(0o777)
-    done = subprocess.run(
-        [sys.executable, "-c", _READER, publisher.place.url, str(spool)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
-    assert done.stdout.split() == ["3", "True"], done.stderr
-    assert list(spool.iterdir()) == []
+def test_a_store_that_can_only_be_read_is_read() -> None:
+    with tempfile.TemporaryDirectory() as name:  # which every user reaches, unlike those of pytest
+        folder = Path(name)
+        folder.chmod(0o755)
+        trainer = Publisher(local_place(folder / "store"))
+        trainer.publish(3)
+        spool = folder / "spool"
+        spool.mkdir()
+        spool.chmod(0o777)
+        done = run_program(_READER, trainer.place.url, spool)
+        assert done.stdout.split() == ["3", "True"], done.stderr
+        assert list(spool.iterdir()) == []
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
-def test_a_fork_changes_nothing(publisher: Publisher) -> None:
-    follower = Follower(publisher.place)
-    follower.receiver.fetch()
-    publisher.publish()
-    follower.receiver.stage(timeout_s=10)
+def forked(act: Callable[[], object]) -> None:
+    """A child does this well."""
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            follower.receiver.fetch(timeout_s=1)
-        except StoreRefused:
-            follower.receiver.close()
+            act()
             status = 0
         finally:
             os._exit(status)
-    wait_until(lambda: os.waitpid(child, os.WNOHANG)[0] == child, timeout_s=30)
-    assert follower.receiver.commit() == 4
-    assert_right(publisher, follower)
-    follower.receiver.close()
+    ends = list[int]()
+
+    def is_over() -> bool:
+        number, status = os.waitpid(child, os.WNOHANG)
+        ends.extend([status] if number else [])
+        return bool(number)
+
+    wait_until(is_over, timeout_s=60)
+    assert ends == [0]
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
-def test_a_fork_leaves_what_its_parent_has_fetched(publisher: Publisher) -> None:
+@pytest.mark.parametrize("options", [None, ReceiverOptions(max_staged_bytes=0)])
+def test_a_fork_changes_nothing_and_leaves_what_its_parent_has_fetched(
+    trainer: Publisher, options: ReceiverOptions | None
+) -> None:
     """In place, a version is written from files."""
-    follower = Follower(publisher.place, options=ReceiverOptions(max_staged_bytes=0))
-    follower.receiver.stage(timeout_s=10)
-    child = os.fork()
-    if child == 0:
-        follower.receiver.close()
-        os._exit(0)
-    wait_until(lambda: os.waitpid(child, os.WNOHANG)[0] == child, timeout_s=60)
-    follower.receiver.commit()
-    assert_right(publisher, follower)
-    follower.receiver.close()
+
+    def fetch_and_close() -> None:
+        with pytest.raises(StoreRefused):
+            reader.receiver.fetch(timeout_s=1)
+        reader.receiver.close()
+
+    with Follower(trainer.place, options=options) as reader:
+        reader.stage()
+        forked(fetch_and_close)
+        assert reader.receiver.commit() == 3
+        assert_right(trainer, reader)
+
+
+# Sources that are written while they are published
+
+
+class Raced(StoreSender):
+    """Something writes the source after it was compared, and before it is packed.
+
+    Attributes:
+        write: What it does.
+    """
+
+    write: Callable[[], object] = staticmethod(lambda: None)
+
+    def _write_delta(self, delta: Delta) -> Way:
+        write, self.write = self.write, lambda: None
+        write()
+        return super()._write_delta(delta)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(100, 100), nn.BatchNorm1d(100), nn.Linear(100, 100))
+
+
+def raced(tmp_path: Path, **options: Any) -> Publisher:
+    options = {"max_inflight_bytes": 1000} | options
+    return Publisher(local_place(tmp_path), 3, "gap", net(), options=options, sending=Raced)
+
+
+def add(tensor: torch.Tensor, *places: tuple[int, ...]) -> None:
+    with torch.no_grad():
+        for place in places:
+            tensor[place].add_(1)
+
+
+@pytest.mark.parametrize("writes", [1, 2])
+@pytest.mark.parametrize("name", ["0.weight", "2.weight", "0.bias", "1.running_mean"])
+def test_a_version_that_something_wrote_into_is_not_published(
+    tmp_path: Path, name: str, writes: int
+) -> None:
+    trainer = raced(tmp_path)
+    for turn in range(8):
+        with torch.no_grad():
+            for parameter in trainer.model.parameters():
+                parameter.add_(1)
+        trainer.model(torch.randn(9, 100))  # which moves the statistics
+        if turn in (2, 3, 5):
+            tensor = trainer.model.state_dict()[name]
+            places = ((n,) * tensor.dim() for n in range(writes))
+            trainer.sender.write = partial(add, tensor, *places)  # type: ignore[attr-defined]
+            with pytest.raises(SyncAborted, match=rf"was not published.*{name}"):
+                trainer.put()
+            if turn == 3:
+                trainer.start()
+            continue
+        trainer.put()
+    assert max(trainer.states) == 5
+    assert_published(trainer)
+
+
+@pytest.mark.parametrize("goes_back", [True, False])
+def test_a_write_after_the_comparison_is_of_the_next_version_or_of_none(
+    tmp_path: Path, goes_back: bool
+) -> None:
+    """What goes back to the version before was compared differently; else it was held already."""
+    trainer = raced(tmp_path)
+    trainer.publish()
+    before = state_of(trainer.model)
+    sender: Any = trainer.sender
+    if goes_back:
+        change(trainer.model, share=1.0)
+        sender.write = lambda: trainer.model.load_state_dict(before)
+        with pytest.raises(SyncAborted, match="source changed"):
+            trainer.put()
+    else:
+        add(trainer.model[0].weight, (3, 4))  # type: ignore[index]
+        sender.write = lambda: add(trainer.model[2].weight, (5, 6))  # type: ignore[index]
+    trainer.put()
+    trainer.put()
+    assert max(trainer.states) == 3
+    assert_published(trainer)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
+@pytest.mark.parametrize("inflight", [None, 0])
+def test_kernels_digest_what_they_pack_so_that_a_late_write_is_of_one_of_two_versions(
+    tmp_path: Path, inflight: int | None
+) -> None:
+    """They read each element that is packed once, and a reader gets what the digest says."""
+    trainer = raced(tmp_path, kernels="triton", max_inflight_bytes=inflight)
+    for version, share in enumerate([1.0, 1.0, 0.01, 0.01, 1.0], 1):
+        change(trainer.model, share=share)
+        if version in (2, 3):
+            sender: Any = trainer.sender
+            sender.write = partial(change, trainer.model, share=0.1)
+        assert trainer.put().version == version
+    for version in (2, 3):
+        del trainer.states[version]
+    assert_published(trainer)
+
+
+def test_a_write_during_the_upload_is_of_the_next_version(place: Place) -> None:
+    trainer = Publisher(place, anchor_every=3)
+    for version in range(1, 6):
+        trainer.put(on_source_read=partial(change, trainer.model))
+        assert max(trainer.states) == version
+    assert_published(trainer)
+
+
+def test_streamed_weights_are_published_and_a_damaged_anchor_is_healed_by_the_next(
+    tmp_path: Path,
+) -> None:
+    """A bit of the copy that the trainer keeps flips in its memory."""
+    weights = StreamedWeights(SenderOptions(stream_id=RUN))
+    trainer = Publisher(local_place(tmp_path), 4, model=net())
+    trainer.start(weights)
+    for turn in range(10):
+        weights.take(trainer.model.state_dict().items())
+        trainer.put()
+        if turn == 0:
+            weights.snapshot.flats[1].line[:1].bitwise_not_()
+        add(trainer.model.get_parameter("2.weight"), (1, 1))
+    [damaged] = [n for n, one in trainer.stats.items() if "memory was altered" in one.postponed]
+    healed = trainer.stats[damaged + 1]
+    assert (healed.kind, healed.postponed) == ("anchor", "")
+    assert verify_run(tmp_path).proved == [1, *range(damaged + 1, 11)]
+    with Follower(trainer.place, model=blank(trainer.model)) as reader:
+        assert reader.fetch() == 10
+        assert reader.holds(trainer.states[10])

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import resource
-import subprocess
-import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,131 +13,63 @@ import pytest
 
 from deltasync.errors import ConfigError, ObjectDamaged, StoreRefused, StoreUnavailable
 from deltasync.store.objects import Objects, StoreOptions
+from tests.worlds.programs import run as run_program
 from tests.worlds.stores import KEYS, Place, s3_place
 
 
-def objects_of(place: Place) -> Objects:
+@pytest.fixture
+def objects(place: Place) -> Objects:
     return Objects(place.url, place.options, make=True)
 
 
-def test_an_object_is_put_and_read(place: Place) -> None:
-    run = objects_of(place).under("run")
+def test_an_object_is_put_read_listed_and_deleted(objects: Objects) -> None:
+    run = objects.under("run")
     run.put("a/b", b"hello")
-    assert run.get("a/b", max_bytes=5) == b"hello"
-    assert run.get("a/c", max_bytes=5) is None
-    assert bytes(run.get_range("a/b", 1, 3)) == b"el"
-    assert bytes(run.get_range("a/b", 2, 2)) == b""
+    assert (run.get("a/b", max_bytes=5), run.get("a/c", max_bytes=5)) == (b"hello", None)
+    assert [bytes(run.get_range("a/b", *ends)) for ends in ((1, 3), (2, 2))] == [b"el", b""]
     facts = run.head("a/b")
     assert facts is not None
-    assert (facts.key, facts.num_bytes) == ("a/b", 5)
-    assert run.head("a") is None
-
-
-def test_larger_than_expected_is_damaged(place: Place) -> None:
-    run = objects_of(place)
-    run.put("a", b"hello")
+    assert (facts.key, facts.num_bytes, run.head("a")) == ("a/b", 5, None)
     with pytest.raises(ObjectDamaged, match="5 bytes, at most 4"):
-        run.get("a", max_bytes=4)
-
-
-@pytest.mark.parametrize(("start", "stop"), [(3, 6), (5, 9), (7, 9)])
-def test_a_range_beyond_the_end_is_damaged(place: Place, start: int, stop: int) -> None:
-    run = objects_of(place)
-    run.put("a", b"hello")
-    with pytest.raises(ObjectDamaged, match="ends after"):
-        run.get_range("a", start, stop)
+        run.get("a/b", max_bytes=4)
+    for ends in ((3, 6), (5, 9), (7, 9)):
+        with pytest.raises(ObjectDamaged, match="ends after"):
+            run.get_range("a/b", *ends)
     with pytest.raises(ObjectDamaged, match="does not exist"):
         run.get_range("b", 0, 1)
-
-
-def test_a_pipe_or_a_device_in_a_folder_is_no_object(tmp_path: Path) -> None:
-    """Another user who can write there could have readers wait for ever."""
-    run = Objects(tmp_path)
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "zero").symlink_to("/dev/zero")
-    for key in ("pipe", "zero"):
-        with pytest.raises(ObjectDamaged, match="pipe or a device"):
-            run.get(key, max_bytes=5)
-        with pytest.raises(ObjectDamaged, match="pipe or a device"):
-            run.get_range(key, 0, 1)
-    (tmp_path / "file").write_bytes(b"hello")
-    (tmp_path / "link").symlink_to("file")
-    assert run.get("link", max_bytes=5) == b"hello"
-    assert run.get("nothing", max_bytes=5) is None
-
-
-def test_what_is_deleted_while_it_is_written_is_no_loss_of_types(tmp_path: Path) -> None:
-    run, stop = Objects(tmp_path), threading.Event()
-
-    def delete() -> None:
-        while not stop.is_set():
-            run.delete("a/b")
-
-    thread = threading.Thread(target=delete)
-    thread.start()
-    failures = 0
-    try:
-        for number in range(4000):
-            try:
-                run.put("a/b", b"hello")
-            except StoreUnavailable:
-                failures += 1
-            if failures and number > 500:
-                break
-    finally:
-        stop.set()
-        thread.join(timeout=30)
-    assert failures
-
-
-def test_who_comes_first_creates(place: Place) -> None:
-    run = objects_of(place)
-    assert run.create("a/one", b"mine")
-    assert run.create("a/one", b"mine"), "an answer may have been lost"
-    assert not run.create("a/one", b"yours")
-    assert run.get("a/one", max_bytes=9) == b"mine"
-
-
-def test_lists_have_what_is_below(place: Place) -> None:
-    run = objects_of(place).under("run")
-    for key in ("a/2", "a/1", "a/x/3", "b/1"):
+    for key in ("a/x/3", "a/a", "b/1"):
         run.put(key, b"x")
-    assert sorted(facts.key for facts in run.listed("a")) == ["a/1", "a/2", "a/x/3"]
-    assert sorted(facts.key for facts in run.listed("a", after="a/1")) == ["a/2", "a/x/3"]
+    assert sorted(one.key for one in run.listed("a")) == ["a/a", "a/b", "a/x/3"]
+    assert sorted(one.key for one in run.listed("a", after="a/a")) == ["a/b", "a/x/3"]
     assert list(run.listed("c")) == []
-    assert run.folders() == ["a", "b"]
-    assert objects_of(place).folders() == ["run"]
+    assert (run.folders(), objects.folders()) == (["a", "b"], ["run"])
+    for _ in range(2):
+        run.delete("a/b")
+        assert run.get("a/b", max_bytes=5) is None
 
 
-def test_what_is_deleted_is_gone(place: Place) -> None:
-    run = objects_of(place)
-    run.put("a", b"x")
-    run.delete("a")
-    run.delete("a")
-    assert run.get("a", max_bytes=1) is None
+def test_who_comes_first_creates(objects: Objects) -> None:
+    assert objects.create("a/one", b"mine")
+    assert objects.create("a/one", b"mine"), "an answer may have been lost"
+    assert not objects.create("a/one", b"yours")
+    assert objects.get("a/one", max_bytes=9) == b"mine"
 
 
-def test_large_objects_are_written_in_parts(place: Place) -> None:
-    run = objects_of(place)
-    pieces = [bytes([number]) * 3_000_000 for number in range(7)]
-    run.write("big", lambda: iter(pieces))
-    whole = b"".join(pieces)
-    assert bytes(run.get_range("big", 5_999_990, 6_000_010)) == whole[5_999_990:6_000_010]
-    facts = run.head("big")
-    assert facts is not None
-    assert facts.num_bytes == len(whole)
-
-
-def test_what_fails_half_way_does_not_appear(place: Place) -> None:
-    def pieces() -> Iterator[bytes]:
+def test_large_objects_are_written_in_parts_and_not_by_half(objects: Objects) -> None:
+    def failing() -> Iterator[bytes]:
         yield b"x" * 6_000_000
         raise ZeroDivisionError
 
-    run = objects_of(place)
+    pieces = [bytes([number]) * 3_000_000 for number in range(7)]
+    objects.write("big", lambda: iter(pieces))
+    assert bytes(objects.get_range("big", 5_999_990, 6_000_010)) == b"\1" * 10 + b"\2" * 10
+    facts = objects.head("big")
+    assert facts is not None
+    assert facts.num_bytes == 21_000_000
     with pytest.raises(ZeroDivisionError):
-        run.write("half", pieces)
-    assert run.get("half", max_bytes=1 << 30) is None
-    assert list(run.listed("half")) == []
+        objects.write("half", failing)
+    assert objects.head("half") is None
+    assert list(objects.listed("half")) == []
 
 
 def test_memories_are_found_by_name() -> None:
@@ -149,16 +78,44 @@ def test_memories_are_found_by_name() -> None:
     assert Objects("memory://two").get("a", max_bytes=1) is None
 
 
-def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StoreRefused, match="no such folder"):
-        Objects(tmp_path / "none")
-    assert not (tmp_path / "none").exists()
+# Folders
 
 
-@pytest.mark.parametrize("url", ["ftp://host/path", "nonsense:x", "s3://"])
-def test_unknown_urls_are_refused_by_name(url: str) -> None:
-    with pytest.raises(ConfigError, match=url.split(":")[0]):
-        Objects(url)
+def test_a_pipe_or_a_device_in_a_folder_is_no_object(tmp_path: Path) -> None:
+    """Another user who can write there could have readers wait for ever."""
+    run = Objects(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    for key in ("pipe", "zero"):
+        for call in (lambda key: run.get(key, max_bytes=5), lambda key: run.get_range(key, 0, 1)):
+            with pytest.raises(ObjectDamaged, match="pipe or a device"):
+                call(key)
+    (tmp_path / "file").write_bytes(b"hello")
+    (tmp_path / "link").symlink_to("file")
+    assert run.get("link", max_bytes=5) == b"hello"
+
+
+def test_what_is_deleted_while_it_is_written_is_no_loss_of_types(tmp_path: Path) -> None:
+    run, stop, failures = Objects(tmp_path), threading.Event(), 0
+
+    def delete() -> None:
+        while not stop.is_set():
+            run.delete("a/b")
+
+    thread = threading.Thread(target=delete)
+    thread.start()
+    try:
+        for number in range(4000):
+            try:
+                run.put("a/b", b"hello")
+            except StoreUnavailable:
+                failures += 1
+            if failures and number > 100:
+                break
+    finally:
+        stop.set()
+        thread.join(timeout=30)
+    assert failures
 
 
 @pytest.mark.parametrize("url", ["", "file://", "file://host/path", "file:/path", "FILE:///path"])
@@ -168,45 +125,22 @@ def test_a_folder_is_named_in_one_way(tmp_path: Path, url: str) -> None:
         Objects(url, make=True)
     objects = Objects(f"file://{tmp_path}/a%20b", make=True)
     assert objects.folder == tmp_path / "a%20b"
+    with pytest.raises(StoreRefused, match="no such folder"):
+        Objects(tmp_path / "none")
+    assert not (tmp_path / "none").exists()
 
 
-def test_unknown_options_are_refused() -> None:
-    with pytest.raises(ConfigError, match="nonsense"):
-        Objects("s3://bucket/x", StoreOptions(config={"nonsense": "1"}))
-
-
-def test_options_at_which_obstore_panics_are_refused() -> None:
-    with pytest.raises(ConfigError, match="allow_http"):
-        Objects("s3://bucket/x", StoreOptions(config={"allow_http": "true"}))
-
-
-def test_a_bucket_that_is_not_there_is_refused(s3: str) -> None:
-    options = StoreOptions(config={"endpoint": s3, **KEYS})
-    objects = Objects("s3://no-such-bucket/x", options)
-    for call in (
-        lambda: objects.put("a", b"1"),
-        lambda: objects.get("a", max_bytes=1),
-        lambda: list(objects.listed("a")),
-    ):
-        with pytest.raises(StoreRefused, match="NoSuchBucket"):
-            call()
-
-
-def test_nobody_there_is_unavailable_soon() -> None:
-    config = {"endpoint": "http://127.0.0.1:9", **KEYS}
-    objects = Objects("s3://bucket/x", StoreOptions(config=config, retries=1, retry_timeout_s=2))
-    for call in (
-        lambda: objects.put("a", b"1"),
-        lambda: objects.create("a", b"1"),
-        lambda: objects.get("a", max_bytes=1),
-        lambda: objects.get_range("a", 0, 1),
-        lambda: objects.head("a"),
-        lambda: list(objects.listed("a")),
-        lambda: objects.write("a", lambda: iter([b"1"])),
-        lambda: objects.delete("a"),
-    ):
-        with pytest.raises(StoreUnavailable, match="try again"):
-            call()
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, here = tmp_path / "home", tmp_path / "here"
+    for folder in (home, here):
+        folder.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(here)
+    for url in ("~/store", Path("~/other")):
+        Objects(url, make=True).put("a", b"1")
+        assert Objects(url).get("a", max_bytes=1) == b"1"
+    assert not list(here.iterdir())
+    assert {path.name for path in home.iterdir()} == {"store", "other"}
 
 
 _FULL = """
@@ -230,10 +164,53 @@ assert [facts.key for facts in objects.listed("a")] == []
 
 
 def test_a_full_disk_is_refused_and_nothing_appears(tmp_path: Path) -> None:
-    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 0
-    subprocess.run([sys.executable, "-c", _FULL, str(tmp_path)], check=True, timeout=60)
-    found = [name for _, _, names in os.walk(tmp_path) for name in names]
-    assert found == []
+    done = run_program(_FULL, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+# Stores that refuse, or are not there
+
+
+@pytest.mark.parametrize(
+    ("url", "config", "said"),
+    [
+        *((url, {}, url.partition(":")[0]) for url in ("ftp://host/path", "nonsense:x", "s3://")),
+        ("s3://bucket/x", {"nonsense": "1"}, "nonsense"),
+        ("s3://bucket/x", {"allow_http": "true"}, "allow_http"),  # at which obstore panics
+    ],
+)
+def test_what_names_no_store_is_refused(url: str, config: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Objects(url, StoreOptions(config=config))
+
+
+def calls(objects: Objects) -> list[Callable[[], object]]:
+    return [
+        lambda: objects.put("a", b"1"),
+        lambda: objects.get("a", max_bytes=1),
+        lambda: list(objects.listed("a")),
+        lambda: objects.create("a", b"1"),
+        lambda: objects.get_range("a", 0, 1),
+        lambda: objects.head("a"),
+        lambda: objects.write("a", lambda: iter([b"1"])),
+        lambda: objects.delete("a"),
+    ]
+
+
+def test_a_bucket_that_is_not_there_is_refused(s3: str) -> None:
+    options = StoreOptions(config={"endpoint": s3, **KEYS})
+    for call in calls(Objects("s3://no-such-bucket/x", options))[:3]:
+        with pytest.raises(StoreRefused, match="NoSuchBucket"):
+            call()
+
+
+def test_nobody_there_is_unavailable_soon() -> None:
+    config = {"endpoint": "http://127.0.0.1:9", **KEYS}
+    options = StoreOptions(config=config, retries=1, retry_timeout_s=2)
+    for call in calls(Objects("s3://bucket/x", options)):
+        with pytest.raises(StoreUnavailable, match="try again"):
+            call()
 
 
 @pytest.mark.parametrize(
@@ -276,7 +253,8 @@ def test_objects_are_reached_where_no_thread_can_start(
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    objects = objects_of(s3_place(s3))
+    place = s3_place(s3)
+    objects = Objects(place.url, place.options)
     monkeypatch.setattr(threading.Thread, "start", refuse)
     assert objects.create("a", b"hello")
     assert objects.get("a", max_bytes=5) == b"hello"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -13,10 +14,14 @@ PACKAGE = f"{Path(deltasync.__file__).parent}/"
 
 
 class Lines:
-    """Counts the lines of the package that a thread runs, except those of kernels."""
+    """The lines of the package that a thread runs, except those of kernels, and how often."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.counts: Counter[tuple[str, int]] = Counter()
+
+    @property
+    def count(self) -> int:
+        return self.counts.total()
 
     def __enter__(self) -> Lines:
         sys.settrace(self._called)
@@ -31,5 +36,6 @@ class Lines:
         return self._ran if is_ours else None
 
     def _ran(self, frame: FrameType, event: str, _: object) -> Any:
-        self.count += event == "line"
+        if event == "line":
+            self.counts[frame.f_code.co_filename.removeprefix(PACKAGE), frame.f_lineno] += 1
         return self._ran

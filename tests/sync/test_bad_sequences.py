@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from deltasync import ReceiverOptions
@@ -138,9 +138,21 @@ def is_ordered(rows: list[Row]) -> bool:
     return all(end <= start for end, start in zip(ends, starts[1:], strict=False))
 
 
+LEGAL = a_sync(NEXT, BASE, [(SPARSE,), (DENSE,)])
+LOST = [LEGAL[0], LEGAL[2], *LEGAL[3:]]
+TWICE = [*LEGAL[:2], a_bucket(NEXT, 0, (DENSE,)), *LEGAL[3:]]
+OTHER_RUN = [Sent(begin(stream_id="other"), "other"), *LEGAL[1:]]
+
+
 @pytest.mark.promise("Security", "Arbitrary bytes cause a typed error, in bounded memory.")
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(talks())
+@example(a_sync(NEXT, BASE - 1, [(SPARSE,)]))
+@example(a_sync(NEXT + 1, NEXT, [(SPARSE,)]))
+@example(a_sync(BASE, BASE, [(SPARSE,)]))
+@example(OTHER_RUN)
+@example(TWICE)
+@example(LOST)
 def test_nothing_but_a_whole_legal_sync_changes_a_bit(talk: list[Sent]) -> None:
     hand = Hand(ReceiverOptions(stall_timeout_s=0.001))
     hand.say([*JOINED, *(sent.message for sent in talk)])

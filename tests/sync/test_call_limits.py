@@ -6,20 +6,18 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
 
 from deltasync import (
-    ModuleSource,
     ModuleTarget,
     Policy,
+    ReceiverOptions,
     SenderOptions,
     StagingThread,
     WeightReceiver,
-    WeightSender,
     sync_after_step,
 )
 from deltasync.errors import (
@@ -35,12 +33,12 @@ from deltasync.transports.base import ReceiveTransport
 from tests.worlds.links import (
     Fleet,
     Model,
-    Receivers,
     ThroughReceiver,
     ThroughSender,
     bits_equal,
     fleet,
     random_model,
+    until,
 )
 from tests.worlds.trainers import rows_of, trainer_of
 
@@ -57,24 +55,33 @@ class Slow(ThroughReceiver):
         super().reply(data, timeout_s=timeout_s)
 
 
+class Overtime(ThroughSender):
+    """A link on which answers are there when their time is over."""
+
+    is_slow = False
+
+    def collect_replies(self, *, timeout_s: float) -> dict[int, bytes | TransportError]:
+        replies = super().collect_replies(timeout_s=timeout_s)
+        if self.is_slow:
+            time.sleep(timeout_s)
+        return replies
+
+
 def nudge(source: Model) -> None:
     source.get_parameter("a").data += 1
 
 
 def joined(here: Fleet, *engines: str) -> tuple[list[Model], list[Slow]]:
     """Members of these names, and their links."""
-    replicas, links = [], list[Slow]()
+    links = list[Slow]()
 
     def slow(link: ReceiveTransport) -> Slow:
         links.append(Slow(link))
         return links[-1]
 
-    for number, engine in enumerate(engines):
-        replicas.append(random_model(SHAPES, 1 + number))
-        here.add(replicas[-1], engine=engine, wrap=slow)
-    here.wait(len(engines))
-    here.sender.send_weights(timeout_s=5)
-    return replicas, links
+    replicas = {name: random_model(SHAPES, 1 + n) for n, name in enumerate(engines)}
+    here.join(replicas, wrap=slow)
+    return list(replicas.values()), links
 
 
 NO_TIMES: list[Any] = [math.nan, math.inf, -math.inf, -1, 1e9, 10**400, "5", None, [1.0]]
@@ -83,13 +90,15 @@ NO_TIMES: list[Any] = [math.nan, math.inf, -math.inf, -1, 1e9, 10**400, "5", Non
 
 @pytest.mark.parametrize("seconds", NO_TIMES, ids=lambda seconds: str(seconds)[:6])
 def test_what_is_no_time_is_refused_before_anything_begins(seconds: Any) -> None:
-    source, replica = random_model(SHAPES, 0), random_model(SHAPES, 1)
-    with fleet(source) as here, inprocess.Sender() as link:
+    source = random_model(SHAPES, 0)
+    trainer = trainer_of(source, rows_of(source, 2))
+    with fleet(source) as here, inprocess.Sender() as link, trainer as ranks:
         sender, optimizer = here.sender, torch.optim.SGD(source.parameters())
-        receiver = WeightReceiver(ModuleTarget(replica), link.receiver())
+        receiver = WeightReceiver(ModuleTarget(random_model(SHAPES, 1)), link.receiver())
         calls: list[Callable[[], object]] = [
             lambda: sender.wait_for_receivers(1, timeout_s=seconds),
             lambda: sender.send_weights(timeout_s=seconds),
+            lambda: ranks.ranks[1].send_weights(timeout_s=seconds),
             lambda: receiver.receive_weights(timeout_s=seconds),
             lambda: receiver.stage(timeout_s=seconds),
             lambda: StagingThread(receiver).wait_staged(timeout_s=seconds),
@@ -114,14 +123,6 @@ def test_transports_wait_for_no_such_time(seconds: float) -> None:
         link.poll(timeout_s=seconds)
 
 
-def test_each_rank_of_a_trainer_refuses_what_is_no_time() -> None:
-    model = random_model(SHAPES, 0)
-    with trainer_of(model, rows_of(model, 2)) as trainer:
-        for seconds in NO_TIMES:
-            with pytest.raises(ConfigError, match="timeout_s is"):
-                trainer.ranks[1].send_weights(timeout_s=seconds)
-
-
 @pytest.mark.parametrize("decided", [False, True], ids=["before the decision", "after it"])
 def test_a_receiver_that_answers_slowly_each_time_cannot_exceed_the_total(decided: bool) -> None:
     source = random_model(SHAPES, 0)
@@ -133,7 +134,7 @@ def test_a_receiver_that_answers_slowly_each_time_cannot_exceed_the_total(decide
         began = time.monotonic()
         with pytest.raises(TransportTimeout, match="total_timeout_s has passed"):
             here.sender.send_weights(timeout_s=5, total_timeout_s=0.8 if decided else 0.3)
-        assert time.monotonic() - began < 1.5
+        assert time.monotonic() - began < 4
         assert here.sender.version == version + decided
         link.delay_s = 0.0
         here.wait(1)
@@ -141,33 +142,25 @@ def test_a_receiver_that_answers_slowly_each_time_cannot_exceed_the_total(decide
         assert bits_equal(source, replica)
 
 
-class Overtime(ThroughSender):
-    """A link on which answers are there when their time is over."""
-
-    is_slow = False
-
-    def collect_replies(self, *, timeout_s: float) -> dict[int, bytes | TransportError]:
-        replies = super().collect_replies(timeout_s=timeout_s)
-        if self.is_slow:
-            time.sleep(timeout_s)
-        return replies
-
-
-def test_nothing_is_decided_once_the_time_for_the_call_has_passed() -> None:
+@pytest.mark.parametrize("max_staged_bytes", [None, 0], ids=["staged", "in place"])
+def test_nothing_is_decided_once_the_time_for_the_call_has_passed(
+    max_staged_bytes: int | None,
+) -> None:
     source, replica = random_model(SHAPES, 0), random_model(SHAPES, 1)
-    inner = inprocess.Sender()
-    link = Overtime(inner)
-    with closing(Receivers([inner])) as here:
-        here.sender = WeightSender(ModuleSource(source), link)
-        here.add(replica)
-        here.wait(1)
-        version = here.sender.send_weights(timeout_s=5).version
+    options = ReceiverOptions(max_staged_bytes=max_staged_bytes)
+    with fleet(source, wrap=Overtime) as here:
+        version = here.join(replica, options=options).version
+        with pytest.raises(TransportTimeout, match="before a version was decided"):
+            here.sender.send_weights(total_timeout_s=0)
+        assert (here.sender.version, here.sender.num_receivers) == (version, 1)
         nudge(source)
-        link.is_slow = True
+        here.link.is_slow = True
         with pytest.raises(TransportTimeout, match="total_timeout_s has passed"):
             here.sender.send_weights(timeout_s=5, total_timeout_s=1)
         assert here.sender.version == version
-        link.is_slow = False
+        here.link.is_slow = False
+        if max_staged_bytes is not None:  # it has written something: it leaves, and rejoins
+            until(lambda: bool(here.serving["engine/0"].errors))
         here.wait(1)
         assert here.sender.send_weights(timeout_s=5).version == version + 1
         assert bits_equal(source, replica)
@@ -187,18 +180,6 @@ def test_whoever_answers_in_time_stays_a_member() -> None:
         stats = here.sender.send_weights(timeout_s=5, total_timeout_s=30)
         assert (stats.kind, stats.receivers) == ("delta", 2)
         assert all(bits_equal(source, replica) for replica in replicas)
-
-
-def test_a_total_without_time_sends_nothing() -> None:
-    source = random_model(SHAPES, 0)
-    with fleet(source) as here:
-        joined(here, "engine")
-        version = here.sender.version
-        with pytest.raises(TransportTimeout, match="before a version was decided"):
-            here.sender.send_weights(total_timeout_s=0)
-        assert (here.sender.version, here.sender.num_receivers) == (version, 1)
-        with pytest.raises(ConfigError, match="total_timeout_s is -1"):
-            here.sender.send_weights(total_timeout_s=-1)
 
 
 def test_ranks_of_a_trainer_have_a_total_too() -> None:
@@ -245,8 +226,8 @@ def test_a_step_after_which_receivers_are_lost_raises_if_asked_to() -> None:
         assert bits_equal(source, stays)
         optimizer.step()
         assert hook.syncs == 2
-    with pytest.raises(ConfigError, match="on_lost is 'shout'"):
-        sync_after_step(optimizer, here.sender, on_lost="shout")  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="on_lost is 'shout'"):
+            sync_after_step(optimizer, here.sender, on_lost="shout")  # type: ignore[arg-type]
 
 
 def test_all_ranks_raise_for_lost_receivers() -> None:
@@ -263,34 +244,17 @@ def test_all_ranks_raise_for_lost_receivers() -> None:
         assert trainer.sender.num_receivers == 1
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"kernels": "torch"},
-        {"leave_out": ("b",)},
-        {"policy": Policy(chunk_numel=4)},
-        {"snapshot_device": "cpu"},
-        {"stream_id": "another"},
-        {"wire_dtypes": {"a": "bfloat16"}},
-    ],
-    ids=str,
-)
-def test_options_of_the_snapshot_and_the_stream_cannot_be_set_later(
-    changed: dict[str, object],
-) -> None:
-    source = random_model(SHAPES, 0)
-    with fleet(source) as here:
-        before = here.sender.options
-        with pytest.raises(
-            ConfigError, match="cannot change now: make a new WeightSender"
-        ) as caught:
-            here.sender.options = SenderOptions.model_validate(changed)
-        name = "policy.chunk_numel" if "policy" in changed else next(iter(changed))
-        assert str(caught.value).startswith(name + " ")
-        assert here.sender.options is before
+LATE: dict[str, dict[str, object]] = {
+    "kernels": {"kernels": "torch"},
+    "leave_out": {"leave_out": ("b",)},
+    "policy.chunk_numel": {"policy": Policy(chunk_numel=4)},
+    "snapshot_device": {"snapshot_device": "cpu"},
+    "stream_id": {"stream_id": "another"},
+    "wire_dtypes": {"wire_dtypes": {"a": "bfloat16"}},
+}
 
 
-def test_other_options_take_effect_with_the_next_sync() -> None:
+def test_options_take_effect_with_the_next_sync_or_are_refused_by_name() -> None:
     source = random_model(SHAPES, 0)
     with fleet(source) as here:
         (replica,), _ = joined(here, "engine")
@@ -299,6 +263,9 @@ def test_other_options_take_effect_with_the_next_sync() -> None:
         nudge(source)
         here.sender.send_weights(timeout_s=5)
         assert bits_equal(source, replica)
+        for name, changed in LATE.items():
+            with pytest.raises(ConfigError, match=f"^{name} .*cannot change now: make a new Weigh"):
+                here.sender.options = SenderOptions.model_validate(changed)
         with pytest.raises(ConfigError, match="give SenderOptions"):
             here.sender.options = {"compression": "zstd"}  # type: ignore[assignment]
         assert here.sender.options is options

@@ -6,16 +6,16 @@ import contextlib
 import selectors
 import sys
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from deltasync import ModuleSource, ModuleTarget, WeightReceiver, WeightSender
 from deltasync.errors import CallOrderError
-from deltasync.transports import inprocess
 from tests.sync.interrupted import Sending, change
 from tests.sync.interrupts import Strike, Struck, Tracer
-from tests.worlds.links import Serving, bits_equal, random_model, until
+from tests.worlds.links import bits_equal, fleet, random_model, until
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
@@ -24,49 +24,40 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 def test_threads_that_call_a_sender_beside_its_own_do_not_disturb_it() -> None:
     """However they alternate: the code that runs a sync may be a generator, now and then."""
     shapes = {f"p{number}": (64,) for number in range(100)} | {"a": (64,)}
-    source, replica, link = random_model(shapes, 0), random_model(shapes, 1), inprocess.Sender()
-    sender, wrong, stop = WeightSender(ModuleSource(source), link), list[object](), False
-    serving = Serving(WeightReceiver(ModuleTarget(replica), link.receiver())).start()
+    source, replica = random_model(shapes, 0), random_model(shapes, 1)
+    wrong, stop, before = list[object](), threading.Event(), sys.getswitchinterval()
+
+    def calls(call: Callable[[], object]) -> None:
+        try:
+            call()
+        except CallOrderError:
+            pass
+        except ValueError as error:
+            wrong.append(error)
 
     def meddle() -> None:
-        while not stop:
-            try:
-                sender.refresh_source()
-            except CallOrderError:
-                pass
-            except ValueError as error:
-                wrong.append(error)
+        while not stop.is_set():
+            calls(here.sender.refresh_source)
 
-    sender.wait_for_receivers(1)
-    sender.send_weights()
-    threads = [threading.Thread(target=meddle) for _ in range(2)]
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        for thread in threads:
-            thread.start()
-        for _ in range(500):
-            change(source)
-            try:
-                wrong += sender.send_weights().lost.items()
-            except CallOrderError:
-                continue
-            except ValueError as error:
-                wrong.append(error)
-    finally:
-        stop = True
-        for thread in threads:
-            thread.join()
-        sys.setswitchinterval(before)
-    assert not wrong
-    sender.send_weights()
-    until(lambda: bits_equal(source, replica))
-    serving.stop()
-    sender.close()
+    with fleet(source) as here, ThreadPoolExecutor(2) as threads:
+        here.join(replica)
+        sys.setswitchinterval(1e-6)
+        try:
+            meddling = [threads.submit(meddle) for _ in range(2)]
+            for _ in range(150):
+                change(source)
+                calls(lambda: wrong.extend(here.sender.send_weights().lost))
+        finally:
+            stop.set()
+            sys.setswitchinterval(before)
+        for one in meddling:
+            one.result(60)
+        assert not wrong
+        here.sender.send_weights()
+        until(lambda: bits_equal(source, replica))
 
 
-@pytest.mark.parametrize("visit", [1, 3, 5])
-def test_no_interrupt_of_a_context_leaves_the_caller_without_gradients(visit: int) -> None:
+def test_no_interrupt_of_a_context_leaves_the_caller_without_gradients() -> None:
     """Where contexts begin and end, CPython looks for signals in code of `contextlib`."""
     world, tracer = Sending(1), Tracer(opcodes=True)
     with contextlib.closing(world):
@@ -74,7 +65,8 @@ def test_no_interrupt_of_a_context_leaves_the_caller_without_gradients(visit: in
         tracer.places(world.act)
         places = [place for place in tracer.hits if place[0].co_filename == contextlib.__file__]
         assert len(places) > 20
-        for place in places[::3]:
+        for number, place in enumerate(places[::2]):
+            visit = (1, 3, 5)[number % 3]
             world.prepare()
             with contextlib.suppress(Struck):
                 tracer.strike(world.act, Strike(place, min(visit, tracer.hits[place])))

@@ -1,118 +1,257 @@
-"""Coded payloads on live links: what is saved, and what a wrong base does."""
+"""Whole syncs whose payloads are coded, or compared and written by kernels: what is saved, and what
+wrong bases and damage do. Kernels are interpreted where there is no GPU."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from deltasync import ModuleSource, SenderOptions, TrainerRank, WeightSender
+from deltasync import ModuleSource, ReceiverOptions, SenderOptions, TrainerRank, WeightSender
+from deltasync.delta.backend import Kernels
 from deltasync.delta.codecs.coding import Coding
 from deltasync.delta.policy import Policy
-from deltasync.errors import ConfigError, SyncAborted, WrongBase
+from deltasync.errors import ConfigError, WrongBase
 from deltasync.sync.protocol.round import SyncPhase
 from deltasync.transports import inprocess
-from deltasync.transports.base import Capabilities
-from tests.worlds.links import Model, Receivers, ThroughSender, bits_equal, fleet, until
+from deltasync.transports.base import Capabilities, Frame, ReceiveTransport
+from deltasync.wire.frame import decode, encode
+from deltasync.wire.messages import Bucket
+from tests.sync.decodings import decodings
+from tests.sync.interpreted import one_kernel_at_a_time
+from tests.worlds.links import (
+    Model,
+    Receivers,
+    ThroughReceiver,
+    ThroughSender,
+    bits_equal,
+    fleet,
+)
+from tests.worlds.toy_engines import fails, joined, recovers
 
+__all__ = ["one_kernel_at_a_time"]  # pytest uses it
 ONLY_SPARSE, ALL_DENSE = Policy(dense_above=1.0), Policy(dense_above=0.0)
+BLOCKS = SenderOptions(
+    compression="block",
+    policy=Policy(dense_above=0.9, chunk_numel=1000),
+    max_inflight_bytes=1 << 20,
+)
+interpreted = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="kernels are compiled here: see test_coded_gpu.py"
+)
+TRITON = pytest.param("triton", marks=interpreted)
 
 
-def nudged(weights: Tensor, share: float, generator: torch.Generator) -> None:
+def nudged(weights: Tensor, share: float, seed: int) -> None:
     """Move a share of bfloat16 weights by one ULP."""
-    bits = weights.view(torch.int16)
+    generator, bits = torch.Generator().manual_seed(seed), weights.view(torch.int16)
     where = torch.rand(bits.shape, generator=generator) < share
     sign = torch.randint(0, 2, bits.shape, generator=generator, dtype=torch.int16) * 2 - 1
     bits[where] += sign[where]
 
 
-def model(seed: int, numel: int = 400_000) -> Model:
+def model(seed: int, rows: int = 20) -> Model:
     generator = torch.Generator().manual_seed(seed)
-    shapes = {"a": (numel // 1000, 1000), "b": (17,), "c": ()}
-    return Model(
-        {n: (torch.randn(s, generator=generator) * 0.02).bfloat16() for n, s in shapes.items()}
+    shapes = {"a": (rows, 500), "b": (17,), "c": (), "d": (1500,), "e": (0, 4)}
+    made = {n: torch.randn(s, generator=generator) * 0.02 for n, s in shapes.items()}
+    return Model({n: t if n == "d" else t.bfloat16() for n, t in made.items()})
+
+
+def change(source: Model, seed: int, share: float = 0.05) -> None:
+    for name in "abc":
+        nudged(source.get_parameter(name).data, share, seed)
+    masters = source.get_parameter("d").data
+    masters[torch.rand(len(masters), generator=torch.Generator().manual_seed(seed)) < share] *= (
+        1.0001
     )
 
 
-@pytest.mark.parametrize(("coding", "most"), [("block", 1.9), ("class", 1.3)])
-def test_a_codec_that_is_asked_for_takes_the_bytes(coding: Coding, most: float) -> None:
-    source, target = model(1), model(1)
-    options = SenderOptions(compression=coding, policy=ONLY_SPARSE)
-    with fleet(source, options=options) as here:
-        here.add(target)
-        here.wait(1)
-        for seed in (2, 3):
-            nudged(source.get_parameter("a").data, 0.008, torch.Generator().manual_seed(seed))
-            stats = here.sender.send_weights()
-            assert bits_equal(source, target)
-        assert stats.payload_bytes / stats.nnz < most
-        assert stats.bytes_by_codec[coding] > 0.9 * stats.payload_bytes
-
-
 @pytest.mark.parametrize(
-    ("share", "most", "policy"),
+    ("coding", "policy", "share", "most", "codec"),
     [
-        (0.008, 1.4, ONLY_SPARSE),
-        (0.1, 0.9, ONLY_SPARSE),
-        (0.5, 0.6, ONLY_SPARSE),
-        (0.1, 1.5, ALL_DENSE),
-        (0.5, 0.6, ALL_DENSE),
+        ("block", ONLY_SPARSE, 0.008, 1.9, "block"),
+        ("class", ONLY_SPARSE, 0.008, 1.3, "class"),
+        ("gap", ONLY_SPARSE, 0.008, 1.4, "gap+ulp"),
+        ("gap", ONLY_SPARSE, 0.1, 0.9, "gap+ulp"),
+        ("gap", ONLY_SPARSE, 0.5, 0.6, "gap+ulp"),
+        ("gap", ALL_DENSE, 0.1, 1.5, "dense+ulp"),
+        ("gap", ALL_DENSE, 0.5, 0.6, "dense+ulp"),
     ],
 )
 def test_a_change_of_one_step_takes_about_its_entropy(
-    share: float, most: float, policy: Policy
+    coding: Coding, policy: Policy, share: float, most: float, codec: str
 ) -> None:
-    source, target = model(1), model(1)
-    options = SenderOptions(compression="gap", policy=policy)
-    with fleet(source, options=options) as here:
-        here.add(target)
-        here.wait(1)
-        here.sender.send_weights()
-        nudged(source.get_parameter("a").data, share, torch.Generator().manual_seed(2))
-        stats = here.sender.send_weights()
-        assert bits_equal(source, target)
-        assert stats.payload_bytes / stats.nnz < most
-        assert sum(stats.bytes_by_codec.values()) == stats.payload_bytes
-        name = "gap+ulp" if policy is ONLY_SPARSE else "dense+ulp"
-        assert stats.bytes_by_codec[name] > 0.9 * stats.payload_bytes
-
-
-@pytest.mark.parametrize("coding", ["gap", "block", "class"])
-def test_a_wrong_base_is_found_before_anything_is_written(coding: Coding) -> None:
-    source, target = model(1), model(1)
-    with fleet(source, options=SenderOptions(compression=coding, policy=ONLY_SPARSE)) as here:
-        serving = here.add(target)
-        here.wait(1)
-        here.sender.send_weights()
-        source.get_parameter("a").data.view(torch.int16)[0] ^= 1
-        found = target.get_parameter("a").data
-        found.view(torch.int16)[0, 7] ^= 4  # something else has written to it
-        before = found.clone()
-        with pytest.raises(SyncAborted):
-            here.sender.send_weights(timeout_s=5)
-        until(lambda: bool(serving.errors))
-        assert isinstance(serving.errors[-1], WrongBase)
-        assert torch.equal(found.view(torch.int16), before.view(torch.int16))
-        assert not serving.receiver.is_dirty
-        here.wait(1)  # it measures its weights, which are no member's
-        assert here.sender.send_weights(timeout_s=5).full_synced == 1
-        assert bits_equal(source, target)
+    source, target = model(1, 800), model(1, 800)
+    options = SenderOptions(compression=coding, policy=policy)
+    with joined(source, target, options=options) as here:
+        for seed in (2, 3):
+            nudged(source.get_parameter("a").data, share, seed)
+            stats = here.sender.send_weights()
+            assert bits_equal(source, target)
+            assert stats.payload_bytes / stats.nnz < most
+            assert sum(stats.bytes_by_codec.values()) == stats.payload_bytes
+            assert stats.bytes_by_codec[codec] > 0.9 * stats.payload_bytes
 
 
 def test_a_change_that_gaps_do_not_pay_for_stays_raw_in_a_coded_payload() -> None:
     weights = {"a": torch.zeros(300_000), "b": torch.zeros(1000)}
     source, target = (Model({n: w.bfloat16() for n, w in weights.items()}) for _ in range(2))
-    with fleet(source, options=SenderOptions(compression="gap", policy=ONLY_SPARSE)) as here:
-        here.add(target)
-        here.wait(1)
-        here.sender.send_weights()
+    options = SenderOptions(compression="gap", policy=ONLY_SPARSE)
+    with joined(source, target, options=options) as here:
         source.get_parameter("a").data[299_999] = 1
         source.get_parameter("b").data[::2] = 1
         stats = here.sender.send_weights()
         assert bits_equal(source, target)
         assert any("raw" in name for name in stats.bytes_by_codec), stats.bytes_by_codec
+
+
+@pytest.mark.parametrize(
+    ("sender", "coding", "bucket_bytes"),
+    [
+        ("torch", "none", None),
+        ("torch", "block", 3000),
+        pytest.param("triton", "none", 3000, marks=interpreted),
+        pytest.param("triton", "block", 3000, marks=interpreted),
+        pytest.param("triton", "block", None, marks=interpreted),
+    ],
+)
+def test_ends_agree_whatever_compares_codes_and_writes(
+    sender: Kernels, coding: Coding, bucket_bytes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded = decodings(monkeypatch)
+    source, first = model(1), 1 if coding == "block" else 2
+    changes = {"compression": coding, "kernels": sender, "bucket_bytes": bucket_bytes}
+    options = BLOCKS.model_copy(update=changes)
+    with fleet(source, options=options) as here:
+        targets = [model(first) for _ in range(4)]
+        for nth, target in enumerate(targets):
+            receiving = ReceiverOptions(
+                kernels="torch" if nth < 2 or torch.cuda.is_available() else "triton",
+                max_staged_bytes=0 if nth % 2 else None,
+            )
+            here.add(target, engine=f"{nth}", options=receiving)
+        here.wait(4)
+        stats = here.sender.send_weights()
+        assert stats.full_synced == (0 if first == 1 else 4)
+        for seed, share in enumerate((0.02, 0.3)):
+            change(source, seed, share)
+            stats = here.sender.send_weights()
+            assert (stats.kind, stats.receivers, stats.lost) == ("delta", 4, {})
+            assert all(bits_equal(source, target) for target in targets)
+            if coding == "block":
+                assert stats.bytes_by_codec["block"] > 0.6 * stats.payload_bytes
+                assert stats.payload_bytes < 4 * stats.nnz
+        stats = here.sender.send_weights()
+        assert (stats.nnz, stats.num_buckets, stats.receivers) == (0, 0, 4)
+    assert not (coding == "block" and sender == "triton") or any(d is not None for d in decoded)
+
+
+@interpreted
+def test_what_has_no_old_bits_stays_raw() -> None:
+    """A full sync, and changes that are not held until the decision."""
+    source, target = model(1), model(2)
+    options = BLOCKS.model_copy(update={"kernels": "triton", "max_inflight_bytes": 0})
+    receiving = ReceiverOptions(kernels="triton")
+    with joined(source, target, options=options, receiving=receiving) as here:
+        all_stats = [here.first]
+        for seed in range(2):
+            change(source, seed)
+            all_stats.append(here.sender.send_weights())
+            assert bits_equal(source, target)
+    assert [stats.full_synced for stats in all_stats] == [1, 0, 0]
+    assert all(stats.bytes_by_codec == {"none": stats.payload_bytes} for stats in all_stats)
+
+
+@interpreted
+def test_what_kernels_cannot_read_in_place_is_copied_at_each_sync() -> None:
+    source, replica = model(1), model(2)
+    matrix = source.get_parameter("a")
+    matrix.data = matrix.data.T.contiguous().T
+    options, receiving = SenderOptions(kernels="triton"), ReceiverOptions(kernels="triton")
+    with joined(source, replica, options=options, receiving=receiving) as here:
+        for number in range(3):
+            matrix.data[number, 0] += 1
+            assert here.sender.send_weights().nnz == 1
+            assert bits_equal(source, replica)
+
+
+@pytest.mark.promise(
+    "Errors",
+    "A GPU decodes and refuses the payloads that the host decodes and refuses, before "
+    "anything is written.",
+)
+@pytest.mark.parametrize(
+    ("coding", "kernels", "staged_bytes"),
+    [
+        *((coding, "torch", None) for coding in ("gap", "block", "class")),
+        *(pytest.param("block", "triton", staged, marks=interpreted) for staged in (None, 0)),
+    ],
+)
+def test_a_wrong_base_is_found_before_anything_is_written(
+    coding: Coding, kernels: Kernels, staged_bytes: int | None
+) -> None:
+    source, target = model(1), model(1)
+    changes = {"compression": coding, "policy": ONLY_SPARSE, "kernels": kernels}
+    options = BLOCKS.model_copy(update=changes)
+    receiving = ReceiverOptions(kernels=kernels, max_staged_bytes=staged_bytes, scrub_every=0)
+    with joined(source, target, options=options, receiving=receiving) as here:
+        source.get_parameter("a").data.view(torch.int16)[0] ^= 1
+        # Something else has written to it.
+        target.get_parameter("a").data.view(torch.int16)[0, 7] ^= 4
+        before = {n: p.data.clone() for n, p in target.named_parameters()}
+        assert isinstance(fails(here), WrongBase)
+        assert all(torch.equal(before[n], p.data) for n, p in target.named_parameters())
+        assert not here.serving["engine/0"].receiver.is_dirty
+        assert recovers(here).full_synced == 1  # it measures its weights, which are no member's
+        assert bits_equal(source, target)
+
+
+class Damaged(ThroughReceiver):
+    """A link on which the first coded payload loses a bit."""
+
+    def __init__(self, inner: ReceiveTransport, at: int) -> None:
+        super().__init__(inner)
+        self._at, self._is_done = at, False
+
+    def receive(self, *, timeout_s: float) -> Frame:
+        frame = super().receive(timeout_s=timeout_s)
+        if frame.payload is None or self._is_done:
+            return frame
+        message, _ = decode(frame.header)
+        if not isinstance(message, Bucket) or message.compression != "coded":
+            return frame
+        self._is_done, payload = True, frame.payload.clone()
+        payload[self._at] ^= 16
+        return Frame(encode(message, payload_bytes=len(payload)), payload)
+
+
+@pytest.mark.promise(
+    "Errors",
+    "A GPU decodes and refuses the payloads that the host decodes and refuses, before "
+    "anything is written.",
+)
+@pytest.mark.parametrize("kernels", ["torch", TRITON])
+@pytest.mark.parametrize("at", [3, 60, -1, -200, -700])
+def test_damage_loses_nothing(at: int, kernels: Kernels) -> None:
+    source, target = model(1), model(1)
+    options = BLOCKS.model_copy(update={"kernels": kernels})
+    with fleet(source, options=options) as here:
+        receiving = ReceiverOptions(kernels=kernels)
+        serving = here.add(target, options=receiving, wrap=lambda link: Damaged(link, at))
+        here.wait(1)
+        here.sender.send_weights()
+        change(source, 1)
+        fails(here)
+        assert bits_equal(target, model(1))
+        assert not serving.receiver.is_dirty
+        recovers(here)
+        assert bits_equal(source, target)
 
 
 def test_what_an_aborted_sync_overwrote_is_not_coded_against() -> None:
@@ -131,19 +270,13 @@ def test_what_an_aborted_sync_overwrote_is_not_coded_against() -> None:
         here.add(target)
         here.wait(1)
         here.sender.send_weights()
-        generator = torch.Generator().manual_seed(2)
-        nudged(source.get_parameter("a").data, 0.1, generator)
+        nudged(source.get_parameter("a").data, 0.1, 2)
         here.sender.send_weights()
-        nudged(source.get_parameter("a").data, 0.1, generator)
+        nudged(source.get_parameter("a").data, 0.1, 3)
         with pytest.raises(RuntimeError, match="not yet"):
             here.sender.send_weights()
         assert here.sender.send_weights().full_synced == 0
         assert bits_equal(source, target)
-
-
-def test_a_codec_that_this_build_has_not_is_refused() -> None:
-    with pytest.raises(ConfigError):
-        SenderOptions(compression="lzma")  # type: ignore[arg-type]
 
 
 class BetweenGpus(ThroughSender):
@@ -171,13 +304,64 @@ def test_class_is_refused_on_links_of_gpus() -> None:
 def test_options_that_are_replaced_take_effect_though_they_were_used() -> None:
     source, target = model(4), model(4)
     options = SenderOptions(compression="gap", policy=ALL_DENSE)
-    with fleet(source, options=options) as here:
-        here.add(target)
-        here.wait(1)
-        shares = []
-        for seed, policy in enumerate((ALL_DENSE, ONLY_SPARSE)):
+    with joined(source, target, options=options) as here:
+        for policy, codec in ((ALL_DENSE, "dense+ulp"), (ONLY_SPARSE, "gap+ulp")):
             here.sender.options = options.model_copy(update={"policy": policy})
-            nudged(source.get_parameter("a").data, 0.008, torch.Generator().manual_seed(seed))
-            shares.append(here.sender.send_weights().payload_bytes / 800_000)
+            nudged(source.get_parameter("a").data, 0.05, 1)
+            assert codec in here.sender.send_weights().bytes_by_codec
             assert bits_equal(source, target)
-    assert shares[0] > 0.1 > shares[1]
+
+
+# In an interpreter of its own: kernels are interpreted or not from their definition on.
+WITHOUT_INTERPRETER = """
+from threading import Thread
+from torch.nn import Linear
+from deltasync import *
+from deltasync.errors import DeltaSyncError
+from deltasync.transports import inprocess
+
+told = []
+
+def receive(receiver):
+    try:
+        receiver.receive_weights(timeout_s=20)
+    except DeltaSyncError as error:
+        told.append(f"receiver {type(error).__name__} {error}")
+
+for ours, theirs in (("triton", "auto"), ("auto", "triton")):
+    link = inprocess.Sender()
+    sender = WeightSender(ModuleSource(Linear(8, 8)), link, options=SenderOptions(kernels=ours))
+    target, options = ModuleTarget(Linear(8, 8)), ReceiverOptions(kernels=theirs)
+    receiver = WeightReceiver(target, link.receiver(), options=options)
+    thread = Thread(target=receive, args=(receiver,))
+    thread.start()
+    sender.wait_for_receivers(1)
+    try:
+        sender.send_weights(timeout_s=20)
+    except DeltaSyncError as error:
+        told.append(f"sender {type(error).__name__} {error}")
+    thread.join()
+print("\\n".join(told))
+"""
+
+
+@interpreted
+def test_kernels_are_refused_on_a_cpu_where_nothing_interprets_them() -> None:
+    environment = {key: text for key, text in os.environ.items() if key != "TRITON_INTERPRET"}
+    program = subprocess.run(
+        [sys.executable, "-c", WITHOUT_INTERPRETER],
+        cwd=Path(__file__).parents[2],
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
+    )
+    reason = "kernels='triton' is not possible here: the weights live on a CPU, and TRITON_INTERP"
+    at_sender, at_receiver = program.stdout.splitlines()[:2], program.stdout.splitlines()[2:]
+    for lines, raised in ((at_sender, "Refused"), (at_receiver, "ConfigError")):
+        assert [line.split()[:2] for line in sorted(lines)] == [
+            ["receiver", raised],
+            ["sender", "SyncAborted"],
+        ]
+        assert all(reason in line for line in lines), program.stdout

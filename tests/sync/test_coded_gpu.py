@@ -21,8 +21,8 @@ from deltasync.errors import SyncAborted, WrongBase
 from deltasync.transports import inprocess
 from tests.sync.decodings import decodings
 from tests.sync.test_gpu import model
-from tests.sync.test_parts import CHECKPOINT, Rank, rank_of, trainer
 from tests.worlds.links import Serving, bits_equal, fleet, until
+from tests.worlds.toy_engines import CHECKPOINT, Rank, rank_of, trainer
 
 pytestmark = [
     pytest.mark.gpu,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,14 +11,12 @@ import torch
 from torch import nn
 
 from deltasync import (
-    ModuleSource,
     ModuleTarget,
     ReceiverOptions,
     RoutedTarget,
     SenderOptions,
     StagingThread,
     WeightReceiver,
-    WeightSender,
     sync_after_step,
 )
 from deltasync.delta.backend import Kernels
@@ -28,9 +25,9 @@ from deltasync.delta.bits import as_bits
 from deltasync.delta.kernels import KERNELS, host, reference
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame
-from tests.sync.test_parts import CHECKPOINT, Rank, rank_of, trainer
-from tests.worlds.links import Model, Serving, ThroughReceiver, bits_equal, fleet, step
+from tests.worlds.links import Model, ThroughReceiver, bits_equal, fleet, step
 from tests.worlds.ranks import free_port, run_ranks
+from tests.worlds.toy_engines import CHECKPOINT, Rank, rank_of, trainer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,6 +47,10 @@ def model(dtype: torch.dtype, seed: int, *, strided: bool = False) -> Model:
     return Model({name: tensor.to("cuda", dtype) for name, tensor in tensors.items()})
 
 
+def link() -> inprocess.Sender:
+    return inprocess.Sender(device="cuda")
+
+
 @pytest.mark.parametrize("source_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("snapshot_device", [None, "cpu"])
 @pytest.mark.parametrize("share", [0.001, 0.05, 0.7])
@@ -59,25 +60,16 @@ def test_a_model_on_a_gpu_ends_bit_equal(
 ) -> None:
     source = model(source_dtype, 0, strided=strided)
     replica = model(torch.bfloat16, 1, strided=strided)
-    transport = inprocess.Sender(device="cuda")
     options = SenderOptions(snapshot_device=snapshot_device, bucket_bytes=1 << 18)
-    sender = WeightSender(ModuleSource(source), transport, options=options)
-    receiver = WeightReceiver(ModuleTarget(replica), transport.receiver())
-    serving = Serving(receiver).start()
-    try:
-        sender.wait_for_receivers(1)
-        assert sender.send_weights().full_synced == 1
+    with fleet(source, options=options, link=link) as here:
+        assert here.join(replica).full_synced == 1
         for _ in range(3):
             for parameter in source.parameters():
                 chosen = torch.rand(parameter.shape, device="cuda") < share
                 parameter.data[chosen] *= 1.5
-            stats = sender.send_weights()
-            assert stats.kind == "delta"
+            assert here.sender.send_weights().kind == "delta"
         torch.cuda.synchronize()
         assert bits_equal(source.to(torch.bfloat16), replica)
-    finally:
-        sender.close()
-        serving.stop()
 
 
 @pytest.mark.parametrize("kernels", ["triton", "torch"])
@@ -107,50 +99,41 @@ class Late(ThroughReceiver):
 
 def test_the_trainers_stream_goes_on_while_a_receiver_is_late() -> None:
     source, replica = model(torch.bfloat16, 0), model(torch.bfloat16, 1)
-    transport = inprocess.Sender(device="cuda")
-    sender = WeightSender(ModuleSource(source), transport)
-    link = Late(transport.receiver())
-    serving = Serving(WeightReceiver(ModuleTarget(replica), link)).start()
-    try:
-        sender.wait_for_receivers(1)
-        sender.send_weights()
+    with fleet(source, link=link) as here, ThreadPoolExecutor(1) as trainer:
+        here.join(replica, wrap=Late)
         source.get_parameter("matrix").data[::7] *= 1.5
         torch.cuda.synchronize()
-        took: list[float] = []
 
-        def train() -> None:
+        def train() -> float:
             time.sleep(0.2)  # the sync is under way
             began = time.monotonic()
             torch.ones(1000, device="cuda").sum().item()
-            took.append(time.monotonic() - began)
+            return time.monotonic() - began
 
-        trainer = threading.Thread(target=train)
-        trainer.start()
+        took = trainer.submit(train)
         began = time.monotonic()
-        sender.send_weights()
+        here.sender.send_weights()
         assert time.monotonic() - began > 1
-        trainer.join()
-        assert took[0] < 0.25
+        assert took.result(30) < 0.25
         torch.cuda.synchronize()
         assert bits_equal(source, replica)
-    finally:
-        sender.close()
-        serving.stop()
 
 
 def test_a_commit_is_ordered_by_the_callers_stream() -> None:
     source, replica = model(torch.bfloat16, 0), model(torch.bfloat16, 1)
-    transport = inprocess.Sender(device="cuda")
-    sender = WeightSender(ModuleSource(source), transport)
-    receiver = WeightReceiver(ModuleTarget(replica), transport.receiver())
-    with StagingThread(receiver) as staging, ThreadPoolExecutor(1) as trainer:
-        sender.wait_for_receivers(1)
-        engine = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    engine = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with (
+        fleet(source, link=link) as here,
+        WeightReceiver(ModuleTarget(replica), here.transport.receiver()) as receiver,
+        StagingThread(receiver) as staging,
+        ThreadPoolExecutor(1) as trainer,
+    ):
+        here.wait(1)
         for turn in range(3):
             if turn:
                 source.get_parameter("matrix").data[turn::7] *= 1.5
                 torch.cuda.synchronize()
-            sent = trainer.submit(sender.send_weights)
+            sent = trainer.submit(here.sender.send_weights)
             assert staging.wait_staged(timeout_s=30)
             with torch.cuda.stream(engine):
                 before = replica.get_parameter("matrix").clone()  # what the engine still computes
@@ -160,7 +143,6 @@ def test_a_commit_is_ordered_by_the_callers_stream() -> None:
             engine.synchronize()
             assert torch.equal(after, source.get_parameter("matrix"))
             assert not torch.equal(before, after)
-        sender.close()
 
 
 @pytest.mark.promise("Bits", "GPU kernels give the same bits as the host's. (GPU)")
@@ -200,26 +182,23 @@ def follow_fsdp2(rank: int, is_offloaded: bool, port: int) -> None:
     fully_shard(trainer, offload_policy=CPUOffloadPolicy() if is_offloaded else OffloadPolicy())
     assert all(p.device.type == ("cpu" if is_offloaded else "cuda") for p in trainer.parameters())
     replica = nn.Sequential(nn.Linear(64, 300), nn.Linear(300, 64)).cuda().bfloat16()
-    link = inprocess.Sender(device="cuda")
-    sender = WeightSender(ModuleSource(trainer), link)
-    serving = Serving(WeightReceiver(ModuleTarget(replica), link.receiver())).start()
-    sender.wait_for_receivers(1)
     optimizer = torch.optim.AdamW(trainer.parameters(), lr=1e-4)
-    hook = sync_after_step(optimizer, sender, on_busy="wait", on_error="raise")
-    for number in range(6):
-        torch.manual_seed(number)
-        trainer(torch.randn(4, 64, device="cuda")).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    hook.wait()
-    assert hook.last_stats is not None
-    assert hook.last_stats.kind == "delta"
-    for name, tensor in replica.state_dict().items():
-        held: Any = trainer.get_parameter(name)
-        assert torch.equal(tensor, held.to_local().detach().to(tensor)), name
-    hook.remove()
-    serving.stop()
-    sender.close()
+    with fleet(trainer, link=link) as here:
+        here.add(replica)
+        here.wait(1)
+        hook = sync_after_step(optimizer, here.sender, on_busy="wait", on_error="raise")
+        for number in range(6):
+            torch.manual_seed(number)
+            trainer(torch.randn(4, 64, device="cuda")).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        hook.wait()
+        assert hook.last_stats is not None
+        assert hook.last_stats.kind == "delta"
+        for name, tensor in replica.state_dict().items():
+            held: Any = trainer.get_parameter(name)
+            assert torch.equal(tensor, held.to_local().detach().to(tensor)), name
+        hook.remove()
     dist.destroy_process_group()
 
 

@@ -26,7 +26,6 @@ from deltasync.sync.group import orders
 from deltasync.testing.links import PROMPT_S, within
 from deltasync.transports.base import Frame, ReceiveTransport, SendTransport
 from tests.delta.shards import placements
-from tests.sync.test_parts import CHECKPOINT, SHAPES, rank_of
 from tests.worlds.links import (
     Model,
     ThroughReceiver,
@@ -38,6 +37,7 @@ from tests.worlds.links import (
     step,
     until,
 )
+from tests.worlds.toy_engines import CHECKPOINT, SHAPES, rank_of
 from tests.worlds.trainers import Boxes, Sharded, Split, rows_of, trainer_of
 
 SMALL = SenderOptions(policy=Policy(chunk_numel=16), bucket_bytes=400, compression="zstd")

@@ -1,8 +1,12 @@
-"""Any history of syncs, failures and joins ends bit-equal to a fresh dense copy."""
+"""After any history of a whole sync's ends, who calls itself clean holds what it names."""
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -10,33 +14,74 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from deltasync import DeltaSyncError, Policy, ReceiverOptions, SenderOptions
+from deltasync import DeltaSyncError, Policy, ReceiverOptions, SenderOptions, WeightReceiver
+from deltasync.delta.backend import Kernels
 from deltasync.delta.bits import as_bits
-from deltasync.errors import NoReceivers, SyncAborted, TransportError
+from deltasync.errors import DirtyReceiver, PeerLost, SourceChanged, TransportTimeout
+from deltasync.sync.source.streamed import StreamedWeights
+from deltasync.sync.target.copied import CopiedTarget
 from deltasync.transports.base import Frame, ReceiveTransport
-from tests.worlds.links import Fleet, Model, ThroughReceiver, bits_equal, fleet
+from deltasync.wire.frame import decode, join_header
+from tests.sync.interpreted import one_kernel_at_a_time
+from tests.worlds.links import (
+    LINKS,
+    FailsOnce,
+    Fleet,
+    Model,
+    Stubborn,
+    ThroughReceiver,
+    Watched,
+    until,
+)
+from tests.worlds.peers import said
+
+__all__ = ["one_kernel_at_a_time"]  # pytest uses it
+
+ENDS = ("whole", "half/0", "half/1")
+SENT = ("layout", "welcome", "begin", "bucket", "prepare", "commit", "finish")
+ANSWERED = ("held", "prepared", "committed")
+DAMAGES = ("flip header", "flip payload", "truncate", "extend", "drop", "random", "lose")
+DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.int8, torch.float8_e4m3fn)
+SHARES = (0.0, 0.003, 0.05, 0.4, 1.0)
 
 
 class Faulty(ThroughReceiver):
-    """A link that damages one frame when it is told to: everything else passes through."""
+    """A receiver's link that does one thing wrong, with the next message of a kind."""
 
-    def __init__(self, inner: ReceiveTransport) -> None:
-        super().__init__(inner)
-        self.plan: list[tuple[str, int]] = []
+    plan: tuple[str, str] | None = None
 
     def receive(self, *, timeout_s: float) -> Frame:
-        frame = self._inner.receive(timeout_s=timeout_s)
-        if not self.plan:
-            return frame
-        fault, countdown = self.plan[0]
-        if countdown:
-            self.plan[0] = (fault, countdown - 1)
-            return frame
-        self.plan.pop(0)
-        return damaged(frame, fault, lambda: self._inner.receive(timeout_s=timeout_s))
+        frame = super().receive(timeout_s=timeout_s)
+        match self._due(frame.header):
+            case "lose":
+                self._leave()
+            case "drop":
+                return super().receive(timeout_s=timeout_s)
+            case str() as fault:
+                return damaged(frame, fault)
+        return frame
+
+    def reply(self, data: bytes, *, timeout_s: float) -> None:
+        match self._due(data):
+            case "lose":
+                self._leave()
+            case "lie":
+                data = said(decode(data)[0], digest="0123456789abcdef").header
+        super().reply(data, timeout_s=timeout_s)
+
+    def _due(self, header: bytes) -> str | None:
+        fault, kind = self.plan or ("", "")
+        if not fault or decode(header)[0].kind != kind:
+            return None
+        self.plan = None
+        return fault
+
+    def _leave(self) -> None:
+        self.disconnect()
+        raise PeerLost("planted")
 
 
-def damaged(frame: Frame, fault: str, next_frame: object) -> Frame:
+def damaged(frame: Frame, fault: str) -> Frame:
     header, payload = frame.header, frame.payload
     match fault:
         case "flip header":
@@ -49,22 +94,15 @@ def damaged(frame: Frame, fault: str, next_frame: object) -> Frame:
             payload = payload[:-1].clone()
         case "extend" if payload is not None:
             payload = torch.cat([payload, torch.zeros(8, dtype=torch.uint8)])
-        case "drop":
-            return next_frame()  # type: ignore[operator, no-any-return]
         case "random":
-            header = bytes((7 * i + 3) % 256 for i in range(len(header)))
+            header = join_header(bytes((7 * i + 3) % 256 for i in range(len(header))))
     return Frame(header, payload)
-
-
-FAULTS = ["flip header", "flip payload", "truncate", "extend", "drop", "random"]
-DTYPES = [torch.bfloat16, torch.float32, torch.float16, torch.int8, torch.float8_e4m3fn]
 
 
 def fresh(numel: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     size = torch.empty((), dtype=dtype).element_size()
-    return torch.randint(0, 256, (numel * size,), dtype=torch.uint8, generator=generator).view(
-        dtype
-    )
+    drawn = torch.randint(0, 256, (numel * size,), dtype=torch.uint8, generator=generator)
+    return drawn.view(dtype)
 
 
 @st.composite
@@ -79,31 +117,8 @@ def models(draw: st.DrawFn) -> dict[str, Tensor]:
     return tensors | {"strided": strided, "scalar": fresh(1, torch.float32, generator).view(())}
 
 
-def mutate(model: Model, share: float, generator: torch.Generator) -> None:
-    """Change about `share` of the bits patterns of every parameter, in place."""
-    for parameter in model.parameters():
-        new = fresh(parameter.numel(), parameter.dtype, generator).view(parameter.shape)
-        bits = as_bits(parameter)
-        chosen = torch.rand(bits.shape, generator=generator) < share
-        bits[chosen] = as_bits(new)[chosen]
-
-
-def blank(tensors: dict[str, Tensor]) -> Model:
-    """A model of the same shapes, strides and dtypes with other bits."""
-    return Model({name: torch.zeros_like(tensor) for name, tensor in tensors.items()})
-
-
-steps = st.one_of(
-    st.tuples(st.just("sync"), st.sampled_from([0.0, 0.003, 0.05, 0.4, 1.0])),
-    st.tuples(st.just("fault"), st.tuples(st.sampled_from(FAULTS), st.integers(0, 6))),
-    st.tuples(st.just("invalidate"), st.integers(0, 1)),
-    st.tuples(st.just("restart"), st.integers(0, 1)),
-    st.tuples(st.just("corrupt"), st.integers(0, 1)),
-    st.tuples(st.just("move source"), st.just(0)),
-)
-
-options = st.builds(
-    SenderOptions,
+sending: st.SearchStrategy[dict[str, Any]] = st.builds(
+    dict,
     policy=st.builds(
         Policy,
         dense_above=st.sampled_from([None, 0.0, 0.3, 1.0]),
@@ -111,100 +126,375 @@ options = st.builds(
     ),
     bucket_bytes=st.sampled_from([256, 1000, 1 << 20]),
     max_inflight_bytes=st.sampled_from([0, 100, None]),
+    snapshot_device=st.sampled_from([None, "cpu"]),
     compression=st.sampled_from(["none", "zstd", "gap", "block", "class"]),
 )
-
-receiver_options = st.builds(
-    ReceiverOptions,
-    max_staged_bytes=st.sampled_from([0, 3000, None]),
-    scrub_every=st.just(1),
-    chunk_numel=st.sampled_from([13, 1 << 18]),
-    stall_timeout_s=st.just(0.3),
+chunks = st.sampled_from([13, 1 << 18])
+shares = st.sampled_from(SHARES)
+ends = st.sampled_from(ENDS)
+syncs = st.tuples(st.just("sync"), shares)
+events = st.one_of(
+    st.tuples(st.just("fault"), ends, st.sampled_from(DAMAGES), st.sampled_from(SENT)),
+    st.tuples(st.just("fault"), ends, st.sampled_from(["lie", "lose"]), st.sampled_from(ANSWERED)),
+    st.tuples(st.just("fail_to_send"), st.sampled_from(SENT)),
+    st.tuples(
+        st.sampled_from(
+            ["fail_to_commit", "move", "corrupt", "invalidate", "restart", "leave", "doze", "wake"]
+        ),
+        ends,
+    ),
+    st.tuples(st.sampled_from(["move_source", "restart_trainer", "read_and_give_up"])),
 )
+Event = tuple[Any, ...]
+Bits = Mapping[str, Tensor]
+histories = st.lists(syncs | events | events, max_size=8)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """How a history is played.
+
+    Attributes:
+        percent: Of the usual number of examples.
+    """
+
+    percent: int
+    link: str = "in process"
+    max_staged_bytes: int | None = None
+    kernels: Kernels = "torch"
+    source: Literal["module", "streamed"] = "module"
+
+
+class Copy(FailsOnce, CopiedTarget):
+    """All that a trainer streams."""
+
+
+class End:
+    """One receiver, the weights that it keeps when it restarts, and its faults."""
+
+    def __init__(self, name: str, tensors: Mapping[str, Tensor], *, is_copy: bool) -> None:
+        self.engine, _, rank = name.partition("/")
+        self.rank, self.world = int(rank or 0), 2 if rank else 1
+        absent = {"half/0": "scalar", "half/1": "strided"}.get(name)
+        self.module = Model({n: torch.zeros_like(t) for n, t in tensors.items() if n != absent})
+        self.target: Any = Copy() if is_copy else Stubborn(self.module)
+        self.is_corrupt = False
+        self.link: Faulty
+        self.receiver: WeightReceiver
+
+    def start(self, fleet: Fleet, options: ReceiverOptions) -> None:
+        def faulty(link: ReceiveTransport) -> ReceiveTransport:
+            self.link = Faulty(link)
+            return self.link
+
+        place = {"engine": self.engine, "rank": self.rank, "world": self.world}
+        self.receiver = fleet.add(self.target, **place, options=options, wrap=faulty).receiver  # type: ignore[arg-type]
+
+    def held(self) -> dict[str, Tensor]:
+        copied: Mapping[str, Tensor] = getattr(self.target, "tensors", {})
+        return dict(copied) or {name: p.data for name, p in self.module.named_parameters()}
+
+    def is_right(self, versions: Mapping[int, Bits], earlier: Sequence[Bits]) -> bool:
+        """Whether it holds the version that it names, or else any, or says that it is dirty."""
+        version = self.receiver.version
+        if self.receiver.is_dirty or self.is_corrupt:
+            return True
+        expected = [versions[version]] if version is not None else [*versions.values(), *earlier]
+        held = {name: as_bits(tensor) for name, tensor in self.held().items()}
+        return any(all(torch.equal(held[n], bits[n]) for n in held) for bits in expected)
+
+
+class World:
+    """A trainer, an engine of one rank and one of two."""
+
+    def __init__(
+        self, cell: Cell, tensors: dict[str, Tensor], sending: dict[str, Any], chunk_numel: int
+    ) -> None:
+        self.cell, self.generator = cell, torch.Generator().manual_seed(0)
+        self.source = Model({name: tensor.clone() for name, tensor in tensors.items()})
+        if cell.source == "streamed":  # it has a snapshot of its own
+            sending = {k: v for k, v in sending.items() if k != "snapshot_device"}
+        self.sending = SenderOptions(**sending, kernels=cell.kernels)
+        self.receiving = ReceiverOptions(
+            max_staged_bytes=cell.max_staged_bytes,
+            scrub_every=1,
+            chunk_numel=chunk_numel,
+            stall_timeout_s=0.3,
+            kernels=cell.kernels,
+        )
+        is_streamed = cell.source == "streamed"
+        self.ends = {n: End(n, tensors, is_copy=is_streamed and n == "whole") for n in ENDS}
+        self.absent: set[str] = set()
+        self.versions: dict[int, Bits] = {}
+        self.earlier: list[Bits] = [
+            {name: as_bits(torch.zeros_like(one)) for name, one in tensors.items()}
+        ]
+        self._train()
+
+    def _train(self) -> None:
+        """Start a trainer, to which everyone connects that is there."""
+        self.earlier += self.versions.values()
+        self.versions = {}
+        self.stream = StreamedWeights(self.sending)
+        is_streamed = self.cell.source == "streamed"
+        self.fleet = Fleet(
+            self.stream if is_streamed else self.source,
+            options=None if is_streamed else self.sending,
+            link=LINKS[self.cell.link],
+            wrap=Watched,
+        )
+        for name in self.ends.keys() - self.absent:
+            self.ends[name].start(self.fleet, self.receiving)
+
+    def close(self) -> None:
+        self.fleet.close()
+
+    def exported(self) -> Iterator[tuple[str, Tensor]]:
+        """In one order or the other, through memory that is used again."""
+        named = list(self.source.named_parameters())
+        for name, parameter in named[:: 1 - 2 * (self.fleet.sender.version % 2)]:
+            gathered = parameter.data.clone()
+            yield name, gathered
+            as_bits(gathered).fill_(7)
+
+    def send(self, *, timeout_s: float) -> Any:
+        """Sync; what is sent is the version after the sender's, if it is decided."""
+        bits = {n: as_bits(p.data).clone() for n, p in self.source.named_parameters()}
+        if self.cell.source == "streamed":
+            self.stream.take(self.exported())
+        self.versions[self.fleet.sender.version + 1] = bits
+        return self.fleet.sender.send_weights(timeout_s=timeout_s)
+
+    def check(self) -> None:
+        for end in (self.ends[name] for name in self.ends.keys() - self.absent):
+            until(lambda end=end: end.is_right(self.versions, self.earlier))  # type: ignore[misc]
+
+    # What may happen.
+
+    def sync(self, share: float) -> None:
+        self.mutate(share)
+        with suppress(DeltaSyncError):
+            self.fleet.sender.wait_for_receivers(3 - len(self.absent), timeout_s=0.3)
+        with suppress(DeltaSyncError):
+            self.send(timeout_s=1)
+
+    def fault(self, name: str, fault: str, kind: str) -> None:
+        self.ends[name].link.plan = (fault, kind)
+
+    def fail_to_send(self, kind: str) -> None:
+        def fail() -> None:
+            raise TransportTimeout("planted")
+
+        self.fleet.link.once(kind, fail)
+
+    def fail_to_commit(self, name: str) -> None:
+        self.ends[name].target.fails = True
+
+    def move(self, name: str) -> None:
+        parameter = self.ends[name].module.get_parameter("p0")
+        parameter.data = parameter.data.clone()
+
+    def corrupt(self, name: str) -> None:
+        end = self.ends[name]
+        end.is_corrupt = True
+        flat = max(end.held().values(), key=lambda tensor: tensor.is_contiguous() * tensor.numel())
+        if numel := flat.numel():
+            where = int(torch.randint(0, numel, (1,), generator=self.generator))
+            as_bits(flat).view(-1)[where] ^= 1
+
+    def invalidate(self, name: str) -> None:
+        self.ends[name].receiver.invalidate()
+
+    def leave(self, name: str) -> None:
+        if name not in self.absent:
+            self.absent.add(name)
+            self.fleet.serving.pop(self._key(name)).stop()
+
+    def restart(self, name: str) -> None:
+        self.leave(name)
+        self.absent.discard(name)
+        self.ends[name].start(self.fleet, self.receiving)
+
+    def doze(self, name: str) -> None:
+        self.ends[name].receiver.detach()
+
+    def wake(self, name: str) -> None:
+        self.ends[name].receiver.attach()
+
+    def move_source(self) -> None:
+        for parameter in self.source.parameters():
+            parameter.data = parameter.data.clone()
+
+    def restart_trainer(self) -> None:
+        self.fleet.close()
+        self._train()
+
+    def read_and_give_up(self) -> None:
+        """A stream that breaks off in the middle."""
+        if self.cell.source == "streamed" and self.versions:
+            with pytest.raises(SourceChanged, match="did not come"):
+                self.stream.take(islice(self.exported(), 1))
+
+    # How it ends.
+
+    def settle(self) -> None:
+        """Stop all faults, and sync until everybody has joined and scrubbed all its weights."""
+        self.fleet.link.before = lambda kind: None
+        for name, end in self.ends.items():
+            end.link.plan, end.target.fails = None, False
+            self.wake(name)
+            if name in self.absent:
+                self.restart(name)
+        self.mutate(0.1)
+        clean = 0
+        for _ in range(40):
+            try:
+                self.fleet.wait(3)
+                stats = self.send(timeout_s=5)
+            except DeltaSyncError:
+                clean = 0
+                continue
+            good = not stats.lost and not stats.joined and stats.receivers == 3
+            clean = clean + 1 if good else 0
+            if clean == 2:  # between the two every receiver has scrubbed all its weights
+                break
+        assert clean == 2, "it does not settle"
+        self.mutate(0.05)
+        stats = self.send(timeout_s=20)  # nothing is in its way
+        assert (stats.kind, stats.receivers, stats.lost) == ("delta", 3, {})
+        for end in self.ends.values():
+            end.is_corrupt = False
+            until(lambda end=end: end.receiver.version == self.fleet.sender.version)  # type: ignore[misc]
+            end.receiver.check_serving()
+        self.check()
+
+    def mutate(self, share: float) -> None:
+        """Change about `share` of the bit patterns of every parameter, in place."""
+        for parameter in self.source.parameters():
+            new = fresh(parameter.numel(), parameter.dtype, self.generator).view(parameter.shape)
+            bits = as_bits(parameter.data)
+            chosen = torch.rand(bits.shape, generator=self.generator) < share
+            bits[chosen] = as_bits(new)[chosen]
+
+    def _key(self, name: str) -> str:
+        return f"{self.ends[name].engine}/{self.ends[name].rank}"
+
+
+def play(world: World, history: list[Event]) -> None:
+    """Let it happen, and settle."""
+    done: list[Event] = []
+    try:
+        for what, *about in history:
+            done.append((what, *about))
+            act: Callable[..., None] = getattr(world, what)
+            act(*about)
+            world.check()
+        world.settle()
+    except BaseException as error:
+        error.add_note(f"after {done}")
+        raise
+
+
+CELLS = {
+    "staged": Cell(80),
+    "in place": Cell(80, max_staged_bytes=0),
+    "by size": Cell(20, max_staged_bytes=3000),
+    "streamed": Cell(60, source="streamed"),
+    "shared memory": Cell(20, "shared memory", max_staged_bytes=3000),
+    "gloo": Cell(6, "gloo"),
+}
+KERNELS = {
+    "kernels": Cell(0, kernels="triton"),
+    "kernels, in place": Cell(0, kernels="triton", max_staged_bytes=0),
+}
+CORNERS: dict[str, list[Event]] = {
+    "half an engine cannot commit": [("fail_to_commit", "half/1"), ("sync", 0.05)],
+    "weights are corrupt": [("corrupt", "whole"), ("sync", 0.003), ("sync", 0.05)],
+    "one lies of what it staged": [("fault", "whole", "lie", "prepared"), ("sync", 0.05)],
+    "one lies of what it wrote": [("fault", "whole", "lie", "committed"), ("sync", 0.05)],
+    "half of a dirty engine cannot commit": [
+        ("fail_to_send", "prepare"),
+        ("sync", 0.4),
+        ("fail_to_commit", "half/1"),
+        ("sync", 0.05),
+    ],
+    "a newcomer is lost": [("restart", "whole"), ("fault", "whole", "lose", "held"), ("sync", 0.4)],
+    "a restarted trainer": [("sync", 0.4), ("restart_trainer",), ("sync", 0.05)],
+    "an engine leaves and another sleeps": [
+        ("leave", "half/0"),
+        ("doze", "whole"),
+        ("sync", 0.4),
+        ("wake", "whole"),
+        ("sync", 0.05),
+    ],
+    "all engines are new": [
+        *(("leave", end) for end in ENDS),
+        ("sync", 0.4),
+        *(("restart", end) for end in ENDS),
+        ("sync", 0.05),
+    ],
+    "weights move": [("move", "half/0"), ("move_source",), ("sync", 0.05), ("sync", 0.05)],
+    "weights are invalid": [("invalidate", "half/0"), ("sync", 0.05)],
+    "a stream breaks off": [("sync", 0.4), ("read_and_give_up",), ("sync", 0.05)],
+    **{f"the trainer fails at {k}": [("fail_to_send", k), ("sync", 0.4)] for k in SENT[2:]},
+    **{f"a rank is lost at {k}": [("fault", "half/0", "lose", k), ("sync", 0.4)] for k in SENT[2:]},
+}
+FIXED = {
+    "p0": torch.arange(300, dtype=torch.float32).bfloat16(),
+    "strided": torch.ones(6, 10).bfloat16().t(),
+    "scalar": torch.tensor(1.0),
+}
+
+
+@pytest.mark.promise(
+    "All or nothing",
+    "A sync larger than `max_staged_bytes` is written in place. If it breaks off, a receiver "
+    "that has written something is dirty, refuses to serve, and is repaired by a full sync.",
+)
+@pytest.mark.promise("Errors", "`DirtyReceiver`: refuses to serve until a full sync.")
+def test_breaking_off_in_place_is_dirty_refuses_to_serve_and_heals() -> None:
+    with closing(World(CELLS["in place"], FIXED, {"bucket_bytes": 256}, 1 << 18)) as world:
+        world.sync(0.4)
+        world.fail_to_send("prepare")
+        world.sync(0.4)
+        for end in world.ends.values():
+            until(lambda end=end: end.receiver.is_dirty)  # type: ignore[misc]
+            with pytest.raises(DirtyReceiver):
+                end.receiver.check_serving()
+        world.mutate(0.1)
+        world.fleet.wait(3)
+        assert world.send(timeout_s=20).full_synced == 3  # all have left, and rejoin
+        world.settle()
+
+
+@pytest.mark.parametrize("name", [*CELLS, *KERNELS])
+def test_after_each_event_whoever_is_clean_holds_the_version_it_names(name: str) -> None:
+    cell = (CELLS | KERNELS)[name]
+    if name in KERNELS and torch.cuda.is_available():
+        pytest.skip("kernels are compiled here")
+    corners = list(CORNERS.items())[: 3 if name in KERNELS else None]
+    with closing(World(cell, FIXED, {"bucket_bytes": 256}, 1 << 18)) as world:
+        for _, history in corners:
+            play(world, history)
 
 
 @pytest.mark.promise(
     "Bits",
     "After any history of steps, failures and joins, receivers hold the trainer's bits.",
 )
-@settings(
-    suppress_health_check=[HealthCheck.too_slow],
-    max_examples=80,
-    # An example may wait for timeouts: shrinking would take hours.
-    phases=[Phase.explicit, Phase.reuse, Phase.generate],
-)
-@given(models(), options, receiver_options, st.lists(steps, max_size=10), st.integers(0, 2**32))
-def test_any_history_ends_bit_equal(
-    tensors: dict[str, Tensor],
-    sending: SenderOptions,
-    receiving: ReceiverOptions,
-    history: list[tuple[str, object]],
-    seed: int,
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    source = Model({name: tensor.clone() for name, tensor in tensors.items()})
-    replicas = [blank(tensors), blank(tensors)]
-    links: list[Faulty] = []
-    with fleet(source, options=sending) as here:
+@pytest.mark.promise("Cost", "The snapshot may live on the host.")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS.keys())
+def test_after_any_history_whoever_is_clean_holds_the_version_it_names(cell: Cell) -> None:
+    @settings(
+        suppress_health_check=[HealthCheck.too_slow],
+        max_examples=max(1, settings().max_examples * cell.percent // 100),
+        # An example may wait for timeouts: shrinking would take hours.
+        phases=[Phase.explicit, Phase.reuse, Phase.generate],
+    )
+    @given(histories, models(), sending, chunks)
+    def played(history: list[Event], tensors: dict[str, Tensor], sends: Any, chunk: int) -> None:
+        with closing(World(cell, tensors, sends, chunk)) as world:
+            play(world, [("sync", 0.4), *history])
 
-        def start(n: int) -> None:
-            def wrap(inner: ReceiveTransport) -> ReceiveTransport:
-                links.append(Faulty(inner))
-                return links[-1]
-
-            here.add(replicas[n], engine=f"engine{n}", options=receiving, wrap=wrap)
-
-        start(0)
-        start(1)
-        here.wait(2)
-        for action, argument in history:
-            match action:
-                case "sync":
-                    mutate(source, float(argument), generator)  # type: ignore[arg-type]
-                    attempt(here)
-                case "fault":
-                    links[-1].plan.append(argument)  # type: ignore[arg-type]
-                case "invalidate":
-                    here.serving[f"engine{argument}/0"].receiver.invalidate()
-                case "restart":
-                    here.serving.pop(f"engine{argument}/0").stop()
-                    start(int(argument))  # type: ignore[call-overload]
-                case "corrupt":
-                    flip_one_bit(replicas[int(argument)], generator)  # type: ignore[call-overload]
-                case "move source":
-                    for parameter in source.parameters():
-                        parameter.data = parameter.data.clone()
-        for link in links:
-            link.plan.clear()
-        mutate(source, 0.1, generator)
-        settle(here, 2)
-        assert all(bits_equal(source, replica) for replica in replicas)
-        assert not any(serving.receiver.is_dirty for serving in here.serving.values())
-
-
-def attempt(here: Fleet) -> None:
-    with suppress(SyncAborted, NoReceivers, TransportError):
-        here.sender.send_weights(timeout_s=1)
-
-
-def settle(here: Fleet, count: int) -> None:
-    """Sync until everybody has joined again and a scrub of all weights found nothing."""
-    clean = 0
-    for _ in range(40):
-        try:
-            here.wait(count)
-            stats = here.sender.send_weights(timeout_s=1)
-        except DeltaSyncError:
-            clean = 0
-            continue
-        good = not stats.lost and not stats.joined and stats.receivers == count
-        clean = clean + 1 if good else 0
-        if clean == 2:  # between the two every receiver has scrubbed all its weights
-            return
-    raise AssertionError("the fleet does not settle")
-
-
-def flip_one_bit(model: Model, generator: torch.Generator) -> None:
-    parameter = max(model.parameters(), key=lambda p: p.is_contiguous() * p.numel())
-    where = int(torch.randint(0, parameter.numel(), (1,), generator=generator))
-    as_bits(parameter.data).view(-1)[where] ^= 1
+    played()

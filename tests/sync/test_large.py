@@ -23,14 +23,11 @@ from deltasync import (
     WeightReceiver,
     WeightSender,
     WeightTarget,
-    dtypes,
 )
 from deltasync.delta.shard import ShardSpec, placed
-from deltasync.sync.protocol.links import SenderLink
 from deltasync.transports import shared_memory
 from deltasync.transports.control.connection import DEFAULT_MAX_MESSAGE_BYTES
-from deltasync.wire.frame import decode, encode
-from deltasync.wire.messages import Hello, Layout, ParameterSpec, entries
+from deltasync.wire.frame import encode
 from tests.worlds.links import Model, bits_equal, random_model, step
 from tests.worlds.trainers import rows_of, trainer_of
 
@@ -161,38 +158,14 @@ def columns_of(module: nn.Module) -> list[dict[str, ShardSpec]]:
 MANY = 100_000
 
 
-def test_a_hello_of_many_parameters_is_let_in_and_answered(tmp_path: Path) -> None:
-    dtype = dtypes.BY_NAME["bfloat16"]
-    names = (f"{number:0100}" for number in range(MANY))
-    specs = tuple(ParameterSpec((name,), (7168, 2048), dtype) for name in names)
-    hello = Hello(
-        engine="engine",
-        rank=0,
-        world=1,
-        format_versions=(1,),
-        stream_id=None,
-        version=None,
-        parameters=entries(specs),
-        connection=None,
-        lanes=0,
-    )
-    layout = Layout(stream_id="run", version=1, parameters=entries(specs), digest="0" * 16)
-    sender = shared_memory.Sender(tmp_path / "link")
-    receiver = shared_memory.Receiver(tmp_path / "link")
-    link = SenderLink(sender)
-    with ThreadPoolExecutor(1) as threads:
-        try:
-            greeting = threads.submit(receiver.connect, encode(hello), timeout_s=PATIENCE_S)
-            ((peer, greeted, _),) = link.greetings(timeout_s=PATIENCE_S)
-            greeting.result()
-            assert greeted == hello
-            assert not link.open([peer])
-            heard = threads.submit(receiver.receive, timeout_s=PATIENCE_S)
-            link.send(layout)
-            assert decode(heard.result().header)[0] == layout
-        finally:
-            sender.close()
-            receiver.close()
+def test_a_hello_of_many_megabytes_is_let_in_and_answered(tmp_path: Path) -> None:
+    """As many parameters have it."""
+    shapes = dict.fromkeys((f"{number:04000}" for number in range(4000)), (1,))
+    source, replica = random_model(shapes, 1), random_model(shapes, 2)
+    with synced(source, [ModuleTarget(replica)], tmp_path / "link") as sender:
+        for _ in range(2):
+            sender.send_weights(timeout_s=PATIENCE_S)
+            assert bits_equal(source, replica)
 
 
 def test_ranks_tell_each_other_little_of_each_parameter() -> None:

@@ -4,73 +4,59 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from deltasync import ModuleSource, ModuleTarget, WeightReceiver, WeightSender, sync_after_step
+from deltasync import ModuleTarget, WeightReceiver, sync_after_step
 from deltasync.errors import SyncAborted
-from deltasync.transports import collective, inprocess, shared_memory
-from deltasync.transports.base import Frame, ReceiveTransport, SendTransport
+from deltasync.transports.base import SendTransport
 from deltasync.wire.frame import decode
-from tests.worlds.links import Receivers, ThroughSender, bits_equal, random_model, step, until
+from tests.worlds.links import (
+    LINKS,
+    Fleet,
+    Linking,
+    ThroughSender,
+    Watched,
+    bits_equal,
+    fleet,
+    random_model,
+    step,
+    until,
+)
 
-STEPS, RUNS = 3, 3
-
-
-def over_shared_memory(folder: Path) -> tuple[SendTransport, Callable[[], ReceiveTransport]]:
-    return shared_memory.Sender(folder / "socket"), lambda: shared_memory.Receiver(
-        folder / "socket"
-    )
-
-
-def over_gloo(_: Path) -> tuple[SendTransport, Callable[[], ReceiveTransport]]:
-    sender = collective.Sender("127.0.0.1", 0)
-    return sender, lambda: collective.Receiver(*sender.address)
-
-
-def in_process(_: Path) -> tuple[SendTransport, Callable[[], ReceiveTransport]]:
-    sender = inprocess.Sender()
-    return sender, sender.receiver
+STEPS = 3
 
 
 @pytest.mark.promise(
     "All or nothing",
     "A receiver that leaves after its digest was accepted fails no sync.",
 )
-@pytest.mark.parametrize("link", [in_process, over_shared_memory, over_gloo])
-@pytest.mark.parametrize("run", range(RUNS))
+@pytest.mark.parametrize("link", LINKS.values(), ids=LINKS.keys())
 def test_a_receiver_that_closes_after_its_last_sync_fails_no_step(
-    link: Callable[[Path], tuple[SendTransport, Callable[[], ReceiveTransport]]],
-    run: int,
-    tmp_path: Path,
+    link: Callable[[], Linking],
 ) -> None:
-    """As the guide's examples do."""
-    end, connect = link(tmp_path)
-    trainer, engine = nn.Linear(64, 64), nn.Linear(64, 64)
-    sender = WeightSender(ModuleSource(trainer), end)
+    """As the guide's examples do, a few times."""
+    for _ in range(3):
+        trainer, engine = nn.Linear(64, 64), nn.Linear(64, 64)
+        with fleet(trainer, link=link) as here, ThreadPoolExecutor(1) as threads:
 
-    def serve() -> list[int]:
-        receiver = WeightReceiver(ModuleTarget(engine), connect())
-        versions = [receiver.receive_weights() for _ in range(STEPS)]
-        receiver.close()
-        return versions
+            def serve(here: Fleet = here, engine: nn.Module = engine) -> list[int]:
+                with WeightReceiver(ModuleTarget(engine), here.transport.receiver()) as receiver:
+                    return [receiver.receive_weights() for _ in range(STEPS)]
 
-    with ThreadPoolExecutor(1) as threads:
-        serving = threads.submit(serve)
-        sender.wait_for_receivers(1, timeout_s=20)
-        optimizer = torch.optim.AdamW(trainer.parameters())
-        hook = sync_after_step(optimizer, sender, on_error="raise")
-        for _ in range(STEPS):
-            trainer(torch.randn(8, 64)).square().mean().backward()
-            optimizer.step()
-        assert serving.result(20) == [1, 2, 3]
-    assert hook.last_stats is not None
-    assert (hook.syncs, hook.last_stats.receivers, hook.last_stats.lost) == (STEPS, 1, {})
-    assert torch.equal(trainer.weight, engine.weight)
-    sender.close()
+            serving = threads.submit(serve)
+            here.sender.wait_for_receivers(1, timeout_s=20)
+            optimizer = torch.optim.AdamW(trainer.parameters())
+            hook = sync_after_step(optimizer, here.sender, on_error="raise")
+            for _ in range(STEPS):
+                trainer(torch.randn(8, 64)).square().mean().backward()
+                optimizer.step()
+            assert serving.result(20) == [1, 2, 3]
+            assert hook.last_stats is not None
+            assert (hook.syncs, hook.last_stats.receivers, hook.last_stats.lost) == (STEPS, 1, {})
+            assert torch.equal(trainer.weight, engine.weight)
 
 
 class Leaving(ThroughSender):
@@ -91,8 +77,7 @@ SHAPES = {"a": (40,), "b": (3, 3)}
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_who_leaves_after_it_has_committed_has_left_and_the_version_stands(world: int) -> None:
-    source, link = random_model(SHAPES, 0), inprocess.Sender()
-    here = Receivers([link])
+    source = random_model(SHAPES, 0)
     leaving: list[str] = []
 
     def leave(peers: Collection[int]) -> None:
@@ -101,12 +86,8 @@ def test_who_leaves_after_it_has_committed_has_left_and_the_version_stands(world
             for name in leaving:
                 here.serving[name].receiver.close()
 
-    here.sender = WeightSender(
-        ModuleSource(source),
-        Leaving(link, leave),
-    )
     engines = [random_model(SHAPES, 1 + n) for n in range(world + 1)]
-    try:
+    with fleet(source, wrap=lambda inner: Leaving(inner, leave)) as here:
         ranks = [here.add(engine, rank=n, world=world) for n, engine in enumerate(engines[:world])]
         other = here.add(engines[-1], engine="other")
         here.wait(world + 1)
@@ -124,28 +105,14 @@ def test_who_leaves_after_it_has_committed_has_left_and_the_version_stands(world
         assert stats.receivers == 1
         until(lambda: other.versions == [1, 2, 3])
         assert other.errors == []
-    finally:
-        here.close()
 
 
 def test_the_last_one_that_leaves_before_its_digest_is_accepted_fails_the_sync() -> None:
     """What it holds nobody knows."""
-    source, link = random_model(SHAPES, 0), inprocess.Sender()
-
-    class Silent(ThroughSender):
-        def send(self, frame: Frame, *, timeout_s: float) -> None:
-            if decode(frame.header)[0].kind == "commit" and here.sender.version == 2:
-                here.serving["engine/0"].receiver.close()
-            super().send(frame, timeout_s=timeout_s)
-
-    here = Receivers([link])
-    here.sender = WeightSender(ModuleSource(source), Silent(link))
-    try:
-        here.add(random_model(SHAPES, 1))
-        here.wait(1)
-        here.sender.send_weights(timeout_s=5)
+    source = random_model(SHAPES, 0)
+    with fleet(source, wrap=Watched) as here:
+        here.join(random_model(SHAPES, 1))
         step(source, torch.Generator().manual_seed(1), 0.2)
+        here.link.lose_at("commit", here, "engine/0")
         with pytest.raises(SyncAborted, match="no receiver is left"):
             here.sender.send_weights(timeout_s=5)
-    finally:
-        here.close()

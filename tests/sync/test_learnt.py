@@ -1,302 +1,446 @@
-"""Engines that replace what they have loaded are written where they keep it, or refused by name."""
+"""Engines that replace what they have loaded are followed where they keep it, or refused by name:
+what they repack is written there, and what they compute of small tensors is computed again."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from deltasync import ReceiverOptions
 from deltasync.delta.bits import as_bits
-from deltasync.engines.learnt import LearntTarget
-from deltasync.engines.proof.cold import Startup
-from deltasync.engines.proof.learnt import learn_routes
-from deltasync.engines.proof.proving import Proof
-from deltasync.engines.routes.recorder import CheckpointTensor
-from deltasync.errors import ConfigError, TargetMoved
-from tests.engines.checkpoints import Weights
-from tests.worlds.links import fleet
-
-FP8 = torch.float8_e4m3fn
-
-
-class Matrix(nn.Module):
-    """Two fused quantized matrices, and the scales of their blocks of 4 x 4."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(16, 8, dtype=FP8), requires_grad=False)
-        self.scale = nn.Parameter(torch.empty(4, 2), requires_grad=False)
-
-    def load(self, which: str, part: int, tensor: Tensor) -> None:
-        rows = self.get_parameter(which).data.chunk(2)[part]
-        rows.copy_(tensor)
-
-    def work(self) -> None:
-        """What the engine does once weights are there: not twice."""
-        assert self.weight.shape == (16, 8)
-        bits = as_bits(self.weight.data)
-        tiled = bits.view(2, 8, 2, 4).permute(2, 0, 3, 1).contiguous()
-        self.weight = nn.Parameter(tiled.view(torch.int32), requires_grad=False)
-        wide = torch.zeros(8, 2)
-        wide[:4] = self.scale.data
-        self.scale = nn.Parameter(wide.t().contiguous().t(), requires_grad=False)
-
-
-class Engine(nn.Module):
-    made: type[Matrix] = Matrix
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([self.made() for _ in range(3)])
-        self.norm = nn.Parameter(torch.empty(8, dtype=torch.bfloat16), requires_grad=False)
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        for name, tensor in weights:
-            if name == "norm":
-                self.norm.data.copy_(tensor)
-                continue
-            _, layer, part, which = name.split(".")
-            matrix = self.layers[int(layer)]
-            assert isinstance(matrix, Matrix)
-            matrix.load(which, int(part), tensor)
-
-    @classmethod
-    def started(cls, weights: dict[str, Tensor]) -> Engine:
-        engine = cls()
-        engine.load_weights(weights.items())
-        work_on(list(engine.modules()))
-        return engine
-
-
-def work_on(modules: Sequence[nn.Module]) -> None:
-    for module in modules:
-        if isinstance(module, Matrix):
-            module.work()
-
-
-def checkpoint(seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    found = {"norm": torch.randn(8, generator=generator).bfloat16()}
-    for layer in range(3):
-        for part in range(2):
-            bits = torch.randint(0, 256, (8, 8), generator=generator, dtype=torch.uint8)
-            found[f"layers.{layer}.{part}.weight"] = bits.view(FP8)
-            found[f"layers.{layer}.{part}.scale"] = torch.rand(2, 2, generator=generator)
-    return found
-
-
-def target_of(engine: Engine, weights: dict[str, Tensor]) -> LearntTarget:
-    tensors = [CheckpointTensor(n, tuple(t.shape), t.dtype) for n, t in weights.items()]
-    return LearntTarget(engine, tensors, learn_routes(proof_of(engine), tensors))
-
-
-def proof_of(engine: Engine) -> Proof:
-    return Proof(engine, Startup(type(engine), work_on=work_on))
-
-
-def bits_of(engine: nn.Module) -> dict[str, tuple[int, Tensor]]:
-    return {n: (p.data_ptr(), as_bits(p.data).clone()) for n, p in engine.named_parameters()}
-
-
-@settings(max_examples=8)
-@given(st.integers(0, 1 << 20))
-def test_any_history_leaves_what_the_engine_would_make(seed: int) -> None:
-    first = checkpoint(seed)
-    engine = Engine.started(first)
-    before = bits_of(engine)
-    target = target_of(engine, first)
-    assert {name: one[0] for name, one in bits_of(engine).items()} == {
-        name: one[0] for name, one in before.items()
-    }
-    target.verify_routes(first.items(), lambda: proof_of(engine))
-    source = Weights({name: tensor.clone() for name, tensor in first.items()})
-    with fleet(source) as here:
-        here.add(target)
-        here.wait(1)
-        assert here.sender.send_weights().full_synced == 0
-        for number in (1, 2):
-            new = checkpoint(seed + number)
-            source.take(new)
-            assert here.sender.send_weights().kind == "delta"
-            wanted, now = bits_of(Engine.started(new)), bits_of(engine)
-            for name, (address, bits) in now.items():
-                assert torch.equal(bits, wanted[name][1]), name
-                assert address == before[name][0]
-
-
-def test_a_receiver_that_joins_late_gets_everything_through_routes() -> None:
-    engine, new = Engine.started(checkpoint(0)), checkpoint(1)
-    with fleet(Weights(new)) as here:
-        here.add(target_of(engine, new))
-        here.wait(1)
-        assert here.sender.send_weights().full_synced == 1
-        wanted = bits_of(Engine.started(new))
-        assert all(torch.equal(bits, wanted[n][1]) for n, (_, bits) in bits_of(engine).items())
-
-
-class Careful(Matrix):
-    """Looks whether its scales were loaded."""
-
-    def work(self) -> None:
-        if bool((self.scale.data.isnan() | (self.scale.data < 0)).any()):
-            raise RuntimeError("scales were never loaded")
-        super().work()
-
-
-class CarefulEngine(Engine):
-    made = Careful
-
-
-def test_code_that_raises_at_nan_is_watched_with_other_numbers() -> None:
-    first = checkpoint(0)
-    engine = CarefulEngine.started(first)
-    target = target_of(engine, first)
-    target.verify_routes(first.items(), lambda: proof_of(engine))
-    assert {piece.live for pieces in target.routes().values() for piece in pieces} == {
-        *(name for name, _ in engine.named_parameters())
-    }
-
-
-class Merged(Matrix):
-    """One scale for both matrices, which are quantized with it again."""
-
-    def work(self) -> None:
-        both = self.weight.data.float().view(2, 8, 8) * self.scale.data[:2, :1, None]
-        super().work()
-        again = (both / self.scale.data.max()).to(FP8).view(16, 8)
-        self.weight = nn.Parameter(again.view(torch.int32), requires_grad=False)
-
-
-class Nibbles(Matrix):
-    """Halves of bytes change places."""
-
-    def work(self) -> None:
-        super().work()
-        bits = self.weight.data.view(torch.uint8)
-        swapped = (bits >> 4 | bits << 4).view(torch.int32)
-        self.weight = nn.Parameter(swapped, requires_grad=False)
-
-
-class Sorted(Matrix):
-    """Rows in the order of their scales, as kernels of ordered activations want them."""
-
-    def work(self) -> None:
-        super().work()
-        order = self.scale.data[:4, 0].argsort()
-        rows = self.weight.data.view(4, -1)[order].contiguous()
-        self.weight = nn.Parameter(rows, requires_grad=False)
-
-
-class Beside(Matrix):
-    """What it makes of its weights lies in an object."""
-
-    def work(self) -> None:
-        self.made = {"sum": self.weight.data.float().nan_to_num().sum(1)}
-        super().work()
-
-
-class Failing(Matrix):
-    """Looks at its scales first."""
-
-    def work(self) -> None:
-        if not bool((self.scale.data > 0).all()):
-            raise RuntimeError("scales are positive")
-        super().work()
-
-
-@pytest.mark.parametrize(
-    ("made", "said"),
-    [
-        (Merged, r"layers\.0\.0\.weight' is computed"),
-        (Nibbles, r"layers\.0\.0\.weight' is computed"),
-        (Sorted, r"layers\.\d\.\d\.weight"),
-        (Beside, r"layers\.\d\.made\.sum"),
-        (Failing, r"scales are positive"),
-    ],
+from deltasync.errors import ConfigError, SyncAborted
+from tests.engines.repacked import packed, tiles_of_marlin, unpacked
+from tests.worlds.links import fleet, until
+from tests.worlds.repacking_engines import (
+    FP8,
+    INT4,
+    Fused,
+    Int4,
+    Matrix,
+    beyond,
+    clamped,
+    codes,
+    copied,
+    drawn,
+    filled,
+    followed,
+    having,
+    matrices,
+    reordered,
+    scaled,
+    turned,
+    verified,
 )
-def test_what_is_more_than_moved_is_refused_by_name(made: type[Matrix], said: str) -> None:
-    class Kind(Engine):
-        pass
+from tests.worlds.toy_engines import (
+    Layered,
+    fixed,
+    is_as,
+    of,
+    state_of,
+)
 
-    Kind.made = made
-    first = checkpoint(0)
-    engine = Kind.started(first)
-    before = bits_of(engine)
-    with pytest.raises(ConfigError, match=said):
-        target_of(engine, first).verify_routes(first.items(), lambda: proof_of(engine))
-    now = bits_of(engine)
-    assert all(
-        torch.equal(bits, before[n][1]) and at == before[n][0] for n, (at, bits) in now.items()
+State = dict[str, Tensor]
+Step = Callable[[Any], None]
+
+
+def more(**extra: Tensor) -> State:
+    """Of all layers."""
+    return {f"layers.{n}.0.{name}": one for n in range(3) for name, one in extra.items()}
+
+
+def rounded(matrix: Any) -> None:
+    """Scales become powers of two."""
+    Matrix.work(matrix)
+    matrix.scale = fixed((matrix.scale.data.view(torch.int32) >> 23 << 23).view(torch.float32))
+
+
+def twice(matrix: Any) -> None:
+    kept = matrix.scale.data.t().contiguous()
+    Matrix.work(matrix)
+    matrix.other = fixed(kept)
+
+
+def dropped(matrix: Any) -> None:
+    Matrix.work(matrix)
+    del matrix.scale
+
+
+def careful(matrix: Any) -> None:
+    if bool((matrix.scale.data.isnan() | (matrix.scale.data < 0)).any()):
+        raise RuntimeError("scales were never loaded")
+    Matrix.work(matrix)
+
+
+def at_most(matrix: Any) -> None:
+    """Scales are clamped, which those at the start do not need."""
+    turned(matrix)
+    matrix.scale = fixed(matrix.scale.data.clamp(max=1).t().contiguous())
+
+
+def ones(matrix: Any) -> None:
+    turned(matrix)
+    matrix.scale = fixed(torch.where(matrix.scale.data == 1, 0.25, matrix.scale.data))
+
+
+def maximum(matrix: Any) -> None:
+    turned(matrix)
+    both = torch.maximum(matrix.one.data, matrix.two.data)
+    matrix.one, matrix.two = fixed(both), fixed(both.clone())
+
+
+def exchanged(matrix: Any) -> None:
+    turned(matrix)
+    matrix.one, matrix.two = matrix.two, matrix.one
+
+
+def overwritten(matrix: Any) -> None:
+    turned(matrix)
+    matrix.two.data.copy_(matrix.one.data)
+
+
+def scaled_by_whole(matrix: Any) -> None:
+    turned(matrix)
+    matrix.scale = fixed((matrix.scale.data * matrix.whole.data).t().contiguous())
+
+
+def halved_above(matrix: Any) -> None:
+    turned(matrix)
+    scale = matrix.scale.data.t().contiguous()
+    matrix.scale = fixed(scale / 2 if float(matrix.whole) > 100 else scale)
+
+
+def without_nan(matrix: Any) -> None:
+    turned(matrix)
+    matrix.whole = fixed(matrix.whole.data.nan_to_num(1.0))
+
+
+def without_zero(matrix: Any) -> None:
+    turned(matrix)
+    matrix.whole = fixed(torch.where(matrix.whole.data == 0, 1.0, matrix.whole.data))
+
+
+def mapped(matrix: Any) -> None:
+    turned(matrix)
+    matrix.map.data[matrix.map.data == -1] = 0
+
+
+def checked(matrix: Any) -> None:
+    assert bool((matrix.map.data >= 0).all())
+    turned(matrix)
+
+
+class Inner(nn.Module):
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.weight = fixed(torch.empty(rows, 8, dtype=FP8))
+        self.scale = fixed(torch.empty(rows // 4, 2))
+
+
+class Outer(Matrix):
+    """Its tensors are in a module of their own, and are worked on from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.scale, self.weight
+        self.inner = Inner(16)
+
+    def load(self, name: str, tensor: Tensor) -> None:
+        part, which = name.split(".")
+        super().load(f"{part}.{which}", tensor)
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        return self.inner.get_parameter(target)
+
+    def work(self) -> None:
+        turned(self.inner)
+        self.inner.scale = fixed(1 / self.inner.scale.data)
+
+
+class Joint(Matrix):
+    """Two modules are given the larger one of their scales, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.scale, self.weight
+        self.parts = nn.ModuleList([Inner(8), Inner(8)])
+        self.worked_on = 0
+
+    def load(self, name: str, tensor: Tensor) -> None:
+        self.parts.get_parameter(name).data.copy_(tensor)
+
+    def work(self) -> None:
+        if self.worked_on:
+            return
+        self.worked_on += 1
+        inner: Any = list(self.parts)
+        self.largest = torch.maximum(*(one.scale.data.max() for one in inner))
+        for one in inner:
+            turned(one)
+            one.scale = fixed(one.scale.data / self.largest)
+
+
+Row = tuple[type[Layered], State, list[State]]
+ODD = [0.0, -0.0, 1e-45, 3e38, float("inf"), float("nan"), -1.0]
+FOLLOWED: dict[str, Row] = {
+    "odd values": (of(Fused), scaled(0), [filled(scaled(0), "whole", odd) for odd in ODD]),
+    "one part of a maximum": (
+        of(Fused),
+        scaled(0),
+        [
+            {f"layers.{at}.inputs": torch.tensor([value])}
+            for at, value in (("0.0", 50.0), ("2.1", 70.0), ("0.0", 0.1))
+        ],
+    ),
+}
+FOLLOWED |= {
+    made.__name__: (kind, matrices(0), [matrices(1), matrices(2)])
+    for made, kind in [
+        *((step, having(step)) for step in (rounded, twice, dropped, clamped, careful)),
+        *((made, of(made)) for made in (Outer, Joint)),
+    ]
+}
+FOLLOWED |= {
+    step.__name__: (having(step), reordered(0.5), [reordered(v) for v in (2, 1, 5000, 0, 3e38)])
+    for step in (at_most, ones, beyond)
+}
+
+
+def row(step: Step, first: State, *then: State) -> Row:
+    return (
+        having(step, **first),
+        matrices(0) | more(**first),
+        [matrices(1) | more(**t) for t in then],
     )
 
 
-def test_another_layout_is_noticed() -> None:
-    first = checkpoint(0)
-    engine = Engine.started(first)
-    target = target_of(engine, first)
-    target.parameters()
-    matrix = engine.layers[1]
-    assert isinstance(matrix, Matrix)
-    matrix.scale = nn.Parameter(matrix.scale.data.contiguous(), requires_grad=False)
-    with pytest.raises(ConfigError, match="laid out its parameters in another way"):
-        target.parameters()
+for _dtype, _start in [
+    (torch.float32, (3, 5)),
+    (torch.float32, (4, 4)),
+    (torch.int32, (4, 4)),
+    (torch.int32, (0, 0)),
+]:
+    for _step in (maximum, exchanged, overwritten):
+        _first, _then = (
+            {"one": torch.tensor([a]).to(_dtype), "two": torch.tensor([b]).to(_dtype)}
+            for a, b in (_start, (7, 2))
+        )
+        FOLLOWED[f"{_step.__name__} of {_start} in {_dtype}"] = row(_step, _first, _then)
+for _step, _value in [
+    (scaled_by_whole, 1000.0),
+    (halved_above, 1000.0),
+    (without_nan, float("nan")),
+    (without_nan, float("inf")),
+    (without_zero, 0.0),
+]:
+    _first, _then = ({"whole": torch.tensor([one])} for one in (0.7, _value))
+    FOLLOWED[f"{_step.__name__} at {_value}"] = row(_step, _first, _then)
+for _dtype in (torch.int8, torch.int16, torch.int32, torch.int64):
+    for _step, _values in [(mapped, [0, 1, 2, -1]), (checked, [1]), (checked, [1, 2, 3])]:
+        _then = {"map": torch.tensor(_values, dtype=_dtype)}
+        _first = {"map": torch.full_like(_then["map"], 5)}
+        FOLLOWED[f"{_step.__name__} of {_values} in {_dtype}"] = row(_step, _first, _then)
 
 
-class Rotary(Matrix):
-    """Has a table of no checkpoint, of which it makes another dtype when it first runs."""
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_what_follows_from_small_tensors_alone_is_computed_again(name: str) -> None:
+    kind, first, changes = FOLLOWED[name]
+    with followed(kind.started(first), first) as it:
+        for change in changes:
+            it.follows(change)
+
+
+def loud(matrix: Any) -> None:
+    """Weights are halved where a scale is large."""
+    weight = matrix.weight.data.t().contiguous()
+    matrix.weight = fixed(weight / 2 if bool(matrix.scale.data.max() > 100) else weight)
+
+
+def choosy(matrix: Any) -> None:
+    """Takes few scales, and clamps those."""
+    if not bool(((matrix.scale.data > 0.01) & (matrix.scale.data < 100)).all()):
+        raise RuntimeError("no such scales")
+    turned(matrix)
+    matrix.scale.data.clamp_(max=2.0)
+
+
+def weights_without_nan(matrix: Any) -> None:
+    matrix.weight.data.nan_to_num_(0.0)
+    matrix.scale = fixed(matrix.scale.data.t().contiguous())
+
+
+@pytest.mark.parametrize(
+    ("step", "scale", "nan"),
+    [(loud, 1000.0, ""), (choosy, 20.0, ""), (weights_without_nan, 1.0, "layers.1.0.weight")],
+)
+def test_large_tensors_are_right_or_refused(step: Step, scale: float, nan: str) -> None:
+    likes = {} if step is choosy else {"weight": torch.empty(16, 8, dtype=torch.bfloat16)}
+
+    def positive(seed: int, scale: float) -> State:
+        found = matrices(seed)
+        for name, tensor in found.items():
+            if name.endswith("scale"):
+                found[name] = tensor.clamp(min=0.2) * scale
+            elif name.endswith("weight") and likes:
+                found[name] = tensor.float().nan_to_num().bfloat16()
+        return found
+
+    first, then = positive(0, 1.0), positive(1, scale)
+    if nan:
+        then[nan][0, 0] = float("nan")
+    engine = having(step, **likes).started(first)
+    before = state_of(engine)
+    try:
+        with followed(engine, first) as it:
+            it.follows(then)
+    except ConfigError:
+        assert is_as(engine, before)
+
+
+# What is refused.
+
+
+def merged(matrix: Any) -> None:
+    """One scale for both matrices, which are quantized with it again."""
+    both = matrix.weight.data.float().view(2, 8, 8) * matrix.scale.data[:2, :1, None]
+    Matrix.work(matrix)
+    again = (both / matrix.scale.data.max()).to(FP8).view(16, 8)
+    matrix.weight = fixed(again.view(torch.int32))
+
+
+def nibbles(matrix: Any) -> None:
+    """Halves of bytes change places."""
+    Matrix.work(matrix)
+    bits = matrix.weight.data.view(torch.uint8)
+    matrix.weight = fixed((bits >> 4 | bits << 4).view(torch.int32))
+
+
+def in_order(matrix: Any) -> None:
+    """Rows in the order of their scales, as kernels of ordered activations want them."""
+    Matrix.work(matrix)
+    order = matrix.scale.data[:4, 0].argsort()
+    matrix.weight = fixed(matrix.weight.data.view(4, -1)[order].contiguous())
+
+
+def beside(matrix: Any) -> None:
+    """What it makes of its weights lies in an object."""
+    matrix.made = {"sum": matrix.weight.data.float().nan_to_num().sum(1)}
+    Matrix.work(matrix)
+
+
+def looking(matrix: Any) -> None:
+    if not bool((matrix.scale.data > 0).all()):
+        raise RuntimeError("scales are positive")
+    Matrix.work(matrix)
+
+
+class Mixed(Fused):
+    """One of its scales follows from the codes, too."""
+
+    def work(self) -> None:
+        largest = as_bits(self.weight.data).max().float()
+        super().work()
+        self.alpha = fixed(self.alpha.data * largest)
+
+
+class Random(Fused):
+    """Does not make the same twice."""
+
+    def work(self) -> None:
+        super().work()
+        self.whole = fixed(self.whole.data * (1 + torch.rand(())))
+
+
+class Number(Fused):
+    """What it computes becomes a number of Python."""
+
+    def work(self) -> None:
+        super().work()
+        self.factor = float(self.alpha)
+
+
+class Signed(Int4):
+    """Codes become signed as well."""
+
+    @staticmethod
+    def repacked(words: Tensor) -> Tensor:
+        return tiles_of_marlin(words) ^ -0x77777778
+
+
+class LastOdd(Layered):
+    """One layer of a kind is learnt; another one works otherwise."""
+
+    made = Int4
 
     def __init__(self) -> None:
         super().__init__()
-        self.table: Tensor
-        self.register_buffer("table", torch.arange(8.0), persistent=False)
-
-    def run(self) -> None:
-        self.table = self.table.bfloat16()
+        last: Any = self.layers[2]
+        last.repacked = lambda words: tiles_of_marlin(words.flip(0))
 
 
-class RotaryEngine(Engine):
-    made = Rotary
+@pytest.mark.parametrize(
+    ("kind", "first", "said"),
+    [
+        (having(merged), matrices(0), r"layers\.0\.0\.weight' is computed"),
+        (having(nibbles), matrices(0), r"layers\.0\.0\.weight' is computed"),
+        (having(in_order), matrices(0), r"layers\.\d\.\d\.weight"),
+        (having(beside), matrices(0), r"layers\.\d\.made\.sum"),
+        (having(looking), matrices(0), r"scales are positive"),
+        (of(Mixed), scaled(0), r"layers\.\d\.(\d\.whole|alpha|kernel\.limit)"),
+        (of(Random), scaled(0), r"layers\.\d\.(\d\.)?whole"),
+        (of(Number), scaled(0), r"layers\.\d\.factor"),
+        (of(Signed), codes(0), r"layers\.0\.0\.weight_packed' is computed"),
+        (LastOdd, codes(0), r"layers\.2\.\d\.weight_packed"),
+    ],
+)
+def test_what_is_more_than_moved_or_computed_again_is_refused_by_name(
+    kind: type[Layered], first: State, said: str
+) -> None:
+    engine = kind.started(first)
+    before = state_of(engine)
+    with pytest.raises(ConfigError, match=said):
+        verified(engine, first)
+    assert is_as(engine, before)
 
 
-def test_a_table_that_nothing_writes_may_be_replaced() -> None:
-    first, new = checkpoint(0), checkpoint(1)
-    engine = RotaryEngine.started(first)
-    target = target_of(engine, first)
-    target.verify_routes(first.items(), lambda: proof_of(engine))
-    source = Weights({name: tensor.clone() for name, tensor in first.items()})
-    with fleet(source) as here:
-        here.add(target)
+class Uneven(Int4):
+    """The high codes of a word are in another order than the low ones."""
+
+    @staticmethod
+    def repacked(words: Tensor) -> Tensor:
+        found = unpacked(words).view(*words.shape, 8)
+        low, high = found[..., :4], found[..., 4:].transpose(0, 1)
+        return packed(torch.cat([low.flatten(), high.flatten()])).view(words.shape)
+
+
+def test_orders_that_kernels_do_not_find_are_written_by_torch() -> None:
+    first = codes(0)
+    engine = of(Uneven).started(first)
+    with followed(engine, first) as it:
+        it.follows(drawn(1, INT4))
+    with fleet(copied(it.now)) as here:
+        serving = here.add(verified(engine, it.now), options=ReceiverOptions(kernels="triton"))
         here.wait(1)
-        assert here.sender.send_weights().full_synced == 0
-        for layer in engine.layers:
-            assert isinstance(layer, Rotary)
-            layer.run()
-        source.take(new)
-        assert here.sender.send_weights().kind == "delta"
-    wanted = bits_of(RotaryEngine.started(new))
-    assert all(torch.equal(bits, wanted[n][1]) for n, (_, bits) in bits_of(engine).items())
-    target.check_unmoved()
+        with pytest.raises(SyncAborted):
+            here.sender.send_weights()
+        until(lambda: bool(serving.errors))
+        assert "spread over words in another way" in str(serving.errors[0])
 
 
-@pytest.mark.parametrize("name", ["weight", "scale", "late", "saved"])
-def test_nothing_else_may_be_replaced(name: str) -> None:
-    engine = RotaryEngine.started(checkpoint(0))
-    first = engine.layers[0]
-    first.register_buffer("saved", torch.zeros(2))
-    target = target_of(engine, checkpoint(0))
-    target.bind(target.parameters())
-    if name == "late":
-        first.register_buffer(name, torch.zeros(1), persistent=False)
-    elif name == "saved":
-        first.register_buffer(name, torch.zeros(2))
-    else:
-        parameter = first.get_parameter(name)
-        parameter.data = parameter.data.clone()
-    with pytest.raises(TargetMoved):
-        target.check_unmoved()
-    with pytest.raises(TargetMoved):
-        target.check_unmoved()
+def test_shapes_that_are_loaded_over_each_other_may_not_change() -> None:
+    first, other = codes(0), {"layers.1.0.weight_shape": torch.tensor([1, 96])}
+    said = r"'layers\.1\.0\.weight_shape' may not change"
+    engine = of(Int4).started(first)
+    with followed(engine, first) as it:
+        it.fails(drawn(1, INT4) | other, said)
+        it.follows(drawn(1, INT4))
+    before = state_of(engine)
+    with fleet(copied(it.now | other)) as here:  # the engine was started on others
+        here.add(verified(engine, it.now))
+        here.wait(1)
+        with pytest.raises(SyncAborted, match=said):
+            here.sender.send_weights()
+    assert is_as(engine, before)

@@ -1,205 +1,178 @@
-"""Engines that compute at some values alone; receivers that are interrupted while they write."""
+"""Engines that do otherwise than at connect; receivers that are interrupted while they write."""
 
 from __future__ import annotations
 
 import gc
-import linecache
 import sys
 import threading
-from pathlib import Path
-from types import FrameType
+import weakref
+from collections import deque
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
-import deltasync
 from deltasync import ReceiverOptions, WeightReceiver
+from deltasync.engines.learnt import LearntTarget
+from deltasync.engines.proof.cold import with_room
 from deltasync.engines.proof.reach import Reach
-from deltasync.errors import DeltaSyncError, SyncAborted
+from deltasync.errors import ConfigError, DeltaSyncError, EngineFailed, SyncAborted, TargetMoved
+from tests.delta.lacks import LACKS
 from tests.engines.checkpoints import Weights
-from tests.sync.test_learnt import Engine, Matrix
-from tests.sync.test_learnt import checkpoint as matrices
-from tests.sync.test_recomputed import (
+from tests.worlds.links import Fleet, fleet
+from tests.worlds.repacking_engines import (
     Fused,
-    FusedEngine,
-    State,
+    Kernel,
+    Matrix,
+    beyond,
     check_is,
-    checkpoint,
-    fixed,
+    clamped,
+    copied,
+    filled,
     followed,
-    is_as,
-    state_of,
+    having,
+    learnt_of,
+    matrices,
+    reordered,
+    scaled,
     verified,
 )
-from tests.worlds.links import Fleet, fleet
+from tests.worlds.toy_engines import (
+    PACKAGE,
+    InterruptedLine,
+    fixed,
+    is_as,
+    of,
+    proof_of,
+    state_of,
+)
 
-_ROOT = str(Path(deltasync.__file__).parent)
-
-
-def reordered(weights: dict[str, Tensor], value: float) -> dict[str, Tensor]:
-    """Scales first, so that their numbers are the smallest, and all of one value."""
-    ahead = sorted(weights, key=lambda name: not name.endswith("scale"))
-    return {
-        n: torch.full_like(weights[n], value) if n.endswith("scale") else weights[n] for n in ahead
-    }
-
-
-class AtMost(Matrix):
-    """Its scales are clamped, which those at the start do not need."""
-
-    def work(self) -> None:
-        self.weight = fixed(self.weight.data.t().contiguous())
-        self.scale = fixed(self.scale.data.clamp(max=1).t().contiguous())
+State = dict[str, Tensor]
 
 
-class Ones(Matrix):
-    """Scales of 1 mean something else."""
+class Placed(Matrix):
+    """Puts what it computes somewhere else, once it is told where.
+
+    Attributes:
+        place: Is given the layer, and a parameter that was loaded.
+    """
+
+    place: ClassVar[Callable[[Any, Any], object] | None] = None
 
     def work(self) -> None:
-        self.weight = fixed(self.weight.data.t().contiguous())
-        self.scale = fixed(torch.where(self.scale.data == 1, 0.25, self.scale.data))
+        loaded = getattr(self, "whole", self.scale)
+        super().work()
+        if Placed.place is not None:
+            Placed.place(self, loaded)
 
 
-class Beyond(Matrix):
-    """Keeps something of its scales that differs for large ones alone."""
-
-    def work(self) -> None:
-        self.weight = fixed(self.weight.data.t().contiguous())
-        self.limit = fixed(self.scale.data.max().clamp(min=1000.0))
+class Elsewhere(Placed, Fused):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config: dict[str, Any] = {"list": [], "deque": deque()}
 
 
-@pytest.mark.parametrize("made", [AtMost, Ones, Beyond])
-def test_what_is_computed_at_some_values_alone_follows(made: type[Matrix]) -> None:
-    class Kind(Engine):
-        pass
-
-    Kind.made = made
-    now = reordered(matrices(0), 0.5)
-    engine = Kind.started(now)
-    before = state_of(engine)
-    with followed(engine, now) as (here, source, _):
-        for value in (2.0, 1.0, 5000.0, 0.0, 3e38):
-            source.take(now := reordered(matrices(0), value))
-            here.sender.send_weights()
-            check_is(engine, now, before)
+class Clamped(Matrix):
+    work = clamped
 
 
-class Interrupt:
-    """Raises KeyboardInterrupt at a line after the first write, in a thread that it traces."""
-
-    def __init__(self, line: int) -> None:
-        self._left, self._is_writing, self.is_raised = line, False, False
-
-    def __call__(self, frame: FrameType, event: str, _: object) -> Any:
-        code = frame.f_code
-        if self.is_raised or not code.co_filename.startswith(_ROOT):
-            return None
-        self._is_writing |= code.co_name == "_writing"
-        if self._is_writing and event == "line":
-            self._left -= 1
-            text = linecache.getline(code.co_filename, frame.f_lineno).strip()
-            if self._left <= 0 and not text.startswith("with "):  # no signal comes at its end
-                self.is_raised = True
-                raise KeyboardInterrupt
-        return self
+class Attached(Placed, Clamped):
+    """Clamps its scales where they are."""
 
 
-def received(
-    here: Fleet, receiver: WeightReceiver, interrupt: Interrupt | None = None
-) -> list[BaseException]:
-    """What a sync and its receiver raise."""
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        sys.settrace(interrupt)
-        try:
-            receiver.receive_weights(timeout_s=20)
-        except (KeyboardInterrupt, DeltaSyncError) as error:
-            errors.append(error)
-        finally:
-            sys.settrace(None)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        here.wait(1)
-        here.sender.send_weights(timeout_s=20)
-    except DeltaSyncError as error:
-        errors.append(error)
-    thread.join(30)
-    assert not thread.is_alive()
-    return errors
+class OtherKernel(Kernel):
+    """Computes in another way with the same tensors."""
 
 
-@pytest.mark.parametrize("is_staged", [True, False])
-def test_a_receiver_that_is_interrupted_at_any_line_serves_no_mixture_and_heals(
-    is_staged: bool,
+def another_attribute(layer: Any, loaded: Any) -> None:
+    layer.whole, layer.other = loaded, layer.whole
+
+
+def another_parameter(layer: Any, loaded: Any) -> None:
+    layer.inverse, layer.second = fixed(torch.zeros(())), layer.inverse
+
+
+def another_attribute_of_a_kernel(layer: Any, loaded: Any) -> None:
+    layer.kernel.other, layer.kernel.limit = layer.kernel.limit, torch.zeros(())
+
+
+def a_parameters_attribute(layer: Any, loaded: Any) -> None:
+    loaded.other, layer.loaded = layer.kernel.limit, loaded
+
+
+def failing(layer: Any, loaded: Any) -> None:
+    raise ZeroDivisionError("planted")
+
+
+PLACES: dict[str, Callable[[Any, Any], object]] = {
+    "another attribute": another_attribute,
+    "another parameter": another_parameter,
+    "a kernel of another class": lambda own, _: setattr(
+        own, "kernel", OtherKernel(own.kernel.limit)
+    ),
+    "another attribute of a kernel": another_attribute_of_a_kernel,
+    "a parameter's attribute": a_parameters_attribute,
+    "dict": lambda own, _: own.config.update(whole=own.whole),
+    "list": lambda own, _: own.config["list"].append(own.whole),
+    "deque": lambda own, _: own.config["deque"].append(own.whole),
+    "another shape": lambda own, _: setattr(own.kernel, "limit", own.kernel.limit.view(1)),
+    "a missing one": lambda own, _: delattr(own, "inverse"),
+    "the code raises": failing,
+    "attached to what was loaded": lambda own, loaded: setattr(
+        loaded, "kept", own.scale.data.clone()
+    ),
+}
+
+
+@pytest.mark.promise(
+    "Bits",
+    "What an engine computes of small tensors, such as scales, is computed again in the "
+    "decision that writes them, or the old version stays.",
+)
+@pytest.mark.parametrize("place", PLACES)
+def test_what_goes_elsewhere_than_at_connect_fails_the_sync(
+    place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the first write and the commit, the engine's own work among it."""
-    now = checkpoint(0)
-    engine = FusedEngine.started(now)
-    before, target = state_of(engine), verified(engine, now)
-    source = Weights({name: tensor.clone() for name, tensor in now.items()})
-    options = ReceiverOptions(max_staged_bytes=None if is_staged else 1)
-    with fleet(source) as here:
-        receiver = WeightReceiver(target, here.transport.receiver(), options=options)
-        interrupt, line = Interrupt(0), 1
-        for seed in range(1, 100):
-            for _ in range(2):  # the first one may only find that its connection was lost
-                if not received(here, receiver):
-                    break
-            check_is(engine, now, before)
-            assert not receiver.is_dirty
-            old: State = state_of(engine)
-            source.take(now := checkpoint(seed))
-            interrupt = Interrupt(line)
-            received(here, receiver, interrupt)
-            if not interrupt.is_raised:
-                break
-            if not (receiver.is_dirty or is_as(engine, old)):
-                check_is(engine, now, before)  # all was written and read back before
-            line += 499
-        assert not interrupt.is_raised
-        assert seed > 10
-        check_is(engine, now, before)
+    """The engine keeps its version, and follows when its code does as it did."""
+    is_attached = place.startswith("attached")
+    made, draw = (Attached, matrices) if is_attached else (Elsewhere, scaled)
+    with followed(of(made).started(draw(0)), draw(0)) as it:
+        it.follows(draw(1))
+        monkeypatch.setattr(Placed, "place", staticmethod(PLACES[place]))
+        error = it.fails(draw(2))
+        assert isinstance(error, EngineFailed)
+        assert "'layers.0'" in str(error)
+        assert ("planted" in str(error)) == (place == "the code raises")
+        monkeypatch.setattr(Placed, "place", None)
+        it.follows(draw(2))
 
 
-def test_many_syncs_keep_neither_memory_nor_addresses() -> None:
-    now = checkpoint(0)
-    engine = FusedEngine.started(now)
-    before, counts = state_of(engine), []
-    with followed(engine, now) as (here, source, _):
-        for seed in range(1, 201):
-            new = checkpoint(seed)
-            part = ("weight", "scale", "whole", "inputs", "")[seed % 5]
-            now = now | {name: one for name, one in new.items() if name.endswith(part)}
-            source.take(now)
-            here.sender.send_weights()
-            if seed in (50, 200):
-                check_is(engine, now, before)
-                gc.collect()
-                counts.append(sum(type(one) in (Tensor, Reach) for one in gc.get_objects()))
-    assert counts[1] <= counts[0] + 20
+class Shared(Elsewhere):
+    """Both instances have one object, which the live one changes while it serves."""
+
+    shared: ClassVar[dict[str, object]] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.common = self.shared
 
 
-def test_a_full_sync_after_an_abort_computes_all() -> None:
-    """The abort comes from the sender's side, in a sync of which all was staged."""
-    now = checkpoint(0)
-    engine = FusedEngine.started(now)
-    before = state_of(engine)
-    with followed(engine, now) as (here, source, serving):
-        source.take(checkpoint(1))
-        kernel = engine.layers[0].get_parameter("whole")
-        kernel.data.fill_(7.0)  # somebody else wrote a result
-        serving.receiver.invalidate()
-        with pytest.raises(SyncAborted):
-            here.sender.send_weights(timeout_s=0.001)
-        source.take(now := checkpoint(2))
-        here.wait(1)
-        here.sender.send_weights()
-        check_is(engine, now, before)
+def test_what_the_engine_changes_meanwhile_in_shared_objects_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What goes elsewhere is noticed then, too."""
+    Shared.shared.clear()
+    with followed(of(Shared).started(scaled(0)), scaled(0)) as it:
+        for seed in (1, 2, 3):
+            Shared.shared[f"step {seed}"] = kept = object()
+            it.follows(scaled(seed))
+            assert Shared.shared[f"step {seed}"] is kept
+        assert len(Shared.shared) == 3
+        monkeypatch.setattr(Placed, "place", staticmethod(another_attribute))
+        Shared.shared["step 4"] = None
+        it.fails(scaled(4))
 
 
 class Peers(Matrix):
@@ -213,8 +186,7 @@ class Peers(Matrix):
         self.instances.append(self)
 
     def work(self) -> None:
-        self.weight = fixed(self.weight.data.t().contiguous())
-        self.limit = fixed(self.scale.data.max().clamp(min=1000.0))
+        beyond(self)
         for peer in self.instances if self.scale.data.max() == 5000 else ():
             if peer is not self and hasattr(peer, "limit"):
                 there = getattr(peer, self.replaced)
@@ -225,31 +197,233 @@ class Peers(Matrix):
 def test_work_that_reaches_the_live_engine_through_its_class_fails_the_sync(
     replaced: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Kind(Engine):
-        made = Peers
-
     monkeypatch.setattr(Peers, "instances", [])
     monkeypatch.setattr(Peers, "replaced", replaced)
-    now = reordered(matrices(0), 0.5)
-    with followed(Kind.started(now), now) as (here, source, serving):
-        name = "layers.0.0.scale"
-        source.take(now | {name: torch.full_like(now[name], 5000.0)})
+    now = reordered(0.5)
+    with followed(of(Peers).started(now), now) as it:
+        it.source.take(now | filled({"layers.0.0.scale": now["layers.0.0.scale"]}, "", 5000.0))
         with pytest.raises(SyncAborted, match=r"storage of .* was replaced"):
-            here.sender.send_weights()
-        assert serving.receiver.is_dirty
+            it.here.sender.send_weights()
+        assert it.serving.receiver.is_dirty
 
 
-def test_a_result_that_was_replaced_is_refused_by_name_when_the_receiver_rejoins() -> None:
-    now = checkpoint(0)
-    engine = FusedEngine.started(now)
-    with followed(engine, now) as (here, source, serving):
-        fused = engine.layers[1]
-        assert isinstance(fused, Fused)
-        fused.alpha = fixed(torch.zeros_like(fused.alpha.data))
-        serving.receiver.invalidate()
-        source.take(now | {"norm": checkpoint(1)["norm"]})
+def test_a_result_that_was_replaced_is_named_and_refused_when_the_receiver_rejoins() -> None:
+    with followed(of(Fused).started(scaled(0)), scaled(0)) as it:
+        kernel = it.engine.layers[1].kernel
+        kept, kernel.limit = kernel.limit, kernel.limit.clone()
+        assert "kernel.limit" in str(it.fails(scaled(1)))
+        kernel.limit = kept
+        it.follows(scaled(1))
+        it.engine.layers[1].alpha = fixed(torch.zeros(()))
+        it.serving.receiver.invalidate()
         for _ in range(2):  # the first one may only find that the connection was lost
-            here.wait(1)
+            it.here.wait(1)
             with pytest.raises(SyncAborted):
-                here.sender.send_weights(timeout_s=5)
-        assert any("has replaced 'layers.1.alpha'" in str(error) for error in serving.errors)
+                it.here.sender.send_weights(timeout_s=20)
+        assert any("has replaced 'layers.1.alpha'" in str(one) for one in it.serving.errors)
+
+
+class Rotary(Matrix):
+    """Has a table of no checkpoint, of which it makes another dtype when it first runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(8.0), persistent=False)
+
+
+@pytest.mark.parametrize("name", ["table", "weight", "scale", "late", "saved", "layout"])
+def test_nothing_but_a_table_that_nothing_writes_may_be_replaced(name: str) -> None:
+    engine = of(Rotary).started(matrices(0))
+    layer = engine.layers[1]
+    layer.register_buffer("saved", torch.zeros(2))
+    target = LearntTarget(engine, *learnt_of(engine, matrices(0)))
+    target.bind(target.parameters())
+    match name:
+        case "late" | "saved":
+            layer.register_buffer(name, torch.zeros(2), persistent=name == "saved")
+        case "layout":
+            layer.scale = fixed(layer.scale.data.contiguous())
+        case _:
+            own = getattr(layer, name)
+            own.data = own.data.half() if name == "table" else own.data.clone()
+    for _ in range(2):
+        if name == "table":
+            target.check_unmoved()
+        else:
+            with pytest.raises(TargetMoved):
+                target.check_unmoved()
+    if name == "layout":
+        with pytest.raises(ConfigError, match="laid out its parameters in another way"):
+            target.parameters()
+
+
+def test_another_trainer_goes_on_with_what_is_kept() -> None:
+    """One that sends other tensors, after a first one has written the engine."""
+    first, now = scaled(0), scaled(1)
+    engine, beside = of(Fused).started(first), dict[str, Tensor]()
+    before = state_of(engine)
+    one = LearntTarget(engine, *learnt_of(engine, first, beside))
+    one.verify_routes(first.items(), lambda: proof_of(engine))
+    routes = one.routes()
+    with fleet(Weights(now)) as here:
+        here.add(one)
+        here.wait(1)
+        here.sender.send_weights()
+    some = {name: tensor for name, tensor in now.items() if name != "norm"}
+    two = LearntTarget(engine, *learnt_of(engine, some, beside))
+    two.verify_routes(
+        first.items(), lambda: proof_of(engine), keep=["norm"], routes=routes, is_written=True
+    )
+    check_is(engine, now, before)
+    source = copied(some)
+    with fleet(source) as here:
+        here.add(two)
+        here.wait(1)
+        assert here.sender.send_weights().full_synced == 0
+        source.take({n: t for n, t in scaled(2).items() if n in some})
+        here.sender.send_weights()
+        check_is(engine, scaled(2) | {"norm": now["norm"]}, before)
+
+
+# Receivers that are interrupted; memory.
+
+
+def sync(here: Fleet) -> None:
+    here.wait(1)
+    here.sender.send_weights(timeout_s=20)
+
+
+def received(
+    here: Fleet, receiver: WeightReceiver, interrupt: InterruptedLine | None = None
+) -> bool:
+    """Whether a sync and its receiver raise nothing."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        sys.settrace(interrupt)
+        try:
+            receiver.receive_weights(timeout_s=60)
+        except (KeyboardInterrupt, DeltaSyncError) as error:
+            errors.append(error)
+        finally:
+            sys.settrace(None)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        sync(here)
+    except DeltaSyncError as error:
+        errors.append(error)
+    thread.join(60)
+    assert not thread.is_alive()
+    return not errors
+
+
+@pytest.mark.parametrize("is_staged", [True, False])
+def test_a_receiver_that_is_interrupted_at_any_line_serves_no_mixture_and_heals(
+    is_staged: bool,
+) -> None:
+    """Between the first write and the commit, the engine's own work among it."""
+    now = scaled(0)
+    engine, source = of(Fused).started(now), copied(now)
+    before, target = state_of(engine), verified(engine, now)
+    options = ReceiverOptions(max_staged_bytes=None if is_staged else 1)
+    with fleet(source) as here:
+        receiver = WeightReceiver(target, here.transport.receiver(), options=options)
+        line = 1
+        for seed in range(1, 100):
+            assert any(received(here, receiver) for _ in range(2))  # the first may find it lost
+            check_is(engine, now, before)
+            assert not receiver.is_dirty
+            old, interrupt = state_of(engine), InterruptedLine(PACKAGE, line, begins="_writing")
+            source.take(now := scaled(seed))
+            received(here, receiver, interrupt)
+            if not interrupt.is_raised:
+                break
+            if not (receiver.is_dirty or is_as(engine, old)):
+                check_is(engine, now, before)  # all was written and read back before
+            line += 997
+        assert not interrupt.is_raised
+        assert seed > 5
+        check_is(engine, now, before)
+
+
+def test_many_syncs_keep_neither_memory_nor_addresses_and_search_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where results are is found at connect."""
+    parts, counts = ("weight", "scale", "whole", "inputs", ""), []
+
+    def search(*args: object, **options: object) -> None:
+        raise AssertionError("searched")
+
+    with followed(of(Fused).started(scaled(0)), scaled(0)) as it:
+        for seed in range(1, 61):
+            part = parts[seed % 5]
+            it.now = it.now | {n: t for n, t in scaled(seed).items() if n.endswith(part)}
+            it.source.take(it.now)
+            with monkeypatch.context() as patched:
+                patched.setattr(Reach, "__init__", search)
+                it.here.sender.send_weights()
+            if seed in (20, 60):
+                check_is(it.engine, it.now, it.before)
+                gc.collect()
+                counts.append(sum(type(one) in (Tensor, Reach) for one in gc.get_objects()))
+    assert counts[1] <= counts[0] + 20
+
+
+class Lacking:
+    """Work that finds no memory at a call, and at all after it if `forever`."""
+
+    def __init__(self, lack: Exception) -> None:
+        self.lack, self.calls, self.at, self.forever = lack, 0, 0, False
+
+    def __call__(self, matrix: Any) -> None:
+        self.calls += 1
+        if self.at and (self.calls == self.at or (self.forever and self.calls > self.at)):
+            raise self.lack
+        beyond(matrix)  # which no proof with the engine's own scales would find
+
+
+@pytest.mark.parametrize("lack", LACKS, ids=type)
+@pytest.mark.parametrize("forever", [False, True])
+def test_without_memory_an_engine_is_refused_and_stays_as_it_was(
+    forever: bool, lack: Exception
+) -> None:
+    work, now = Lacking(lack), reordered(0.5)
+    kind = having(work)
+    engine = kind.started(now)
+    started = work.calls
+    verified(engine, now)
+    total = work.calls - started
+    assert total > 20
+    for at in range(1, total + 1, 5):
+        engine = kind.started(now)
+        before = state_of(engine)
+        work.calls, work.at, work.forever = 0, at, forever
+        try:
+            target = verified(engine, now)
+        except ConfigError:
+            continue
+        finally:
+            work.at = 0
+            assert is_as(engine, before)
+        assert not forever
+        assert target._recomputed._units
+
+
+@pytest.mark.parametrize("lack", LACKS, ids=type)
+def test_what_a_try_without_room_held_is_free_when_the_host_tries(lack: Exception) -> None:
+    held: list[weakref.ref[Tensor]] = []
+
+    def work(device: torch.device) -> str:
+        gc.collect()
+        assert not [one for one in held if one() is not None]
+        here = torch.zeros(1000)
+        held.append(weakref.ref(here))
+        if device.type != "cpu":
+            raise type(lack)(str(lack))
+        return "done"
+
+    assert with_room(torch.device("meta"), work) == "done"
+    assert len(held) == 2

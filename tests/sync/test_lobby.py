@@ -4,89 +4,78 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import closing
 
 import pytest
-import torch
-from torch import nn
 
-from deltasync import ModuleSource, ModuleTarget, WeightReceiver, WeightSender
-from deltasync.sync.protocol import lobby as lobby_module
-from deltasync.sync.protocol.links import SenderLink
-from deltasync.sync.protocol.lobby import Lobby
-from deltasync.testing.links import background
-from deltasync.transports import inprocess
+from deltasync.errors import EngineFailed, TransportTimeout
+from deltasync.sync.protocol import lobby
+from deltasync.transports.base import ReceiveTransport
 from deltasync.wire.frame import decode, encode
-from deltasync.wire.messages import Failed, Hello, Refused
-from tests.worlds.links import until
+from deltasync.wire.messages import Failed, Refused
+from tests.worlds.links import Fleet, bits_equal, fleet, until
+from tests.worlds.peers import hello, model
 
 
-class Waiting:
-    """A lobby, and receivers that greet it by hand."""
+class Lobby:
+    """A trainer, and receivers that greet it by hand."""
 
-    def __init__(self) -> None:
-        self.transport = inprocess.Sender()
-        self.lobby = Lobby(SenderLink(self.transport), lambda engine: True)
+    def __init__(self, here: Fleet) -> None:
+        self.here = here
 
-    def greet(self, engine: str, rank: int, world: int, *, names: int = 0) -> inprocess.Receiver:
+    def greet(self, engine: str, rank: int, world: int, *, names: int = 1) -> ReceiveTransport:
+        receiver = self.here.transport.receiver()
         parameters = tuple(((f"p{n}",), (), 1) for n in range(names))
-        hello = Hello(
-            engine=engine,
-            rank=rank,
-            world=world,
-            format_versions=(1,),
-            stream_id=None,
-            version=None,
-            parameters=parameters,
-            connection=None,
-            lanes=0,
-        )
-        receiver = self.transport.receiver()
-        receiver.connect(encode(hello, payload_bytes=0), timeout_s=1)
+        greeting = hello(engine, rank, world, parameters=parameters)
+        receiver.connect(encode(greeting), timeout_s=1)
         return receiver
 
-    def listen(self) -> None:
-        """Until all greetings are read, however slow this machine is."""
+    def count(self) -> int:
+        """How many wait. All greetings are read, however slow this machine is."""
         for _ in range(20):
-            self.lobby.listen(timeout_s=0)
+            with pytest.raises(TransportTimeout) as told:
+                self.here.sender.wait_for_receivers(1 << 20, timeout_s=0)
+        return int(str(told.value).split()[0])
 
-    def refusal(self, receiver: inprocess.Receiver) -> str:
+    def refusal(self, receiver: ReceiveTransport) -> str:
         answer, _ = decode(receiver.receive(timeout_s=1).header)
         assert isinstance(answer, Refused)
         return answer.reason
 
+    def let_in(self, world: int) -> None:
+        """An engine of so many ranks comes in beside all others."""
+        ranks = [model(1) for _ in range(world)]
+        for rank, replica in enumerate(ranks):
+            self.here.add(replica, rank=rank, world=world)
+            peer = 1500 + rank
+            until(lambda peer=peer: self.here.transport.is_connected(peer))  # type: ignore[misc]
+        assert self.here.sender.send_weights(timeout_s=20).receivers == world
+        assert all(bits_equal(self.here.source, replica) for replica in ranks)
+
 
 @pytest.fixture
-def waiting() -> Iterator[Waiting]:
-    waiting = Waiting()
-    with closing(waiting.transport):
-        yield waiting
+def waiting() -> Iterator[Lobby]:
+    with fleet(model()) as here:
+        yield Lobby(here)
 
 
 @pytest.mark.promise(
     "Security",
     "Engines whose ranks never all connect cost bounded receivers, bytes and time.",
 )
-def test_engines_that_never_become_whole_are_bounded_in_number(waiting: Waiting) -> None:
-    whole = [waiting.greet("whole", rank, 2) for rank in range(2)]
+def test_engines_that_never_become_whole_are_bounded_in_number(waiting: Lobby) -> None:
     first = waiting.greet("first", 0, 2)
-    for number in range(1500):
+    for number in range(1499):
         waiting.greet(f"e{number}", 0, 2)
-    waiting.listen()
-    assert len(waiting.lobby) <= 1024 + len(whole)
-    assert [len(engine) for engine in waiting.lobby.engines()] == [2]
+    assert waiting.count() <= 1024
     assert "1 of 2 ranks of engine 'first'" in waiting.refusal(first)
+    waiting.let_in(1)
 
 
-def test_ranks_that_connect_again_and_again_do_not_pile_up(waiting: Waiting) -> None:
+def test_ranks_that_connect_again_and_again_do_not_pile_up(waiting: Lobby) -> None:
     for _ in range(1500):
         waiting.greet("engine", 0, 2)
-    waiting.listen()
-    waiting.greet("engine", 1, 2)
-    waiting.greet("engine", 0, 2)
-    waiting.listen()
-    assert len(waiting.lobby) <= 1026
-    assert [len(engine) for engine in waiting.lobby.engines()] == [2]
+    assert waiting.count() <= 1024
+    waiting.let_in(2)
 
 
 @pytest.mark.promise(
@@ -94,13 +83,13 @@ def test_ranks_that_connect_again_and_again_do_not_pile_up(waiting: Waiting) -> 
     "Engines whose ranks never all connect cost bounded receivers, bytes and time.",
 )
 def test_engines_that_never_become_whole_are_bounded_in_bytes(
-    waiting: Waiting, monkeypatch: pytest.MonkeyPatch
+    waiting: Lobby, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lobby_module, "_MAX_INCOMPLETE_BYTES", 3 << 20)
+    monkeypatch.setattr(lobby, "_MAX_INCOMPLETE_BYTES", 3 << 20)
     for number in range(6):
         waiting.greet(f"e{number}", 0, 2, names=4000)  # some 1.2 MiB each
-        waiting.listen()
-    assert len(waiting.lobby) == 2
+        assert waiting.count() <= 2
+    assert waiting.count() == 2
 
 
 @pytest.mark.promise(
@@ -108,42 +97,24 @@ def test_engines_that_never_become_whole_are_bounded_in_bytes(
     "Engines whose ranks never all connect cost bounded receivers, bytes and time.",
 )
 def test_engines_that_never_become_whole_are_bounded_in_time(
-    waiting: Waiting, monkeypatch: pytest.MonkeyPatch
+    waiting: Lobby, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lobby_module, "_PATIENCE_S", 0.2)
     late = waiting.greet("late", 0, 2)
     waiting.greet("whole", 0, 1)
-    waiting.listen()
-    assert len(waiting.lobby) == 2
+    assert waiting.count() == 2
     time.sleep(0.3)
-    early = waiting.greet("early", 0, 2)
-    waiting.listen()
-    assert len(waiting.lobby) == 2
+    monkeypatch.setattr(lobby, "_PATIENCE_S", 0.2)
+    waiting.count()
     assert "start the others" in waiting.refusal(late)
-    assert waiting.transport.is_connected(2)
-    early.close()
+    monkeypatch.undo()
+    waiting.greet("early", 0, 2)
+    assert waiting.count() == 2
 
 
-def test_reasons_of_strangers_do_not_pile_up(waiting: Waiting) -> None:
-    for _ in range(1000):
-        receiver = waiting.transport.receiver()
-        failed = Failed(version=None, error="E", reason="x" * 4096)
-        receiver.connect(encode(failed, payload_bytes=0), timeout_s=1)
-    waiting.listen()
-    assert len(waiting.lobby.declined()) <= 64
-
-
-def test_an_engine_comes_in_beside_halves_of_others() -> None:
-    model, copy = nn.Linear(3, 3), nn.Linear(3, 3).bfloat16()
-    link = inprocess.Sender()
-    with closing(WeightSender(ModuleSource(model), link)) as sender:
-        halves = Waiting()
-        halves.transport = link
-        for number in range(1200):
-            halves.greet(f"e{number}", 0, 2)
-        receiver = WeightReceiver(ModuleTarget(copy), link.receiver())
-        served = background(lambda: receiver.receive_weights(timeout_s=10))
-        until(lambda: link.is_connected(1200))
-        sender.send_weights(timeout_s=5)
-        served.result(10)
-    assert torch.equal(model.weight.bfloat16(), copy.weight)
+def test_reasons_of_strangers_do_not_pile_up(waiting: Lobby) -> None:
+    for number in range(1000):
+        failed = Failed(version=None, error="E", reason=f"{number}: " + "x" * 4000)
+        waiting.here.transport.receiver().connect(encode(failed), timeout_s=1)
+    with pytest.raises(EngineFailed) as told:
+        waiting.count()
+    assert len(str(told.value)) < 65 * 4096

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from threading import Event
+from typing import Any
 
 import pytest
 import torch
 
-from deltasync import (
-    DeltaSyncError,
-    ModuleSource,
-    ReceiverOptions,
-    SenderOptions,
-    WeightSender,
-)
+from deltasync import DeltaSyncError, ReceiverOptions, SenderOptions
 from deltasync.errors import ConfigError, PeerLost
 from deltasync.sync.protocol.receiver_session import DETACHED, INCOMPLETE
 from deltasync.transports import collective
-from deltasync.wire.messages import Failed, Prepare
-from tests.worlds.links import Model, Receivers, Serving, bits_equal, random_model, step
+from deltasync.transports.base import ReceiveTransport
+from deltasync.wire.frame import decode, encode
+from deltasync.wire.messages import Failed, Prepared
+from tests.worlds.links import (
+    Receivers,
+    Serving,
+    ThroughReceiver,
+    bits_equal,
+    fleet,
+    random_model,
+    step,
+)
 from tests.worlds.trainers import rows_of, trainer_of
 
 pytestmark = pytest.mark.timeout(300)  # gloo forms groups anew
@@ -62,30 +67,58 @@ class Link(collective.Sender):
         return End(*self.address)
 
 
-class Gloo(Receivers):
-    """A sender and three receivers, whose models are those of `held`."""
+class Liar(ThroughReceiver):
+    """Answers every `prepare` with an error, if it is to."""
 
-    def __init__(self, source: Model, options: ReceiverOptions) -> None:
-        super().__init__([Link()])
-        self.source = source
-        self.sender = WeightSender(ModuleSource(source), self.links[0], options=OPTIONS)
+    error = ""
+
+    def reply(self, data: bytes, *, timeout_s: float) -> None:
+        message = decode(data)[0]
+        if self.error and isinstance(message, Prepared):
+            data = encode(Failed(version=message.version, error=self.error, reason="a lie"))
+        super().reply(data, timeout_s=timeout_s)
+
+
+class Three:
+    """Three engines of a trainer, and their links to each of its ranks."""
+
+    def __init__(self, here: Receivers, source: Any, options: ReceiverOptions) -> None:
+        self.here, self.source = here, source
         self.held = {name: random_model(SHAPES, 1 + int(name)) for name in NAMES}
+        self.links: dict[str, list[Liar]] = {}
         for name, module in self.held.items():
-            self.add(module, engine=name, options=options)
-        self.wait(len(NAMES))
+            links = self.links[name] = list[Liar]()
+
+            def lying(link: ReceiveTransport, links: list[Liar] = links) -> Liar:
+                links.append(Liar(link))
+                return links[-1]
+
+            here.add(module, engine=name, options=options, wrap=lying)
+        here.wait(len(NAMES))
+        self.order = list(NAMES)  # in which payloads travel
+        self._random = torch.Generator().manual_seed(1)
 
     def step(self) -> None:
-        step(self.source, torch.Generator().manual_seed(1), 0.6)
+        step(self.source, self._random, 0.6)
+
+    def at(self, place: int) -> str:
+        """The one that stands there. It is to be lost, and rejoins at the end."""
+        name = self.order.pop(place)
+        self.order.append(name)
+        return name
 
     def of(self, name: str) -> Serving:
-        return self.serving[f"{name}/0"]
+        return self.here.serving[f"{name}/0"]
 
     def end(self, name: str, lane: int = 0) -> End:
-        end = self.of(name).receiver._links._links[lane]
+        end = self.links[name][lane]._inner
         assert isinstance(end, End)
         return end
 
-    def check(self, *names: str) -> None:
+    def send(self, *, timeout_s: float = 20, **settings: Any) -> Any:
+        return self.here.sender.send_weights(timeout_s=timeout_s, **settings)
+
+    def check(self, names: Sequence[str] = NAMES) -> None:
         """These have the version, and did nothing wrong."""
         for name in names:
             assert bits_equal(self.source, self.held[name])
@@ -93,165 +126,126 @@ class Gloo(Receivers):
 
 
 @contextmanager
-def gloo(options: ReceiverOptions = STAGED) -> Iterator[Gloo]:
-    here = Gloo(random_model(SHAPES, 0), options)
-    try:
-        yield here
-    finally:
-        here.close()
+def three(options: ReceiverOptions = STAGED) -> Iterator[Three]:
+    """Three members, and a step that was not sent."""
+    source = random_model(SHAPES, 0)
+    with fleet(source, options=OPTIONS, link=Link) as here:
+        found = Three(here, source, options)
+        found.send()
+        found.step()
+        yield found
 
 
 def others(name: str) -> list[str]:
     return [one for one in NAMES if one != name]
 
 
-def lie(serving: Serving, error: str) -> None:
-    """Answer every `prepare` with an error, and go on."""
-    receiver = serving.receiver
+def lose(here: Three, dies: str, send: Callable[[], Any]) -> None:
+    """One receiver is lost within a sync, and rejoins; the others have the version."""
+    stats = send()
+    assert (stats.receivers, list(stats.lost)) == (2, [f"{dies}[0/1]"])
+    assert stats.num_buckets == 4
+    here.check(others(dies))
+    here.of(dies).errors.clear()
+    here.here.wait(3)
 
-    def answer(prepare: Prepare) -> None:
-        receiver._reply(Failed(version=prepare.version, error=error, reason="a lie"))
 
-    receiver._prepared = answer  # type: ignore[method-assign]
-
-
-@pytest.mark.parametrize("payload", [1, 2, 4])
-@pytest.mark.parametrize("dies", NAMES)
+@pytest.mark.parametrize("is_slow", [False, True], ids=["quick", "slow"])
 def test_who_misses_a_payload_has_the_version_after_the_next_attempt(
-    dies: str, payload: int
+    is_slow: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with gloo() as here:
-        here.sender.send_weights(timeout_s=20)
-        here.step()
-        here.end(dies).dies_at = payload
-        stats = here.sender.send_weights(timeout_s=20)
-        assert (stats.receivers, list(stats.lost)) == (2, [f"{dies}[0/1]"])
-        assert stats.num_buckets == 4
-        here.check(*others(dies))
-
-
-@pytest.mark.parametrize("hangs", NAMES)
-def test_who_is_behind_one_that_hangs_has_the_version(hangs: str) -> None:
-    goes_on = Event()
-    with gloo() as here:
-        here.sender.send_weights(timeout_s=20)
-        here.step()
-        here.end(hangs).hangs = goes_on
-        here.end(hangs).dies_at = 4
-        stats = here.sender.send_weights(timeout_s=8)
-        assert (stats.receivers, list(stats.lost)) == (2, [f"{hangs}[0/1]"])
-        here.check(*others(hangs))
-        goes_on.set()
-
-
-def test_what_comes_after_a_lost_payload_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It has been read already when the payload is given up, and nothing else comes."""
+    """Also if what comes next was read already as the payload is given up: it is not waited for."""
     abandon = collective.Receiver._on_abandon
 
     def slow(receiver: collective.Receiver, data: bytes) -> None:
         is_flying = receiver._is_flying
         abandon(receiver, data)
-        if is_flying:
+        if is_flying and is_slow:
             time.sleep(0.3)
 
     monkeypatch.setattr(collective.Receiver, "_on_abandon", slow)
-    for dies in NAMES:
-        with gloo() as here:
-            here.sender.send_weights(timeout_s=20)
-            here.step()
-            here.end(dies).dies_at = 2
-            stats = here.sender.send_weights(timeout_s=20)
-            assert (stats.receivers, list(stats.lost)) == (2, [f"{dies}[0/1]"])
-            here.check(*others(dies))
+    with three() as here:
+        for place in range(3):
+            for payload in (2,) if is_slow else (1, 2, 4):
+                dies = here.at(place)
+                here.end(dies).dies_at = payload
+                lose(here, dies, here.send)
+                here.send()
+                here.check()
+                here.step()
 
 
-@pytest.mark.parametrize("dies", NAMES)
-def test_a_rank_of_the_trainer_tells_of_a_loss_when_it_has_sent_all(dies: str) -> None:
+@pytest.mark.parametrize("hangs", ["0", "1"])
+def test_who_is_behind_one_that_hangs_has_the_version(hangs: str) -> None:
+    goes_on = Event()
+    with three() as here:
+        here.end(hangs).hangs = goes_on
+        here.end(hangs).dies_at = 4
+        stats = here.send(timeout_s=5)
+        assert (stats.receivers, list(stats.lost)) == (2, [f"{hangs}[0/1]"])
+        here.check(others(hangs))
+        goes_on.set()
+
+
+def test_a_rank_of_the_trainer_tells_of_a_loss_when_it_has_sent_all() -> None:
     source = random_model(SHAPES, 0)
-    with trainer_of(source, rows_of(source, 2), options=OPTIONS, link=Link) as here:
-        held = {name: random_model(SHAPES, 1 + int(name)) for name in NAMES}
-        for name, module in held.items():
-            here.add(module, engine=name, options=STAGED)
-        here.settle(3)
-        for serving in here.serving.values():
-            serving.errors.clear()  # of joining
-        step(source, torch.Generator().manual_seed(1), 0.6)
-        here.step()
-        end = here.serving[f"{dies}/0"].receiver._links._links[1]
-        assert isinstance(end, End)
-        end.dies_at = 2  # the last one of the second rank
-        stats = here.send(timeout_s=20)
-        assert (stats.receivers, list(stats.lost)) == (2, [f"{dies}[0/1]"])
-        assert stats.num_buckets == 4
-        for name in others(dies):
-            assert bits_equal(source, held[name])
-            assert here.serving[f"{name}/0"].errors == []
+    with trainer_of(source, rows_of(source, 2), options=OPTIONS, link=Link) as trainer:
+        here = Three(trainer, source, STAGED)
+        for place in range(3):
+            trainer.settle(3)
+            dies = here.at(place)
+            for name in NAMES:
+                here.of(name).errors.clear()  # of joining
+            here.step()
+            trainer.step()
+            here.end(dies, lane=1).dies_at = 2  # the last one of the second rank
+            lose(here, dies, lambda: trainer.send(timeout_s=20))
 
 
-@pytest.mark.parametrize("options", [STAGED, IN_PLACE], ids=["staged", "in place"])
-def test_who_says_falsely_that_it_misses_a_payload_is_alone_in_that(
-    options: ReceiverOptions,
+BOTH = {"1": INCOMPLETE, "2": "TargetMoved"}
+LIES: dict[str, tuple[ReceiverOptions, dict[str, str], dict[str, Any], int]] = {
+    "a false loss": (STAGED, {"1": INCOMPLETE}, {}, 1),
+    "a false loss in place": (IN_PLACE, {"1": INCOMPLETE}, {}, 1),
+    "another fails too": (STAGED, BOTH, {}, 2),
+    "what is written cannot be taken back": (IN_PLACE, BOTH, {}, 1),
+    "the source may change": (STAGED, BOTH, {"on_source_read": lambda: None}, 1),
+}
+
+
+@pytest.mark.parametrize(("options", "lies", "settings", "attempts"), LIES.values(), ids=LIES)
+def test_who_says_falsely_that_it_misses_a_payload_costs_the_others_nothing(
+    options: ReceiverOptions, lies: dict[str, str], settings: dict[str, Any], attempts: int
 ) -> None:
-    with gloo(options) as here:
-        here.sender.send_weights(timeout_s=20)
-        here.step()
-        lie(here.of("1"), INCOMPLETE)
-        stats = here.sender.send_weights(timeout_s=20)
-        assert (stats.attempts, stats.lost) == (1, {"1[0/1]": "Incomplete: a lie"})
-        here.check("0", "2")
+    with three(options) as here:
+        for name, error in lies.items():
+            here.links[name][0].error = error
+        if settings:
+            here.here.sender.refresh_source()
+        stats = here.send(**settings)
+        assert stats.attempts == attempts
+        assert stats.lost == {f"{name}[0/1]": f"{lies[name]}: a lie" for name in lies}
+        here.check([name for name in NAMES if name not in lies])
 
 
-@pytest.mark.parametrize(
-    ("options", "attempts"), [(STAGED, 2), (IN_PLACE, 1)], ids=["staged", "in place"]
-)
-def test_no_other_attempt_is_made_where_those_that_have_all_could_not_take_it_back(
-    options: ReceiverOptions, attempts: int
-) -> None:
-    with gloo(options) as here:
-        here.sender.send_weights(timeout_s=20)
-        here.step()
-        lie(here.of("1"), INCOMPLETE)
-        lie(here.of("2"), "TargetMoved")
-        stats = here.sender.send_weights(timeout_s=20)
-        assert (stats.attempts, stats.receivers) == (attempts, 1)
-        assert set(stats.lost) == {"1[0/1]", "2[0/1]"}
-        here.check("0")
-
-
-@pytest.mark.parametrize("said", [(DETACHED, INCOMPLETE), (DETACHED, DETACHED)])
-def test_no_answers_make_a_full_sync_go_on_for_ever(said: tuple[str, str]) -> None:
-    with gloo() as here:
-        for name, error in zip(("0", "1"), said, strict=True):
-            lie(here.of(name), error)
+@pytest.mark.parametrize("error", [INCOMPLETE, DETACHED])
+def test_no_answers_make_a_full_sync_go_on_for_ever(error: str) -> None:
+    source = random_model(SHAPES, 0)
+    with fleet(source, options=OPTIONS, link=Link) as fleet_:
+        here = Three(fleet_, source, STAGED)
+        here.links["0"][0].error, here.links["1"][0].error = DETACHED, error
         with suppress(DeltaSyncError):
-            here.sender.send_weights(timeout_s=20)
-        assert bits_equal(here.source, here.held["2"])
+            here.send()
+        assert bits_equal(source, here.held["2"])
 
 
 def test_a_liar_does_not_cost_a_sleeping_receiver_its_membership() -> None:
-    with gloo() as here:
-        here.sender.send_weights(timeout_s=20)
-        here.step()
-        for name in ("0", "2"):
+    with three() as here:
+        for name in others("1"):
             here.of(name).receiver.detach()
-        lie(here.of("1"), INCOMPLETE)
+        here.links["1"][0].error = INCOMPLETE
         with pytest.raises(ConfigError, match="no weights were sent"):
-            here.sender.send_weights(timeout_s=20)
-        for name in ("0", "2"):
+            here.send()
+        for name in others("1"):
             here.of(name).receiver.attach()
-        here.sender.send_weights(timeout_s=20)
-        here.check("0", "2")
-
-
-def test_a_source_that_may_change_is_not_sent_again() -> None:
-    with gloo() as here:
-        here.sender.send_weights(timeout_s=20)
-        here.step()
-        here.sender.refresh_source()
-        lie(here.of("1"), INCOMPLETE)
-        lie(here.of("2"), "TargetMoved")
-        stats = here.sender.send_weights(timeout_s=20, on_source_read=lambda: None)
-        assert (stats.attempts, stats.receivers) == (1, 1)
-        here.check("0")
+        here.send()
+        here.check(others("1"))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import resource
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,10 +21,10 @@ from deltasync import (
 from deltasync.delta.bits import as_bits
 from deltasync.errors import SyncAborted
 from deltasync.testing.processes import Child
-from tests.worlds.links import Model
+from tests.worlds.links import Model, until
 from tests.worlds.mortals import connect, fingerprint, listen
 
-NUMEL = 24 << 20
+NUMEL = 16 << 20
 MARGIN_BYTES = 12 << 20
 
 
@@ -46,13 +45,6 @@ def no_more_memory() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def serve(kind: str, folder: str) -> None:
     replica = model()
     options = ReceiverOptions(max_staged_bytes=1 << 30)
@@ -65,7 +57,7 @@ def serve(kind: str, folder: str) -> None:
             Path(folder, "lacking").touch()
             until(Path(folder, "aborted").exists)
             assert not staging.is_staged()
-            until(lambda: staging.last_error)  # the trainer has heard of it first
+            until(lambda: staging.last_error is not None)  # the trainer has heard of it first
             receiver.check_serving()
         assert fingerprint(replica) == held
         Path(folder, "recovered").touch()
@@ -80,29 +72,27 @@ def serve(kind: str, folder: str) -> None:
 def test_a_staging_thread_outlives_a_lack_of_host_memory(kind: str, tmp_path: Path) -> None:
     source = model()
     bits = as_bits(source.get_parameter("w").data)
-    with sending(kind, tmp_path, source) as sender, Child(serve, kind, str(tmp_path)) as child:
+    with (
+        WeightSender(ModuleSource(source), listen(kind, str(tmp_path))) as sender,
+        Child(serve, kind, str(tmp_path)) as child,
+    ):
         sender.wait_for_receivers(1, timeout_s=60)
         sender.send_weights(timeout_s=30)  # which joins by digest
         bits[7] += 1
         sender.send_weights(timeout_s=30)
-        until(lambda: child.traceback or Path(tmp_path, "lacking").exists())
-        assert not child.traceback, child.traceback
+        come(child, tmp_path / "lacking")
         bits += 1
         with pytest.raises(SyncAborted):
             sender.send_weights(timeout_s=10)
         Path(tmp_path, "aborted").touch()
-        until(lambda: child.traceback or Path(tmp_path, "recovered").exists())
-        assert not child.traceback, child.traceback
+        come(child, tmp_path / "recovered")
         sender.wait_for_receivers(1, timeout_s=30)
         assert sender.send_weights(timeout_s=30).receivers == 1
         child.wait(timeout_s=30)
         assert Path(tmp_path, "holds").read_text() == fingerprint(source)
 
 
-@contextmanager
-def sending(kind: str, folder: Path, source: Model) -> Iterator[WeightSender]:
-    sender = WeightSender(ModuleSource(source), listen(kind, str(folder)))
-    try:
-        yield sender
-    finally:
-        sender.close()
+def come(child: Child, path: Path) -> None:
+    """Wait for what the child makes."""
+    until(lambda: child.traceback is not None or path.exists())
+    assert not child.traceback, child.traceback

@@ -41,23 +41,21 @@ def trainer(path: Path, model: nn.Module) -> Iterator[WeightSender]:
 
 
 def test_who_waits_for_a_first_version_is_told_that_none_will_fit(tmp_path: Path) -> None:
-    engine = nn.Linear(8, 9)
-    with trainer(tmp_path / "link", nn.Linear(8, 8)):
-        receiver = WeightReceiver(ModuleTarget(engine), shared_memory.Receiver(tmp_path / "link"))
-        with receiver, StagingThread(receiver) as staging:
-            with pytest.raises((LayoutMismatch, Refused), match="shape"):
-                staging.wait_staged(timeout_s=60)
-            with pytest.raises((LayoutMismatch, Refused), match="shape"):
-                staging.commit()
+    """An engine serves its own weights on beside such a trainer."""
 
-
-def test_an_engine_serves_its_own_weights_on_beside_a_trainer_that_does_not_fit(
-    tmp_path: Path,
-) -> None:
-    with trainer(tmp_path / "link", nn.Linear(8, 8)):
+    def receiver() -> WeightReceiver:
         link = shared_memory.Receiver(tmp_path / "link")
-        with Follower(WeightReceiver(ModuleTarget(nn.Linear(8, 9)), link)) as follower:
-            with pytest.raises((LayoutMismatch, Refused), match="shape"):
+        return WeightReceiver(ModuleTarget(nn.Linear(8, 9)), link)
+
+    refused = pytest.raises((LayoutMismatch, Refused), match="shape")
+    with trainer(tmp_path / "link", nn.Linear(8, 8)):
+        with receiver() as own, StagingThread(own) as staging:
+            with refused:
+                staging.wait_staged(timeout_s=60)
+            with refused:
+                staging.commit()
+        with Follower(receiver()) as follower:
+            with refused:
                 follower.wait_joined(timeout_s=60)
             assert is_permanent(follower.last_error)
             with follower.serving():

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import Tensor
 
-from deltasync import NamedTensor, WeightReceiver, WeightSender, WeightSource, WeightTarget
+from deltasync import NamedTensor, WeightSource, WeightTarget
 from deltasync.delta.bits import Flat, Live
-from deltasync.errors import LayoutMismatch, TargetMoved
+from deltasync.errors import TargetMoved
 from deltasync.sync.target.base import match_parameters, refuse_overlap
 from deltasync.sync.target.loading import Loader
 from deltasync.testing.target import TargetContract
-from deltasync.transports import inprocess
 from deltasync.wire.messages import ParameterSpec
+from tests.worlds.links import fleet, until
 
 
 class DictSource(WeightSource):
@@ -92,24 +91,10 @@ class TestDictTarget(TargetContract):
 def test_they_sync(loads: bool) -> None:
     trained = {"a": torch.randn(8, 4), "b": torch.randn(3)}
     target = DictTarget({name: torch.zeros_like(t) for name, t in trained.items()}, loads=loads)
-    link = inprocess.Sender()
-    with (
-        ThreadPoolExecutor(1) as engine,
-        WeightSender(DictSource(trained), link) as sender,
-        WeightReceiver(target, link.receiver()) as receiver,
-    ):
-        for change in (lambda: None, lambda: trained["b"].add_(1)):
-            change()
-            received = engine.submit(receiver.receive_weights, timeout_s=30)
-            sender.wait_for_receivers(1, timeout_s=30)
-            sender.send_weights(timeout_s=30)
-            received.result(30)
-            assert all(map(torch.equal, trained.values(), target.weights.values()))
-    assert target.finished[-1] == {1}
-
-
-def test_a_target_refuses_tensors_that_share_memory() -> None:
-    whole = torch.zeros(6)
-    target = DictTarget({"a": whole[:4], "b": whole[2:]})
-    with pytest.raises(LayoutMismatch, match="'a', 'b' share memory"):
-        target.bind(target.parameters())
+    with fleet(DictSource(trained)) as here:
+        here.join(target)
+        assert all(map(torch.equal, trained.values(), target.weights.values()))
+        trained["b"] += 1
+        here.sender.send_weights(timeout_s=30)
+        until(lambda: target.finished[-1] == {1})
+        assert all(map(torch.equal, trained.values(), target.weights.values()))

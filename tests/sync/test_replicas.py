@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 import torch
 
-from deltasync import ModuleSource, ModuleTarget, SyncStats, TrainerGroup, WeightSender
+from deltasync import SyncStats
 from deltasync.delta.shard import ShardSpec
-from deltasync.errors import DeltaSyncError, ReplicasDiffer, SyncAborted
-from deltasync.sync.group.rank import TrainerRank
-from deltasync.sync.receiver import WeightReceiver
-from deltasync.transports import shared_memory
-from tests.worlds.links import Model, Serving, bits_equal, random_model, step
-from tests.worlds.ranks import free_port, run_ranks
+from deltasync.errors import ReplicasDiffer, SyncAborted
+from tests.worlds.links import Model, bits_equal, random_model, step
 from tests.worlds.trainers import Boxes, Sharded, Trainer
 
 SHAPES: dict[str, tuple[int, ...]] = {"a": (600, 512), "b": (16,), "c": (32, 6)}
@@ -108,64 +102,3 @@ def test_a_drift_of_one_among_many_parameters_is_found_within_some_syncs() -> No
         while not found or not isinstance(found[-1], ReplicasDiffer):
             assert len(found) < 10
             found.append(trainer.outcomes()[0])
-
-
-@pytest.mark.promise(
-    "Engines and trainers of several ranks",
-    "Ranks that have drifted apart send nothing: all that they hold alike is compared at the "
-    "first sync, and a part in each later one.",
-)
-def test_replicas_of_torch_meshes_are_compared(tmp_path: Path) -> None:
-    run_ranks(train, 2, 2, free_port(), tmp_path, timeout_s=100)
-
-
-def train(rank: int, world: int, port: int, folder: Path) -> None:
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.Linear(48, 8))
-    fully_shard(model, mesh=init_device_mesh("cpu", (world, 1), mesh_dim_names=("r", "s")))
-    lane, hub = shared_memory.Sender(folder / str(rank)), folder / "hub"
-    sender: WeightSender | TrainerRank
-    if rank == 0:
-        group = TrainerGroup(shared_memory.Sender(hub), world)
-        sender = WeightSender(ModuleSource(model), lane, group=group)
-    dist.barrier()
-    if rank:
-        link = shared_memory.Receiver(hub)
-        sender = TrainerRank(ModuleSource(model), lane, link, rank=rank, world=world)
-    else:
-        engine = torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.Linear(48, 8))
-        first, second = (shared_memory.Receiver(folder / str(n)) for n in range(world))
-        serving = Serving(WeightReceiver(ModuleTarget(engine), first, lanes=[second])).start()
-        assert isinstance(sender, WeightSender)
-        sender.wait_for_receivers(1, timeout_s=30)
-    outcomes: list[SyncStats | DeltaSyncError] = []
-    for number in range(4):
-        weight = model.get_parameter("1.weight")
-        with torch.no_grad():
-            weight.add_(1)
-            if number == 2 and rank == 1:
-                weight.to_local().add_(1)  # type: ignore[attr-defined]
-        try:
-            outcomes.append(sender.send_weights(timeout_s=30))
-        except DeltaSyncError as error:
-            outcomes.append(error)
-        if number == 2 and rank == 1:
-            with torch.no_grad():
-                weight.to_local().sub_(1)  # type: ignore[attr-defined]
-    *others, drifted, last = outcomes
-    assert all(isinstance(one, SyncStats) for one in (*others, last)), outcomes
-    assert isinstance(drifted, SyncAborted if rank else ReplicasDiffer)
-    assert "'1.weight'" in str(drifted)
-    dist.barrier()
-    if rank == 0:
-        serving.stop()
-        whole = model.get_parameter("1.weight").to_local()  # type: ignore[attr-defined]
-        assert torch.equal(engine.get_parameter("1.weight"), whole)
-    dist.barrier()
-    os._exit(0)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,133 +14,61 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from deltasync import ReceiverOptions, SenderOptions, WeightTarget
+from deltasync.delta.bits import as_bits
 from deltasync.engines.routed import RoutedTarget
 from deltasync.engines.routes.recorder import CheckpointTensor
 from deltasync.errors import ConfigError, DigestMismatch, SyncAborted
 from deltasync.testing.target import TargetContract
-from tests.worlds.links import Model, bits_equal, fleet, random_model, step, until
-
-EXPERTS = 3
-SHAPES = (
-    {"embed": (13, 4), "q": (8, 4), "k": (2, 4), "v": (2, 4), "o": (4, 8), "norm": (4,)}
-    | {f"gate{n}": (3, 4) for n in range(EXPERTS)}
-    | {f"up{n}": (3, 4) for n in range(EXPERTS)}
-    | {f"down{n}": (4, 3) for n in range(EXPERTS)}
-    | {"router": (EXPERTS, 4)}
+from tests.worlds.links import Model, bits_equal, fleet, random_model, step
+from tests.worlds.toy_engines import (
+    CHECKPOINT,
+    SHAPES,
+    Rank,
+    Wide,
+    fails,
+    fixed,
+    is_as,
+    joined,
+    rank_of,
+    routed,
+    specs,
+    state_of,
+    trainer,
 )
 
-
-class Engine(nn.Module):
-    """q, k and v fused, experts stacked, rows padded, a projection transposed, a float32 router.
-
-    Attributes:
-        loaded: How many tensors with data were loaded.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.loaded = 0
-        for name, shape in {
-            "embed": (16, 4),
-            "qkv": (12, 4),
-            "o": (8, 4),
-            "norm": (4,),
-            "w13": (EXPERTS, 6, 4),
-            "w2": (EXPERTS, 4, 3),
-        }.items():
-            self._add(name, torch.zeros(shape, dtype=torch.bfloat16))
-        self._add("router", torch.zeros(EXPERTS, 4))
-
-    def _add(self, name: str, tensor: Tensor) -> None:
-        self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        for name, tensor in weights:
-            self.loaded += not tensor.is_meta
-            self._place(name.rstrip("0123456789"), name[-1], tensor.shape).copy_(
-                tensor.T if name == "o" else tensor
-            )
-            if name == "embed":
-                self.get_parameter("embed").data[len(tensor) :].zero_()
-
-    def _place(self, kind: str, last: str, shape: torch.Size) -> Tensor:
-        match kind:
-            case "q" | "k" | "v":
-                begin = {"q": 0, "k": 8, "v": 10}[kind]
-                return self.get_parameter("qkv").data.narrow(0, begin, shape[0])
-            case "gate" | "up":
-                return self.get_parameter("w13").data[int(last)].chunk(2)[kind == "up"]
-            case "down":
-                return self.get_parameter("w2").data[int(last)]
-            case "embed":
-                return self.get_parameter("embed").data[: shape[0]]
-            case _:
-                return self.get_parameter(kind).data
+Given = Iterable[tuple[str, Tensor]]
 
 
-class ShufflingEngine(Engine):
+class Shuffling(Rank):
     """Keeps the halves of its experts the other way round once they are loaded."""
 
     def finish(self) -> None:
-        w13 = self.get_parameter("w13").data
-        w13.copy_(torch.cat(w13.chunk(2, dim=1)[::-1], dim=1))
+        w1 = self.get_parameter("w1").data
+        w1.copy_(torch.cat(w1.chunk(2, dim=1)[::-1], dim=1))
 
 
-CHECKPOINT = [CheckpointTensor(name, shape, torch.bfloat16) for name, shape in SHAPES.items()]
+def whole(seed: int, kind: type[Rank] = Wide) -> Any:
+    return rank_of(trainer(seed), 0, 1, kind)
 
 
-def trainer(seed: int) -> Model:
-    return random_model(SHAPES, seed)
+def test_a_full_sync_goes_through_the_loader_once_and_a_delta_never() -> None:
+    """The full sync restores what no route leads to."""
+    source, engine = trainer(0), whole(1)
+    loaded: list[str] = []
 
+    def load(weights: Given) -> None:
+        for name, tensor in weights:
+            loaded.extend([name] * (not tensor.is_meta))
+            engine.load_weights([(name, tensor)])
 
-def engine_of(source: nn.Module, kind: type[Engine] = Engine) -> Engine:
-    """What a fresh engine holds of the trainer's weights."""
-    engine = kind()
-    dtypes = {"router": torch.float32}
-    engine.load_weights(
-        (name, weights.data.to(dtypes.get(name, torch.bfloat16)))
-        for name, weights in source.named_parameters()
-    )
-    engine.loaded = 0
-    return engine
-
-
-@pytest.mark.promise("Bits", "An engine holds what its own loader would load.")
-@settings(max_examples=15, deadline=None)
-@given(
-    same=st.booleans(),
-    bucket_bytes=st.sampled_from([300, 1 << 20]),
-    staged_bytes=st.sampled_from([0, None]),
-    shares=st.lists(st.sampled_from([0.0, 0.05, 0.5, 1.0]), max_size=4),
-    seed=st.integers(0, 99),
-)
-def test_any_history_leaves_what_the_loader_would_load(
-    same: bool, bucket_bytes: int, staged_bytes: int | None, shares: list[float], seed: int
-) -> None:
-    source, generator = trainer(seed), torch.Generator().manual_seed(seed)
-    engine = engine_of(source if same else trainer(seed + 1))
-    with fleet(source, options=SenderOptions(bucket_bytes=bucket_bytes)) as here:
-        options = ReceiverOptions(max_staged_bytes=staged_bytes, stall_timeout_s=5)
-        here.add(RoutedTarget(engine, CHECKPOINT), options=options)
-        here.wait(1)
-        stats = here.sender.send_weights()
-        assert (stats.full_synced, stats.receivers) == (0 if same else 1, 1)
-        for share in shares:
-            step(source, generator, share)
-            stats = here.sender.send_weights()
-            assert (stats.kind, stats.receivers, stats.lost) == ("delta", 1, {})
-        assert bits_equal(engine, engine_of(source))
-    # A full sync goes through the loader once, each tensor whole; deltas never do.
-    assert engine.loaded == (0 if same else len(SHAPES))
-
-
-def test_a_full_sync_restores_what_no_route_leads_to() -> None:
-    source, engine = trainer(0), engine_of(trainer(1))
-    with fleet(source) as here:
-        serving = here.add(RoutedTarget(engine, CHECKPOINT))
-        here.wait(1)
-        here.sender.send_weights()
-        serving.receiver.invalidate()
+    target = RoutedTarget(engine, CHECKPOINT, load=load)
+    with joined(source, target, options=SenderOptions(bucket_bytes=300)) as here:
+        assert here.first.full_synced == 1
+        assert sorted(loaded) == sorted(SHAPES)
+        step(source, torch.Generator().manual_seed(0), 0.5)
+        assert here.sender.send_weights().kind == "delta"
+        assert len(loaded) == len(SHAPES)
+        here.serving["engine/0"].receiver.invalidate()
         for parameter in engine.parameters():  # padding too
             parameter.data.fill_(torch.nan)
         full_synced = 0
@@ -147,174 +76,163 @@ def test_a_full_sync_restores_what_no_route_leads_to() -> None:
             here.wait(1)
             with suppress(SyncAborted):
                 full_synced = here.sender.send_weights().full_synced
-        assert bits_equal(engine, engine_of(source))
-    assert engine.loaded == 2 * len(SHAPES)
+        assert bits_equal(engine, rank_of(source, 0, 1, Wide))
+    assert len(loaded) == 2 * len(SHAPES)
 
 
 def test_what_is_derived_is_brought_up_to_date_by_every_sync() -> None:
-    source, engine = trainer(0), engine_of(trainer(1))
+    source, engine = trainer(0), whole(1)
     norms: list[float] = []
 
     def finish() -> None:
-        norms.append(float(engine.get_parameter("norm").sum()))
+        norms.append(float(engine.norm.sum()))
 
-    with fleet(source) as here:
-        here.add(RoutedTarget(engine, CHECKPOINT, finish=finish))
-        here.wait(1)
-        for _ in range(3):
-            here.sender.send_weights()
-            assert norms[-1] == float(engine.get_parameter("norm").sum())
+    with joined(source, RoutedTarget(engine, CHECKPOINT, finish=finish)) as here:
+        for _ in range(2):
+            assert norms[-1] == float(engine.norm.sum())
             source.get_parameter("norm").data += 1
+            here.sender.send_weights()
     assert len(norms) == 3
 
 
 def test_tied_names_reach_the_loader_as_it_knows_them() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tok = nn.Parameter(torch.zeros(4, 3))
-
-        def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-            for name, tensor in weights:
-                if name == "tok":
-                    self.tok.data.copy_(tensor)
-
-    source, engine = Model({"head": torch.randn(4, 3)}), Tied()
+    source, engine = Model({"head": torch.randn(4, 3)}), Model({"tok": torch.zeros(4, 3)})
     source.register_parameter("tok", source.get_parameter("head"))
-    with fleet(source) as here:
-        here.add(RoutedTarget(engine, [CheckpointTensor("tok", (4, 3), torch.float32)]))
-        here.wait(1)
-        assert here.sender.send_weights().full_synced == 1
-        assert torch.equal(engine.tok, source.get_parameter("tok"))
+    with joined(source, routed(engine)):
+        assert torch.equal(engine.get_parameter("tok"), source.get_parameter("tok"))
 
 
 def test_a_layout_that_changes_after_loading_is_found_before_a_delta() -> None:
-    source, engine = trainer(0), engine_of(trainer(1), ShufflingEngine)
-    assert isinstance(engine, ShufflingEngine)
-    target = RoutedTarget(engine, CHECKPOINT, finish=engine.finish)
+    source, engine = trainer(0), whole(1, Shuffling)
     with fleet(source) as here:
-        serving = here.add(target)
+        serving = here.add(RoutedTarget(engine, CHECKPOINT, finish=engine.finish))
         here.wait(1)
-        with pytest.raises(SyncAborted, match=r"gate0.* the engine changes its layout"):
-            here.sender.send_weights()
-        until(lambda: bool(serving.errors))
-        assert isinstance(serving.errors[0], DigestMismatch)
+        error = fails(here, r"gate0.* the engine changes its layout")
+        assert isinstance(error, DigestMismatch)
         assert serving.receiver.is_dirty
 
 
 def test_an_engine_that_moves_its_weights_when_it_finishes_is_told() -> None:
-    source, engine = trainer(0), engine_of(trainer(1))
+    source, engine = trainer(0), whole(1)
 
     def finish() -> None:
-        engine.get_parameter("o").data = engine.get_parameter("o").data.clone()
+        engine.o.data = engine.o.data.clone()
 
-    with fleet(source) as here:
-        here.add(RoutedTarget(engine, CHECKPOINT, finish=finish))
-        here.wait(1)
-        with pytest.raises(SyncAborted, match="storage of the engine was replaced"):
-            here.sender.send_weights()
+    refused = pytest.raises(SyncAborted, match="storage of the engine was replaced")
+    with refused, joined(source, RoutedTarget(engine, CHECKPOINT, finish=finish)):
+        pass
 
 
 def test_what_the_engine_was_started_on_is_read_back() -> None:
-    source = trainer(0)
-    weights = [(name, w.data) for name, w in source.named_parameters()]
-    target = RoutedTarget(engine_of(source), CHECKPOINT)
+    weights = [(name, w.data) for name, w in trainer(0).named_parameters()]
+    target = RoutedTarget(whole(0), CHECKPOINT)
     target.verify_routes(weights)
     with pytest.raises(
         ConfigError, match="has no 'down0': start the engine on a checkpoint that has it"
     ):
         target.verify_routes([(name, tensor) for name, tensor in weights if name != "down0"])
-    shuffled = engine_of(source, ShufflingEngine)
-    assert isinstance(shuffled, ShufflingEngine)
+    shuffled = whole(0, Shuffling)
     shuffled.finish()
-    with pytest.raises(ConfigError, match=r"6 tensors have no route: 'gate0', .* are not where"):
+    with pytest.raises(ConfigError, match=r"2 tensors have no route: 'gate0', .* are not where"):
         RoutedTarget(shuffled, CHECKPOINT).verify_routes(weights)
 
 
-class Computing(Engine):
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        super().load_weights((n, t + 1 if n == "norm" else t) for n, t in weights)
+HELD = {"a": torch.zeros(4, 4), "b": torch.zeros(4, 4), "c": torch.zeros(4)}
 
 
-class Replacing(Engine):
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        for name, tensor in weights:
-            if name == "norm":
-                self.norm = nn.Parameter(tensor, requires_grad=False)
-            else:
-                super().load_weights([(name, tensor)])
+def copying(model: Model, weights: Given) -> None:
+    for name, tensor in weights:
+        model.get_parameter(name).data.copy_(tensor)
 
 
-class Lazy(Engine):
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
-        yield from weights
+def computing(model: Model, weights: Given) -> None:
+    copying(model, ((n, t + 1 if n == "c" else t) for n, t in weights))
 
 
-class Overlapping(Engine):
-    def __init__(self) -> None:
-        super().__init__()
-        self._add("part", self.get_parameter("w2").data[0])
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        for name, tensor in weights:
-            super().load_weights([(name, tensor)])
-            if name == "down0":
-                self.get_parameter("part").data.copy_(tensor)
+def interleaving(model: Model, weights: Given) -> None:
+    for name, tensor in weights:
+        live = model.get_parameter(name).data
+        live[:2], live[2:] = tensor[2:], tensor[:2]
 
 
-class Interleaving(Engine):
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        for name, tensor in weights:
-            if name == "q":
-                live = self.get_parameter("qkv").data
-                live[:4], live[4:8] = tensor[4:], tensor[:4]
-            else:
-                super().load_weights([(name, tensor)])
+def replacing(model: Model, weights: Given) -> None:
+    for name, tensor in weights:
+        copying(model, [(name, tensor)] if name != "b" else [])
+        if name == "b":
+            model.b = fixed(tensor)
+
+
+def lazy(model: Model, weights: Given) -> Any:
+    yield from weights
+
+
+def overlapping(model: Model, weights: Given) -> None:
+    for name, tensor in weights:
+        copying(model, [(name, tensor)])
+        if name == "c":
+            model.get_parameter("a").data[0].copy_(tensor)
+
+
+def expanding(model: Model, weights: Given) -> None:
+    for name, tensor in weights:
+        model.get_parameter(name).data.copy_(tensor.expand(4, 4) if name == "b" else tensor)
+
+
+def unfolding(model: Model, weights: Given) -> None:
+    for name, tensor in weights:
+        model.get_parameter(name).data.copy_(tensor.unfold(0, 4, 1) if name == "b" else tensor)
+
+
+def repeating(model: Model, weights: Given) -> None:
+    for name, tensor in weights:
+        if name == "b":
+            copying(model, [("b", tensor)])
+        else:
+            copying(model, [("a", tensor)])
+            model.get_parameter("c").data.copy_(tensor[0])
+
+
+FOUR = torch.zeros(4)
 
 
 @pytest.mark.parametrize(
-    ("engine", "checkpoint", "why"),
+    ("load", "changes", "why"),
     [
-        (Computing, CHECKPOINT, r"2 tensors have no route: 'norm' is not only copied: aten.add"),
-        (Interleaving, CHECKPOINT, None),  # q is kept in two parts
-        (Engine, CHECKPOINT[:-1], None),  # the router is left as it is
-        (Replacing, CHECKPOINT, "the loader replaces 'norm', where it should fill"),
-        (Lazy, CHECKPOINT, "'down0' is not asked for"),
-        (Overlapping, CHECKPOINT, "'part'|'w2'"),
-        (Engine, [c for c in CHECKPOINT if c.name != "k"], "'qkv': the loader does not copy"),
+        (computing, {}, r"2 tensors have no route: 'c' is not only copied: aten.add"),
+        (interleaving, {}, None),  # each is kept in two parts
+        (copying, {"c": None}, None),  # it is left as it is
+        (replacing, {}, "the loader replaces 'b', where it should fill"),
+        (lazy, {}, "'a' is not asked for"),
+        (overlapping, {}, "'a': the loader does not copy .* exactly once"),
+        (expanding, {"b": FOUR}, "'b' has no route: .* twice"),
+        (unfolding, {"b": torch.zeros(7)}, "'b' has no route: .* twice"),
+        (repeating, {"c": None}, "'a' has no route: .* twice, in 'a' and 'c'"),
+        (copying, {"a": torch.zeros(1, 4)}, "'a' has no route: .* twice, in 'a'"),
+        (lambda m, w: m.a.data[:1].copy_(dict(w)["a"]), {"a": FOUR}, "'a': the loader does not co"),
     ],
 )
 def test_what_has_no_route_is_refused_by_name(
-    engine: type[Engine], checkpoint: list[CheckpointTensor], why: str | None
+    load: Callable[[Model, Given], None], changes: dict[str, Tensor | None], why: str | None
 ) -> None:
-    made = engine()
+    made = Model({name: tensor.clone() for name, tensor in HELD.items()})
     before = dict(made.named_parameters())
-    target = RoutedTarget(made, checkpoint)
+    checkpoint = specs({n: t for n, t in (HELD | changes).items() if t is not None})
+    target = RoutedTarget(made, checkpoint, load=lambda weights: load(made, weights))
     if why is None:
-        assert len(target.parameters()) == len(checkpoint)
+        assert len(target.bind(target.parameters())) == len(checkpoint)
     else:
         with pytest.raises(ConfigError, match=why) as raised:
-            target.parameters()
+            target.bind(target.parameters())
         assert "EngineSync(without_routes='reload')" in str(raised.value)
         assert "\n" not in str(raised.value)
     after = dict(made.named_parameters())
     assert all(before[name] is after[name] and not after[name].any() for name in before)
 
 
-class Loaded(nn.Module):
+class Loaded(Model):
     """The contract's model: a padded embedding, a transposed projection."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        for name, tensor in {
-            "embed": torch.zeros(16, 4, dtype=torch.bfloat16),
-            "norm": torch.zeros(4),
-            "proj": torch.zeros(8, 4, dtype=torch.bfloat16),
-            "scale": torch.zeros(()),
-        }.items():
-            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(self, weights: Given) -> None:
         for name, tensor in weights:
             live = self.get_parameter(own_name(name)).data
             if "embed" in name:
@@ -331,11 +249,232 @@ class TestRoutedTarget(TargetContract):
     engine: Loaded
 
     def make_target(self, state: dict[str, Tensor]) -> WeightTarget:
-        self.engine = Loaded()
+        self.engine = Loaded(
+            {
+                "embed": torch.zeros(16, 4, dtype=torch.bfloat16),
+                "norm": torch.zeros(4),
+                "proj": torch.zeros(8, 4, dtype=torch.bfloat16),
+                "scale": torch.zeros(()),
+            }
+        )
         self.engine.load_weights(state.items())
-        checkpoint = [CheckpointTensor(n, tuple(t.shape), t.dtype) for n, t in state.items()]
-        return RoutedTarget(self.engine, checkpoint)
+        return RoutedTarget(self.engine, specs(state))
 
     def replace_storage(self, name: str) -> None:
         parameter = self.engine.get_parameter(own_name(name))
         parameter.data = parameter.data.clone()
+
+
+# Ranks, none of which holds the whole checkpoint.
+
+
+class Cut(nn.Module):
+    """One of two ranks: it keeps some bands of a tensor, each in a tensor of its own.
+
+    Attributes:
+        bands: What it keeps: indices of one dimension.
+    """
+
+    def __init__(self, shape: tuple[int, ...], bands: list[tuple[slice, ...]], turn: bool) -> None:
+        super().__init__()
+        self.bands, self.turn = bands, turn
+        for number, band in enumerate(bands):
+            part = self._turned(torch.zeros(shape, dtype=torch.bfloat16)[band])
+            self.register_parameter(f"part{number}", fixed(part.clone()))
+
+    def _turned(self, part: Tensor) -> Tensor:
+        return part.mT if self.turn and part.dim() > 1 else part
+
+    def load_weights(self, weights: Given) -> None:
+        for _, tensor in weights:
+            for number, band in enumerate(self.bands):
+                self.get_parameter(f"part{number}").data.copy_(self._turned(tensor[band]))
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> tuple[tuple[int, ...], list[list[tuple[slice, ...]]]]:
+    """A shape, and the bands of it that each of two ranks has, which take turns."""
+    shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple))
+    dim = draw(st.integers(0, len(shape) - 1))
+    inner = draw(st.sets(st.integers(1, 9), max_size=3))
+    ends = sorted({0, shape[dim]} | {end for end in inner if end < shape[dim]})
+    before = (slice(None),) * dim
+    bands = [(*before, slice(*two)) for two in pairwise(ends)]
+    return shape, [bands[::2], bands[1::2]]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    cut=cuts(),
+    turn=st.booleans(),
+    staged_bytes=st.sampled_from([0, None]),
+    share=st.sampled_from([0.3, 1.0]),
+    seed=st.integers(0, 99),
+)
+def test_however_a_tensor_is_cut_its_parts_follow(
+    cut: tuple[tuple[int, ...], list[list[tuple[slice, ...]]]],
+    turn: bool,
+    staged_bytes: int | None,
+    share: float,
+    seed: int,
+) -> None:
+    shape, (bands, others) = cut
+    source = random_model({"w": shape}, seed)
+    ranks = [Cut(shape, held, turn) for held in (bands, others) if held]
+    targets = [RoutedTarget(one, [CheckpointTensor("w", shape, torch.bfloat16)]) for one in ranks]
+    options = ReceiverOptions(max_staged_bytes=staged_bytes, stall_timeout_s=5)
+    with joined(source, *targets, receiving=options) as here:
+        for _ in range(2):
+            for rank in ranks:
+                fresh = Cut(shape, rank.bands, turn)
+                fresh.load_weights([("w", source.get_parameter("w").data)])
+                assert bits_equal(rank, fresh)
+            step(source, torch.Generator().manual_seed(seed), share)
+            assert here.sender.send_weights().receivers == len(ranks)
+    bits = as_bits(source.get_parameter("w").data.bfloat16()).reshape(-1)
+    for rank, target in zip(ranks, targets, strict=True):
+        before, start = state_of(rank), seed % len(bits)
+        target.bind(target.parameters())[0].write(start, bits[start:])  # of what it holds already
+        assert is_as(rank, before)
+
+
+def test_receivers_of_parts_get_gaps_where_class_is_asked_for() -> None:
+    source, generator = trainer(0), torch.Generator().manual_seed(0)
+    ranks = [rank_of(trainer(1), n) for n in range(2)]
+    targets = [RoutedTarget(rank, CHECKPOINT) for rank in ranks]
+    with joined(source, *targets, options=SenderOptions(compression="class")) as here:
+        step(source, generator, 0.2)
+        assert [here.first.compression, here.sender.send_weights().compression] == ["gap"] * 2
+        assert all(bits_equal(rank, rank_of(source, rank.rank)) for rank in ranks)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "names", "why"),
+    [
+        ([0, 0], SHAPES, "engine takes nothing of 'last'"),
+        ([0, 1, 0], SHAPES, "its ranks hold 84 elements of 'embed', which has 52"),
+        ([0, 0], SHAPES.keys() - {"last", "embed"}, "DigestMismatch"),  # as many as there are
+    ],
+)
+def test_ranks_that_do_not_add_up_are_refused_by_name(
+    ranks: list[int], names: Iterable[str], why: str
+) -> None:
+    source = random_model({name: SHAPES[name] for name in names}, 0)
+    checkpoint = [one for one in CHECKPOINT if one.name in names]
+    targets = [RoutedTarget(Rank(rank), checkpoint) for rank in ranks]
+    with pytest.raises(SyncAborted, match=why), joined(source, *targets):
+        pass
+
+
+# Loaders that need some tensors in one call get them in one call.
+
+COUNT = 90  # tensors beside those that are loaded in pairs
+TOGETHER = (
+    {"a0": (8, 4), "a1": (8, 4)}
+    | {f"w{n}": (5, 4) for n in range(COUNT)}
+    | {"b1": (4, 4), "b0": (4, 4), "c": (3,)}
+)
+PAIRS = {"a0": "ab0", "b0": "ab0", "a1": "ab1", "b1": "ab1"}
+
+
+class Pairing(Model):
+    """Keeps a0 and b0 in one matrix, and a1 and b1 in another: writes both once both have come.
+
+    Attributes:
+        calls: The names of tensors with data that each call brought.
+    """
+
+    def __init__(self) -> None:
+        own = {n: s for n, s in TOGETHER.items() if n not in PAIRS} | {"ab0": (12, 4)}
+        own |= {"ab1": (12, 4)}
+        super().__init__({n: torch.zeros(s, dtype=torch.bfloat16) for n, s in own.items()})
+        self.calls: list[list[str]] = []
+
+    def load_weights(self, weights: Given) -> None:
+        self.calls.append([])
+        waiting: dict[str, Tensor] = {}
+        for name, tensor in self.ordered(weights):
+            if not tensor.is_meta:
+                self.calls[-1].append(name)
+            if name in PAIRS:
+                waiting[name] = tensor
+                self.pair(self.get_parameter(PAIRS[name]).data, name, waiting)
+            else:
+                self.get_parameter(name).data.copy_(tensor)
+
+    def ordered(self, weights: Given) -> Given:
+        return weights
+
+    def pair(self, live: Tensor, name: str, waiting: dict[str, Tensor]) -> None:
+        both = [own for own, fused in PAIRS.items() if fused == PAIRS[name]]
+        if all(own in waiting for own in both):
+            self.write(live, *(waiting.pop(own) for own in both))
+
+    def write(self, live: Tensor, one: Tensor, other: Tensor) -> None:
+        live.copy_(torch.cat([one, other]))
+
+
+class Separate(Pairing):
+    """Writes one after the other."""
+
+    def write(self, live: Tensor, one: Tensor, other: Tensor) -> None:
+        live[:8].copy_(one)
+        live[8:].copy_(other)
+
+
+class Second(Pairing):
+    """Writes the second only if the first has been there in the same call, and before it."""
+
+    def pair(self, live: Tensor, name: str, waiting: dict[str, Tensor]) -> None:
+        if name.startswith("a"):
+            live[:8].copy_(waiting[name])
+        elif name.replace("b", "a") in waiting:
+            live[8:].copy_(waiting[name])
+
+
+class ReadingAhead(Pairing):
+    """Goes through all names before it loads anything."""
+
+    def ordered(self, weights: Given) -> Given:
+        return list(weights)
+
+
+class OneAhead(Pairing):
+    """Has always asked for the next one already."""
+
+    def ordered(self, weights: Given) -> Iterator[tuple[str, Tensor]]:
+        before: list[tuple[str, Tensor]] = []
+        for entry in weights:
+            yield from before
+            before = [entry]
+        yield from before
+
+
+class SeparateReadingAhead(ReadingAhead, Separate):
+    pass
+
+
+@pytest.mark.promise(
+    "Cost",
+    "A full sync through a loader buffers one parameter, and what the loader needs in one call.",
+)
+@pytest.mark.parametrize("bucket_bytes", [300, 1 << 20])
+@pytest.mark.parametrize(
+    "kind", [Pairing, Separate, Second, ReadingAhead, OneAhead, SeparateReadingAhead]
+)
+def test_a_full_sync_gives_together_what_a_loader_needs_in_one_call(
+    kind: type[Pairing], bucket_bytes: int
+) -> None:
+    source, engine, fresh = random_model(TOGETHER, 0), kind(), kind()
+    checkpoint = [CheckpointTensor(name, shape, torch.bfloat16) for name, shape in TOGETHER.items()]
+    target, options = RoutedTarget(engine, checkpoint), SenderOptions(bucket_bytes=bucket_bytes)
+    with joined(source, target, options=options) as here:
+        assert here.first.full_synced == 1
+        step(source, torch.Generator().manual_seed(1), 0.05)
+        assert here.sender.send_weights().kind == "delta"
+    fresh.load_weights([(n, w.data.bfloat16()) for n, w in source.named_parameters()])
+    assert bits_equal(engine, fresh)
+    calls = [call for call in engine.calls if call]
+    assert sorted(name for call in calls for name in call) == sorted(TOGETHER)  # each once
+    assert all(("a0" in call, "a1" in call) == ("b0" in call, "b1" in call) for call in calls)
+    assert len(calls) > 10 or bucket_bytes > 300

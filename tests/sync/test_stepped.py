@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,23 +11,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from deltasync import (
-    ModuleSource,
-    NamedTensor,
-    SenderOptions,
-    WeightSource,
-    sync_after_step,
-)
+from deltasync import ModuleSource, SenderOptions, WeightSource, sync_after_step
 from deltasync.errors import ConfigError
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.fleet import EngineFleet
-from deltasync.quant.fp8 import Fp8
 from deltasync.quant.served import ServedSource
 from deltasync.transports import shared_memory
 from tests.worlds.links import bits_equal, fleet
+from tests.worlds.trainers import Rounded, matrices
 from tests.worlds.trainers import Trainer as SourcesOfRanks
+
+NONE_SENT = r"none of the 6 param"
 
 
 def network() -> nn.Module:
@@ -70,25 +65,12 @@ class Masters:
         self.step = inner.step
 
 
+def plain(model: nn.Module) -> Any:
+    return adamw(model.parameters())
+
+
 def frozen(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model).requires_grad_(False)
-
-
-def matrices(name: str, shape: tuple[int, ...]) -> Fp8 | None:
-    return Fp8() if len(shape) > 1 else None
-
-
-STRANGERS: dict[str, Callable[[nn.Module], tuple[WeightSource, torch.optim.Optimizer]]] = {
-    "a copy is trained": lambda m: (ModuleSource(m), adamw(copy.deepcopy(m).parameters())),
-    "the frozen base is sent": lambda m: (ModuleSource(frozen(m)), adamw(m.parameters())),
-    "masters are trained": lambda m: (ModuleSource(m), MasterWeights(m).optimizer),
-    "a copy is served": lambda m: (
-        ServedSource(
-            ModuleSource(frozen(m)), lambda name, shape: Fp8() if len(shape) > 1 else None
-        ),
-        adamw(m.parameters()),
-    ),
-}
 
 
 @pytest.mark.promise(
@@ -96,12 +78,24 @@ STRANGERS: dict[str, Callable[[nn.Module], tuple[WeightSource, torch.optim.Optim
     "`sync_after_step` refuses an optimizer that steps nothing of the source, and names what "
     "is stepped and not sent.",
 )
-@pytest.mark.parametrize("make", STRANGERS.values(), ids=STRANGERS.keys())
+@pytest.mark.parametrize(
+    ("source_of", "optimizer_of"),
+    [
+        (ModuleSource, lambda m: adamw(copy.deepcopy(m).parameters())),  # a copy is trained
+        (lambda m: ModuleSource(frozen(m)), plain),
+        (ModuleSource, lambda m: MasterWeights(m).optimizer),
+        (
+            lambda m: ServedSource(ModuleSource(frozen(m)), matrices),
+            lambda m: adamw(m.parameters()),
+        ),
+    ],
+)
 def test_an_optimizer_that_steps_nothing_of_the_source_is_refused(
-    make: Callable[[nn.Module], tuple[WeightSource, torch.optim.Optimizer]],
+    source_of: Callable[[nn.Module], WeightSource], optimizer_of: Callable[[nn.Module], Any]
 ) -> None:
-    source, optimizer = make(network())
-    with fleet(source) as here, pytest.raises(ConfigError, match=r"none of the 6 param"):
+    model = network()
+    optimizer = optimizer_of(model)
+    with fleet(source_of(model)) as here, pytest.raises(ConfigError, match=NONE_SENT):
         sync_after_step(optimizer, here.sender)
     assert not optimizer._optimizer_step_post_hooks
 
@@ -122,69 +116,6 @@ def test_a_wrapper_with_masters_is_followed_by_the_advice_of_both_errors() -> No
             assert bits_equal(model, engine)
 
 
-def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    return dict(module.named_parameters())
-
-
-DROPPED: dict[str, Callable[[nn.Module], tuple[WeightSource, SenderOptions]]] = {
-    "leave_out": lambda m: (ModuleSource(m), SenderOptions(leave_out=("2.*",))),
-    "rename": lambda m: (
-        ModuleSource(m, rename=lambda n: None if n.startswith("2.") else n),
-        SenderOptions(),
-    ),
-    "another module": lambda m: (ModuleSource(m.get_submodule("0")), SenderOptions()),
-}
-
-
-@pytest.mark.promise(
-    "What operators see",
-    "`sync_after_step` refuses an optimizer that steps nothing of the source, and names what "
-    "is stepped and not sent.",
-)
-@pytest.mark.parametrize("make", DROPPED.values(), ids=DROPPED.keys())
-def test_trained_tensors_that_are_not_sent_are_named(
-    make: Callable[[nn.Module], tuple[WeightSource, SenderOptions]],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    model = network()
-    source, options = make(model)
-    with fleet(source, options=options) as here:
-        sync_after_step(adamw(model.named_parameters()), here.sender)
-    (said,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert "of the 6 parameters that the optimizer steps are not sent: " in said
-    assert "2.weight" in said or "1.weight" in said
-
-
-def test_parameters_without_names_are_told_by_their_place(caplog: pytest.LogCaptureFixture) -> None:
-    model, head = network(), nn.Linear(8, 1)
-    with fleet(model) as here:
-        sync_after_step(adamw([*model.parameters(), *head.parameters()]), here.sender)
-    assert "2 of the 8 parameters that the optimizer steps are not sent: " in caplog.text
-    assert "'6 of group 0, of shape (1, 8)', '7 of" in caplog.text
-
-
-def test_masters_of_some_parameters_are_named_with_the_way_out(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    model = network()
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    masters = [p.detach().clone().requires_grad_() for p in matrices]
-    with fleet(model.bfloat16()) as here:
-        sync_after_step(adamw([*masters, model.get_parameter("1.weight")]), here.sender)
-    assert "2 of the 3 parameters that the optimizer steps are not sent: " in caplog.text
-    assert "if they are masters, call sender.send_weights() after" in caplog.text
-
-
-class Rounded:
-    """A source that computes what it sends."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-
-    def tensors(self) -> list[NamedTensor]:
-        return [NamedTensor((n,), p.detach().half()) for n, p in self._module.named_parameters()]
-
-
 def flat(model: nn.Module) -> Iterable[Any]:
     """Have the model's parameters be views of one buffer."""
     buffer = torch.cat([p.detach().view(-1) for p in model.parameters()])
@@ -195,40 +126,92 @@ def flat(model: nn.Module) -> Iterable[Any]:
     return model.parameters()
 
 
-QUIET: dict[str, Callable[[nn.Module], tuple[WeightSource, Any]]] = {
-    "plain": lambda m: (ModuleSource(m), adamw(m.parameters())),
-    "fused": lambda m: (ModuleSource(m), adamw(m.parameters(), fused=True)),
-    "some frozen": lambda m: (
-        ModuleSource(m, rename=lambda n: n if n[0] == "2" else None),
-        adamw([p.requires_grad_(n[0] == "2") for n, p in m.named_parameters()]),
+def masters_of_matrices(model: nn.Module) -> list[Any]:
+    masters = [p.detach().clone().requires_grad_() for p in model.parameters() if p.dim() > 1]
+    model.bfloat16()
+    return [*masters, model.get_parameter("1.weight")]
+
+
+def halves(name: str, shape: tuple[int, ...]) -> dict[str, Any]:
+    return {f"{name}.0": (0,), f"{name}.1": (slice(1, None),)}
+
+
+def but_last(name: str) -> str | None:
+    return None if name.startswith("2.") else name
+
+
+def only_last(name: str) -> str | None:
+    return name if name.startswith("2.") else None
+
+
+def training_last(model: nn.Module) -> Any:
+    return adamw([p.requires_grad_(n[0] == "2") for n, p in model.named_parameters()])
+
+
+def by_name(model: nn.Module) -> Any:
+    return adamw(model.named_parameters())
+
+
+def with_another(model: nn.Module) -> Any:
+    return adamw([*model.parameters(), *nn.Linear(8, 1).parameters()])
+
+
+def in_two(model: nn.Module) -> Any:
+    return [adamw(model.get_submodule("0").parameters()), adamw([*model.parameters()][2:])]
+
+
+def compiled(model: nn.Module) -> Any:
+    return torch.compile(model, backend="eager")
+
+
+OF_6, OF_8, OF_3 = (f" of the {n} parameters that the optimizer steps are not" for n in (6, 8, 3))
+HOOKS: dict[str, tuple[Callable[[nn.Module], Any], Callable[[Any], Any], tuple[str, ...]]] = {
+    # What is stepped and not sent is named.
+    "leave_out": (by_name, ModuleSource, (OF_6, "2.weight")),
+    "rename": (by_name, lambda m: ModuleSource(m, rename=but_last), (OF_6, "2.weight")),
+    "another module": (by_name, lambda m: ModuleSource(m.get_submodule("0")), (OF_6, "1.weight")),
+    "without names": (
+        with_another,
+        ModuleSource,
+        ("2" + OF_8, "'6 of group 0, of shape (1, 8)', '7 of"),
     ),
-    "flat buffer": lambda m: (ModuleSource(m), adamw(flat(m))),
-    "split": lambda m: (
-        ModuleSource(m, name_map=lambda n, shape: {f"{n}.0": (0,), f"{n}.1": (slice(1, None),)}),
-        adamw(m.parameters()),
+    "masters of some": (
+        lambda m: adamw(masters_of_matrices(m)),
+        ModuleSource,
+        ("2" + OF_3, "if they are masters, call sender.send_weights() after"),
     ),
-    "compiled": lambda m: (ModuleSource(torch.compile(m, backend="eager")), adamw(m.parameters())),  # type: ignore[arg-type]
-    "served": lambda m: (
-        ServedSource(ModuleSource(m), matrices),
-        adamw(m.parameters()),
-    ),
-    "computed": lambda m: (Rounded(m), adamw(m.parameters())),
-    "several": lambda m: (
-        ModuleSource(m),
-        [adamw(m.get_submodule("0").parameters()), adamw([*m.parameters()][2:])],
-    ),
+    # What reaches the source or cannot be judged raises no alarm.
+    "plain": (plain, ModuleSource, ()),
+    "fused": (lambda m: adamw(m.parameters(), fused=True), ModuleSource, ()),
+    "some frozen": (training_last, lambda m: ModuleSource(m, rename=only_last), ()),
+    "flat buffer": (lambda m: adamw(flat(m)), ModuleSource, ()),
+    "split": (plain, lambda m: ModuleSource(m, name_map=halves), ()),
+    "compiled": (plain, lambda m: ModuleSource(compiled(m)), ()),
+    "served": (plain, lambda m: ServedSource(ModuleSource(m), matrices), ()),
+    "computed": (plain, Rounded, ()),
+    "several": (in_two, ModuleSource, ()),
+    "lazy": (lambda m: plain(nn.LazyLinear(4)), ModuleSource, ()),
+    "without memory": (lambda m: plain(network().to("meta")), ModuleSource, ()),
 }
 
 
+@pytest.mark.promise(
+    "What operators see",
+    "`sync_after_step` refuses an optimizer that steps nothing of the source, and names what "
+    "is stepped and not sent.",
+)
 @pytest.mark.filterwarnings("ignore")  # of torch, about its own compiler
-@pytest.mark.parametrize("make", QUIET.values(), ids=QUIET.keys())
-def test_what_reaches_the_source_or_cannot_be_judged_raises_no_alarm(
-    make: Callable[[nn.Module], tuple[WeightSource, Any]], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("name", HOOKS)
+def test_what_is_stepped_and_not_sent_is_named_and_nothing_else(
+    name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    source, optimizer = make(network())
-    with fleet(source) as here:
+    model, (optimizer_of, source_of, said) = network(), HOOKS[name]
+    options = SenderOptions(leave_out=("2.*",) if name == "leave_out" else ())
+    optimizer = optimizer_of(model)
+    with fleet(source_of(model), options=options) as here:
         sync_after_step(optimizer, here.sender)
-    assert "not sent" not in caplog.text
+    assert all(words in caplog.text for words in said)
+    assert ("not sent" in caplog.text) == bool(said)
 
 
 def test_one_of_several_hooks_of_a_sender_needs_to_step_a_part_only(
@@ -256,14 +239,8 @@ def test_senders_to_running_engines_look_as_well(
     model = network()
     with make(ModuleSource(model), tmp_path) as sender:
         sync_after_step(adamw(model.parameters()), sender)
-        with pytest.raises(ConfigError, match="none of the 6"):
+        with pytest.raises(ConfigError, match=NONE_SENT):
             sync_after_step(adamw(network().parameters()), sender)
-
-
-def test_parameters_without_memory_are_not_judged() -> None:
-    with fleet(network()) as here:
-        for strange in (nn.LazyLinear(4), network().to("meta")):
-            sync_after_step(adamw(strange.parameters()), here.sender)
 
 
 @pytest.fixture
@@ -288,7 +265,7 @@ def test_sharded_parameters_are_known_by_what_this_rank_holds(
         train(model)  # leaves the root gathered
         sync_after_step(adamw(model.parameters()), here.sender)
         assert "not sent" not in caplog.text
-        with pytest.raises(ConfigError, match="none of the 6"):
+        with pytest.raises(ConfigError, match=NONE_SENT):
             sync_after_step(adamw(network().parameters()), here.sender)
 
 
@@ -297,5 +274,5 @@ def test_each_rank_of_a_trainer_looks_at_its_own_part() -> None:
     with contextlib.closing(SourcesOfRanks(parts)) as here:
         for sender, part in zip(here.ranks, parts, strict=True):
             sync_after_step(adamw(part.module.parameters()), sender).remove()
-            with pytest.raises(ConfigError, match="none of the 6"):
+            with pytest.raises(ConfigError, match=NONE_SENT):
                 sync_after_step(adamw(network().parameters()), sender)

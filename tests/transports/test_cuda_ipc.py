@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import mmap
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -17,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltasync.errors import ConfigError, PeerLost, TransportTimeout, TransportUnavailable
+from deltasync.errors import PeerLost, TransportTimeout, TransportUnavailable
 from deltasync.testing.links import (
     PATIENCE_S,
     PROMPT_S,
@@ -33,7 +32,7 @@ from deltasync.testing.links import (
 )
 from deltasync.testing.processes import Child
 from deltasync.testing.transport import TransportContract
-from deltasync.transports import cuda_ipc, cuda_runtime
+from deltasync.transports import cuda_ipc
 from deltasync.transports.base import Frame, ReceiveTransport
 from deltasync.transports.control.connection import Connection, Kind
 from deltasync.transports.cuda_runtime import Gpu, IpcEvent, find_runtime
@@ -74,7 +73,6 @@ class HostGpu(Gpu):
 
     num_allocated: ClassVar[int] = 0
     num_mapped: ClassVar[int] = 0
-    can_open: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -109,7 +107,7 @@ class HostGpu(Gpu):
     def open(
         self, owner: bytes, memory: bytes, event: bytes, num_bytes: int
     ) -> tuple[Tensor, IpcEvent]:
-        if owner != self.uuid or not HostGpu.can_open:
+        if owner != self.uuid:
             raise TransportUnavailable("that GPU is not here; walk around it")
         try:
             opened = opened_at(memory, num_bytes), HostMark(opened_at(event, 1))
@@ -247,13 +245,6 @@ def write_slowly(connection: Connection, num_frames: int) -> None:
         time.sleep(0.001)
 
 
-class TestHostMemoryFromAfar(TransportContract):
-    def ends(self, tmp_path: Path, max_payload_bytes: int) -> Ends:
-        path = tmp_path / "socket"
-        sender = partial(HostSender, path, max_payload_bytes=max_payload_bytes)
-        return Ends(sender, partial(FarReceiver, path), crosses_processes=True)
-
-
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "socket"
@@ -291,6 +282,20 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
 # Memory
 
 
+def test_payloads_of_another_gpu_are_copied(path: Path) -> None:
+    with ExitStack() as stack:
+        far = Link(Ends(partial(HostSender, path), partial(FarReceiver, path), True), stack)
+        far.add(2)
+        far.open()
+        for num_bytes in (0, 1, 4097, (1 << 20) + 3):
+            frame = Frame(b"x", payload_of(num_bytes))
+            buffer = far.sender.buffer(num_bytes, timeout_s=1)
+            assert frame.payload is not None
+            got = far.exchange(Frame(b"x", buffer.copy_(frame.payload)))
+            buffer.fill_(0xEE)  # against the rules, to see that it is not what they read
+            assert all(same_frame(one, frame) for one in got)
+
+
 @pytest.mark.usefixtures("apart")
 def test_memory_is_freed_only_when_nobody_maps_it(link: Link) -> None:
     link.add(2)
@@ -312,22 +317,13 @@ def test_memory_is_freed_only_when_nobody_maps_it(link: Link) -> None:
     assert HostGpu.num_allocated == 2
 
 
-def test_one_piece_of_memory_is_allocated_for_each_slot(link: Link) -> None:
-    link.add(1)
-    link.open()
-    for number in range(6):
-        link.exchange(Frame(b"x", link.sender.buffer(1000 * number + 1, timeout_s=1)))
-    assert HostGpu.num_allocated == 2
-
-
 def test_a_killed_receiver_leaves_nothing(link: Link) -> None:
-    for _ in range(2):
-        child, peer = link.add_process()
-        link.check([peer])
-        child.kill()
-        with within(PROMPT_S):
-            while link.sender.is_connected(peer):
-                time.sleep(0.01)
+    child, peer = link.add_process()
+    link.check([peer])
+    child.kill()
+    with within(PROMPT_S):
+        while link.sender.is_connected(peer):
+            time.sleep(0.01)
     link.sender.close()
     assert HostGpu.num_allocated == 0
 
@@ -415,23 +411,6 @@ def run_streams(link: Link) -> None:
 # Where it cannot work
 
 
-@pytest.mark.usefixtures("apart")
-def test_memory_that_cannot_be_opened_is_said_and_ends_the_connection(
-    link: Link, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    link.add(1)
-    link.open()
-    monkeypatch.setattr(HostGpu, "can_open", False)
-    received = link.receive_later()
-    # It may leave as soon as it is told of the memory, which is before the frame is sent.
-    with suppress(PeerLost):
-        link.sender.send(Frame(b"x", payload_of(10)), timeout_s=1)
-    assert isinstance(received[0].exception(PROMPT_S), TransportUnavailable)
-    with within(PROMPT_S):
-        while link.sender.is_connected(link.peers[0]):
-            time.sleep(0.01)
-
-
 @pytest.mark.promise("Errors", "`TransportUnavailable` says what to use instead.")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPUs")
 @pytest.mark.parametrize("end", [cuda_ipc.Sender, cuda_ipc.Receiver])
@@ -466,12 +445,6 @@ def test_the_runtime_of_torch_is_found(
     maps: list[str], version: str | None, path: str | None
 ) -> None:
     assert find_runtime(maps, version) == path
-
-
-def test_handles_are_passed_by_value() -> None:
-    assert ctypes.sizeof(cuda_runtime._MemoryHandle) == 64
-    handle = bytes(range(64))
-    assert bytes(cuda_runtime._MemoryHandle.from_buffer_copy(handle)) == handle
 
 
 # GPUs
@@ -533,25 +506,6 @@ SIZES = [0, 1, 4097, GRANULE_BYTES, 64 << 20, 3]
 
 
 @pytest.mark.gpu
-def test_two_processes_share_a_gpu(path: Path) -> None:
-    with closing(cuda_ipc.Sender(path)) as sender:
-        with Child(echo_on_gpu, path, "cuda:0"), Child(echo_on_gpu, path, "cuda:0"):
-            exchange_on_gpu(sender, list(greeted(sender, 2)), SIZES)
-        with Child(echo_on_gpu, path, "cuda:0"):
-            exchange_on_gpu(sender, list(greeted(sender, 1)), SIZES)
-
-
-@pytest.mark.multigpu
-def test_processes_on_two_gpus(path: Path) -> None:
-    with (
-        closing(cuda_ipc.Sender(path, device="cuda:0")) as sender,
-        Child(echo_on_gpu, path, "cuda:1"),
-        Child(echo_on_gpu, path, "cuda:0"),
-    ):
-        exchange_on_gpu(sender, list(greeted(sender, 2)), SIZES)
-
-
-@pytest.mark.gpu
 def test_expandable_segments_do_not_matter(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Of the children alone: spawned with this environment, in which torch starts anew.
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
@@ -580,17 +534,6 @@ def taken_by_payloads(sender: cuda_ipc.Sender, peers: list[int]) -> int:
     free_before, _ = torch.cuda.mem_get_info("cuda:0")
     exchange_on_gpu(sender, peers, [1 << 20] * 200)
     return free_before - torch.cuda.mem_get_info("cuda:0")[0]
-
-
-@pytest.mark.gpu
-def test_replaced_memory_is_freed(path: Path) -> None:
-    with closing(cuda_ipc.Sender(path)) as sender, Child(echo_on_gpu, path, "cuda:0"):
-        peers = list(greeted(sender, 1))
-        for num_granules in (1, 2, 4):
-            exchange_on_gpu(sender, peers, [num_granules * GRANULE_BYTES] * 4)
-        assert cuda_ipc._free_unmapped()
-        assert max(slot.memory.numel() for slot in sender._slots) == 4 * GRANULE_BYTES
-    assert cuda_ipc._free_unmapped()
 
 
 @pytest.mark.gpu
@@ -700,13 +643,6 @@ def test_a_gpu_that_is_not_visible_is_unavailable(
             assert sender.open_epoch(list(greeted(sender, 1)), timeout_s=1) == {}
             sender.send(Frame(b"x", payload_of(10).to("cuda:0")), timeout_s=PATIENCE_S)
             child.wait(timeout_s=60)
-
-
-@pytest.mark.gpu
-def test_other_devices_are_refused(path: Path) -> None:
-    for device in ("cpu", f"cuda:{torch.cuda.device_count()}"):
-        with pytest.raises(ConfigError):
-            cuda_ipc.Sender(path, device=device)
 
 
 @pytest.mark.gpu

@@ -24,12 +24,12 @@ from deltasync.transports.collective import Sender
 sender, peers = Sender("127.0.0.1", int(sys.argv[1])), set()
 while True:
     peers |= {peer for peer, _ in sender.poll(timeout_s=0.05)}
-    sender.open_epoch(sorted(peers), timeout_s=20)
+    sender.open_epoch(sorted(peers), timeout_s=6)
     answers = {}
     try:
         if peers:
-            sender.send(Frame(b"x", torch.zeros(1 << 20, dtype=torch.uint8)), timeout_s=20)
-            answers = sender.collect_replies(timeout_s=20)
+            sender.send(Frame(b"x", torch.zeros(1 << 20, dtype=torch.uint8)), timeout_s=6)
+            answers = sender.collect_replies(timeout_s=6)
     except DeltaSyncError:
         pass
     peers = {peer for peer in peers if sender.is_connected(peer)}
@@ -49,7 +49,7 @@ from deltasync.transports import collective_receiver
 collective_receiver.Join = lambda plan: os.kill(os.getpid(), signal.SIGKILL)
 {RECEIVER}
 """
-KILLS = 4
+KILLS = 2
 
 
 def await_answers(sender: Program, count: int) -> None:

@@ -21,7 +21,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from deltasync import ModuleSource, ModuleTarget, WeightReceiver, WeightSender
 from deltasync.errors import PeerLost, TransportClosed, TransportTimeout
 from deltasync.testing.links import (
     PATIENCE_S,
@@ -198,68 +197,22 @@ def test_reads_that_are_overtaken_are_never_returned(link: Link) -> None:
     assert got[0] > 0
 
 
-def sender_that_grows(port: int) -> None:
-    """Drop a receiver that has not read, give up its memory by growing, and live on."""
-    with closing(Sender(port=port)) as sender:
-        (peer,) = greeted(sender, 1)
-        assert sender.open_epoch([peer], timeout_s=1) == {}
-        for number in range(2):
-            sender.send(Frame(b"%d" % number, payload_of(20 << 20, seed=number)), timeout_s=1)
-        with pytest.raises(TransportTimeout):
-            sender.buffer(1, timeout_s=0.05)
-        assert sender.open_epoch([], timeout_s=1) == {}
-        for _ in range(2):
-            sender.send(Frame(b"x", payload_of(50 << 20)), timeout_s=1)
-        gc.collect()
-        (peer,) = greeted(sender, 1)
-        assert sender.open_epoch([peer], timeout_s=1) == {}
-        sender.send(Frame(b"alive", payload_of(100)), timeout_s=1)
-        assert sender.collect_replies(timeout_s=PATIENCE_S) == {peer: b"yes"}
-
-
-def test_a_late_read_of_memory_that_was_outgrown_harms_nobody() -> None:
-    port = free_port()
-    with Child(sender_that_grows, port) as child, closing(Receiver("127.0.0.1", port)) as late:
-        late.connect(b"late", timeout_s=PATIENCE_S)
-        time.sleep(3)
-        with suppress(PeerLost):  # frames whose memory was outgrown are still what was sent
-            frames = [Frame(b"%d" % n, payload_of(20 << 20, seed=n)) for n in range(3)]
-            receive_all(late, frames)
-        late.connect(b"again", timeout_s=PATIENCE_S)
-        assert same_frame(late.receive(timeout_s=PATIENCE_S), Frame(b"alive", payload_of(100)))
-        late.reply(b"yes", timeout_s=1)
-        child.wait(timeout_s=PATIENCE_S)
-
-
-def test_nothing_grows_over_two_hundred_frames(link: Link) -> None:
+def test_nothing_grows_over_many_frames_and_receivers(link: Link) -> None:
     link.add(2)
     link.open()
     seen = []
-    for number in range(201):
+    for number in range(101):
+        if number % 20 == 0:
+            link.peers[0] = link.connect(link.receivers[0])
+            link.open()
         frame = Frame(b"%d" % number, payload_of(1 + (7919 * number) % (1 << 20), seed=number))
         assert all(same_frame(got, frame) for got in link.exchange(frame))
-        if number in (50, 200):
+        if number in (50, 100):
             gc.collect()
-            seen.append((num_descriptors(), num_threads(), resident_bytes()))
-    (descriptors, threads, resident), last = seen
-    assert last[:2] == (descriptors, threads)
-    assert last[2] < resident + (16 << 20)
-
-
-def test_receivers_that_come_and_go_leave_nothing(link: Link) -> None:
-    link.add(1)
-    link.open()
-    seen = []
-    for number in range(12):
-        link.peers[0] = link.connect(link.receivers[0])
-        link.open()
-        frame = Frame(b"x", payload_of(100_000, seed=number))
-        assert same_frame(link.exchange(frame)[0], frame)
-        seen.append((num_descriptors(), num_threads()))
-    assert seen[-1][0] == seen[2][0]
-    with within(PROMPT_S):  # of a test's own, too
-        while num_threads() > seen[2][1]:
-            time.sleep(0.01)
+            seen.append((num_descriptors(), resident_bytes()))
+    (descriptors, resident), last = seen
+    assert last[0] == descriptors
+    assert last[1] < resident + (16 << 20)
 
 
 def test_closing_frees_memory_descriptors_and_threads() -> None:
@@ -501,22 +454,3 @@ def test_what_is_no_lie_is_read(liar: tuple[Liar, Receiver]) -> None:
     announced(liar[0], 0, 0, 4096)
     frame = liar[1].receive(timeout_s=PATIENCE_S)
     assert same_frame(frame, Frame(b"header", torch.zeros(4096, dtype=torch.uint8)))
-
-
-# Whole syncs
-
-
-def test_weights_are_synced(link: Link) -> None:
-    torch.manual_seed(0)
-    trainer, engine = torch.nn.Linear(512, 512), torch.nn.Linear(512, 512).bfloat16()
-    sender = WeightSender(ModuleSource(trainer), link.sender)
-    receiver = WeightReceiver(ModuleTarget(engine), link.receiver())
-    received = background(lambda: [receiver.receive_weights() for _ in range(5)])
-    sender.wait_for_receivers(1)
-    for _ in range(5):
-        with torch.no_grad():
-            trainer.weight.view(-1)[torch.randperm(512 * 512)[:1000]] += 1
-        sender.send_weights()
-    assert len(received.result(PATIENCE_S)) == 5
-    assert torch.equal(trainer.weight.bfloat16(), engine.weight)
-    assert torch.equal(trainer.bias.bfloat16(), engine.bias)

@@ -59,3 +59,20 @@ def test_all_are_lost_and_come_back(ends: Callable[[Path], Ends], tmp_path: Path
         assert greet(unheard) > again
         sender.close()
         sender.reset()
+
+
+@pytest.mark.parametrize("ends", [of_processes, of_hosts])
+def test_dropping_peers_while_the_end_is_closed_raises_nothing(
+    ends: Callable[[Path], Ends], tmp_path: Path
+) -> None:
+    """`close` ends what `drop` would: neither may take from under the other."""
+    for number in range(20):
+        sender, made = ends(tmp_path / f"{number}")
+        with sender, made() as receiver, ThreadPoolExecutor(2) as threads:
+            greeted = threads.submit(receiver.connect, b"hello", timeout_s=30)
+            [(peer, _)] = sender.poll(timeout_s=30)
+            greeted.result(30)
+            closed = threads.submit(sender.close)
+            dropped = [threads.submit(sender.drop, peer) for _ in range(3)]
+            for call in (closed, *dropped):
+                call.result(30)

@@ -6,7 +6,6 @@ import gc
 import os
 import resource
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,87 +19,18 @@ from deltasync.errors import PeerLost, TransportTimeout
 from deltasync.testing.links import PROMPT_S, background, within
 from deltasync.transports import collective, shared_memory
 from deltasync.transports.address import Address
-from deltasync.transports.control.connection import Connection, Deadline, Kind
-from deltasync.transports.control.endpoints import Client, Server
-from deltasync.transports.control.gate import Gate
+from deltasync.transports.control.connection import Deadline, Kind
+from tests.transports.star import GREETING, HEADER, SECRET, Star, is_closed, message
 
-HEADER = struct.Struct("<2sBxI")
-SECRET = b"shared"
 HALF_GREETING = HEADER.pack(b"dS", Kind.GREETING, 1000) + b"half"
 
-
-def message(kind: Kind, data: bytes) -> bytes:
-    return HEADER.pack(b"dS", kind, len(data)) + data
-
-
-class Place:
-    """A server on a free port, and those that connect to it."""
-
-    def __init__(self, stack: ExitStack, secret: bytes | None) -> None:
-        self._stack, self.gate = stack, Gate()
-        listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-        self.address = listener.getsockname()
-        self.server = Server(listener, self.gate, kinds={Kind.REPLY}, secret=secret)
-        stack.callback(lambda: self.gate.close(self.server.close))
-        self.is_over = threading.Event()
-        stack.callback(self.is_over.set)
-
-    def stranger(self, said: bytes = b"") -> socket.socket:
-        sock = self._stack.enter_context(socket.create_connection(self.address, 10))
-        sock.sendall(said)
-        return sock
-
-    def peer(self) -> tuple[int, socket.socket]:
-        sock = self.stranger(message(Kind.GREETING, b"hello"))
-        ((peer, _),) = self.server.poll(Deadline(10))
-        return peer, sock
-
-    def join(self, client: Client, *, timeout_s: float = 10) -> int:
-        """Let an honest client in, by polls that do not wait, as a sync's do."""
-        thread = threading.Thread(target=client.connect, args=(b"honest", Deadline(timeout_s)))
-        thread.start()
-        give_up = Deadline(timeout_s)
-        while not give_up.passed:
-            for peer, greeting in self.server.poll(Deadline(0)):
-                if greeting == b"honest":
-                    thread.join(10)
-                    return peer
-        raise AssertionError("an honest receiver was not let in")
-
-    def client(self, secret: bytes | None = None) -> Client:
-        gate = Gate()
-        client = Client(
-            lambda timeout_s: socket.create_connection(self.address, timeout_s),
-            gate,
-            kinds={Kind.FRAME},
-            secret=secret,
-        )
-        self._stack.callback(lambda: gate.close(client.hang_up))
-        return client
-
-    def attack(self, act: Callable[[socket.socket], None]) -> None:
-        """Connect and `act`, again and again in another thread."""
-
-        def run() -> None:
-            while not self.is_over.is_set():
-                with suppress(OSError), socket.create_connection(self.address, 5) as sock:
-                    sock.settimeout(5)
-                    while not self.is_over.is_set():
-                        act(sock)
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        self._stack.callback(thread.join, 10)
-        self._stack.callback(self.is_over.set)
-
-
-MakePlace = Callable[..., Place]
+MakeStar = Callable[..., Star]
 
 
 @pytest.fixture
-def make_place() -> Iterator[MakePlace]:
+def make_star() -> Iterator[MakeStar]:
     with ExitStack() as stack:
-        yield lambda secret=None: Place(stack, secret)
+        yield lambda secret=None, **options: Star(stack, secret, **options)
 
 
 @contextmanager
@@ -129,118 +59,91 @@ def resident_bytes() -> int:
 # Time
 
 
-def test_a_poll_returns_although_there_are_no_descriptors(make_place: MakePlace) -> None:
-    place = make_place()
+def test_a_poll_returns_although_there_are_no_descriptors(make_star: MakeStar) -> None:
+    star = make_star()
     for _ in range(4):
-        place.stranger()
+        star.raw()
     with descriptors_left(0):
         with within(PROMPT_S):
-            assert place.server.poll(Deadline(0)) == []
+            assert star.server.poll(Deadline(0)) == []
         cpu = time.thread_time()
-        assert place.server.poll(Deadline(2)) == []
-        assert time.thread_time() - cpu < 1, "it waits instead of looking all the time"
-    place.join(place.client())
+        assert star.server.poll(Deadline(0.5)) == []
+        assert time.thread_time() - cpu < 0.25, "it waits instead of looking all the time"
+    star.welcome(star.client())
 
 
 @pytest.mark.promise("Security", "Strangers cost bounded connections, bytes, descriptors and time.")
-def test_strangers_leave_descriptors_to_the_process(make_place: MakePlace) -> None:
-    place = make_place()
+def test_strangers_leave_descriptors_to_the_process(make_star: MakeStar) -> None:
+    star = make_star()
     for _ in range(200):
-        place.stranger(message(Kind.GREETING, b"hello"))
+        star.raw(GREETING)
     with descriptors_left(100):
-        give_up = Deadline(2)
+        give_up = Deadline(0.5)
         while not give_up.passed:
-            place.server.poll(Deadline(0.05))
+            star.server.poll(Deadline(0.05))
         files = [os.open(os.devnull, os.O_RDONLY) for _ in range(20)]
         for file in files:
             os.close(file)
 
 
 @pytest.mark.promise("Time", "A call returns after its timeout, whatever keeps sending.")
-def test_who_keeps_sending_does_not_hold_a_poll(make_place: MakePlace) -> None:
-    place = make_place()
+def test_who_keeps_sending_does_not_hold_a_poll(make_star: MakeStar) -> None:
+    star = make_star()
     greeting = message(Kind.GREETING, b"x")
     for _ in range(3):
-        place.attack(lambda sock: sock.sendall(HEADER.pack(b"dS", Kind.GREETING, 8 << 20)))
-        place.attack(lambda sock: sock.sendall(greeting))
+        star.attack(lambda sock: sock.sendall(HEADER.pack(b"dS", Kind.GREETING, 8 << 20)))
+        star.attack(lambda sock: sock.sendall(greeting))
     time.sleep(0.2)
     with within(PROMPT_S):
-        for _ in range(40):
-            place.server.poll(Deadline(0))
-
-
-@pytest.mark.parametrize("secret", [None, SECRET], ids=["no secret", "secret"])
-def test_half_a_message_does_not_slow_each_poll(
-    make_place: MakePlace, secret: bytes | None
-) -> None:
-    place = make_place(secret)
-    place.stranger(HALF_GREETING[:9] if secret is None else HEADER.pack(b"dS", Kind.NONCE, 32))
-    place.server.poll(Deadline(0.1))
-    with within(PROMPT_S):
-        for _ in range(2000):
-            place.server.poll(Deadline(0))
+        for _ in range(20):
+            star.server.poll(Deadline(0))
 
 
 @pytest.mark.promise("Security", "Strangers cost bounded connections, bytes, descriptors and time.")
-def test_trickles_take_a_small_share_of_the_time(make_place: MakePlace) -> None:
-    place = make_place()
-    sock = place.stranger(HEADER.pack(b"dS", Kind.GREETING, 1 << 20))
+@pytest.mark.parametrize("secret", [None, SECRET], ids=["no secret", "secret"])
+def test_half_messages_and_trickles_take_a_small_share_of_the_time(
+    make_star: MakeStar, secret: bytes | None
+) -> None:
+    star = make_star(secret)
+    kind, length = (Kind.GREETING, 1 << 20) if secret is None else (Kind.NONCE, 32)
+    star.raw(HALF_GREETING[:9])
+    sock = star.raw(HEADER.pack(b"dS", kind, length))
 
     def trickle() -> None:
         with suppress(OSError):
-            while not place.is_over.wait(0.005):
+            while not star.is_over.wait(0.005):
                 sock.send(b"x")
 
     threading.Thread(target=trickle, daemon=True).start()
-    place.server.poll(Deadline(0.5))
+    star.server.poll(Deadline(0.3))
     with within(PROMPT_S):
         for _ in range(1000):
-            place.server.poll(Deadline(0))
+            star.server.poll(Deadline(0))
 
 
 @pytest.mark.parametrize("secret", [None, SECRET], ids=["no secret", "secret"])
-def test_the_honest_come_in_among_strangers(make_place: MakePlace, secret: bytes | None) -> None:
-    place = make_place(secret)
-    place.attack(lambda sock: sock.sendall(HALF_GREETING[:1]))
-    place.attack(lambda sock: sock.close())
+def test_the_honest_come_in_among_strangers(make_star: MakeStar, secret: bytes | None) -> None:
+    star = make_star(secret)
+    star.attack(lambda sock: sock.sendall(HALF_GREETING[:1]))
+    star.attack(lambda sock: sock.close())
     for _ in range(50):
-        place.stranger()
-    place.join(place.client(secret))
+        star.raw()
+    star.welcome(star.client(secret))
 
 
-def test_a_large_greeting_comes_in_with_few_polls(make_place: MakePlace) -> None:
-    place = make_place()
-    client = place.client()
+def test_a_large_greeting_comes_in_with_few_polls(make_star: MakeStar) -> None:
+    star = make_star()
+    client = star.client()
     greeting = bytes(12 << 20)
     thread = threading.Thread(target=client.connect, args=(greeting, Deadline(100)))
     thread.start()
     num_polls = 1
-    while not (came := place.server.poll(Deadline(0))):
+    while not (came := star.server.poll(Deadline(0))):
         num_polls += 1
         time.sleep(0.1)
     assert [data for _, data in came] == [greeting]
     assert num_polls < 100, "a poll reads what is there, not a part"
     thread.join(10)
-
-
-def test_ending_a_connection_does_not_wait_for_who_keeps_sending() -> None:
-    near, far = socket.socketpair()
-    connection = Connection(far, is_server=True, kinds={Kind.REPLY}, max_message_bytes=1 << 16)
-    is_over = threading.Event()
-
-    def flood() -> None:
-        with suppress(OSError):
-            while not is_over.is_set():
-                near.send(bytes(1 << 16))
-
-    threads = [threading.Thread(target=flood, daemon=True) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    time.sleep(0.1)
-    with within(2):
-        connection.close()
-    is_over.set()
-    near.close()
 
 
 def test_a_sender_that_does_not_accept_does_not_hold_a_receiver(tmp_path: Path) -> None:
@@ -294,79 +197,69 @@ def test_a_sender_that_keeps_sending_does_not_hold_a_receiver() -> None:
     "Security",
     "Without the secret nobody becomes a peer, and nothing that they send is kept.",
 )
-def test_who_does_not_know_the_secret_is_not_heard(make_place: MakePlace) -> None:
-    place = make_place(SECRET)
-    sock = place.stranger(message(Kind.NONCE, bytes(32)) + bytes(32))  # not signed
-    place.server.poll(Deadline(0.1))
-    sock.settimeout(5)
-    while sock.recv(1 << 16):  # until it is turned away
-        pass
-
-
-def test_who_does_not_know_the_secret_announces_no_more_than_a_nonce(make_place: MakePlace) -> None:
-    place = make_place(SECRET)
-    sock = place.stranger(message(Kind.NONCE, bytes(33))[:-33])
-    place.server.poll(Deadline(0.1))
-    sock.settimeout(5)
-    while sock.recv(1 << 16):  # until it is turned away, without waiting for the rest
-        pass
+@pytest.mark.parametrize(
+    "said",
+    [message(Kind.NONCE, bytes(32)) + bytes(32), message(Kind.NONCE, bytes(33))[:-33]],
+    ids=["not signed", "more than a nonce"],
+)
+def test_who_does_not_know_the_secret_is_not_heard(make_star: MakeStar, said: bytes) -> None:
+    """And turned away at once, without waiting for the rest."""
+    star = make_star(SECRET)
+    sock = star.raw(said)
+    star.server.poll(Deadline(0.1))
+    assert is_closed(sock)
 
 
 @pytest.mark.promise("Security", "Strangers cost bounded connections, bytes, descriptors and time.")
-def test_half_greetings_are_bounded_together(make_place: MakePlace) -> None:
-    place = make_place()
+def test_half_greetings_are_bounded_together(make_star: MakeStar) -> None:
+    star = make_star(greeting_timeout_s=90.0)
     half = HEADER.pack(b"dS", Kind.GREETING, 16 << 20) + bytes((16 << 20) - 1)
     before = resident_bytes()
 
     def hold() -> None:
         with suppress(OSError):
-            place.stranger().sendall(half)
+            star.raw().sendall(half)
 
     threads = [threading.Thread(target=hold) for _ in range(40)]
     for thread in threads:
         thread.start()
-    give_up = Deadline(15)
+    give_up = Deadline(90)
     while any(thread.is_alive() for thread in threads) and not give_up.passed:
-        place.server.poll(Deadline(0.05))
+        star.server.poll(Deadline(0.05))
     assert resident_bytes() - before < 450 << 20
-    place.join(place.client())
+    star.welcome(star.client())
 
 
-def test_peers_that_nobody_listens_to_say_little(make_place: MakePlace) -> None:
-    place = make_place()
-    peer, sock = place.peer()
+def test_peers_that_nobody_listens_to_say_little(make_star: MakeStar) -> None:
+    star = make_star()
+    peer, sock = star.peer()
     with suppress(OSError):
         sock.sendall(message(Kind.REPLY, bytes(30_000)) * 4)
-    give_up = Deadline(5)
-    while place.server.is_connected(peer) and not give_up.passed:
-        pass
-    assert not place.server.is_connected(peer)
+    assert star.until_lost(peer)
 
 
-def test_of_the_gone_only_the_answers_that_are_waited_for_are_kept(make_place: MakePlace) -> None:
-    place = make_place()
-    gone, sock = place.peer()
-    place.server.hear([gone])
+def test_of_the_gone_only_the_answers_that_are_waited_for_are_kept(make_star: MakeStar) -> None:
+    star = make_star()
+    gone, sock = star.peer()
+    star.server.hear([gone])
     sock.sendall(message(Kind.REPLY, b"last words"))
     sock.close()
-    for _ in range(1500):  # more than are remembered
-        place.stranger(message(Kind.GREETING, b"hello")).close()
-        place.server.poll(Deadline(0))
-    assert place.server.gather([gone], Kind.REPLY, Deadline(1)) == {gone: b"last words"}
+    for _ in range(1100):  # more than are remembered
+        star.raw(GREETING).close()
+        star.server.poll(Deadline(0))
+    assert star.server.gather([gone], Kind.REPLY, Deadline(1)) == {gone: b"last words"}
     before = resident_bytes()
     for _ in range(30):
-        peer, sock = place.peer()
-        place.server.hear([peer])
+        peer, sock = star.peer()
+        star.server.hear([peer])
         sock.settimeout(0.1)
         with suppress(OSError):
             for _ in range(10):
                 sock.sendall(message(Kind.REPLY, bytes(1 << 20)))
-                place.server.pump(0)
+                star.server.pump(0)
         sock.close()
-        give_up = Deadline(5)
-        while place.server.is_connected(peer) and not give_up.passed:
-            pass
-    place.server.hear([])
+        star.until_lost(peer)
+    star.server.hear([])
     gc.collect()
     assert resident_bytes() - before < 64 << 20
 

@@ -136,19 +136,16 @@ def test_a_sender_lets_no_other_user_in(shared: Path) -> None:
 
 
 @as_root
-def test_who_locks_the_directory_holds_no_sender_up(shared: Path) -> None:
-    with Child(as_somebody, lock_directory, shared) as child:
+@pytest.mark.parametrize("lock", [lock_directory, make_lock_file])
+def test_locks_of_another_user_hold_nobody_up(shared: Path, lock: Callable[[Path], None]) -> None:
+    with Child(as_somebody, lock, shared) as child:
         done(child, shared)
-        with within(2), closing(shared_memory.Sender(shared / "weights")):
-            pass
-
-
-@as_root
-def test_a_lock_of_another_user_is_an_error_at_once(shared: Path) -> None:
-    with Child(as_somebody, make_lock_file, shared) as child:
-        done(child, shared)
-        with within(2), pytest.raises(ConfigError, match="weights"):
-            shared_memory.Sender(shared / "weights")
+        with within(2):
+            if lock is lock_directory:
+                shared_memory.Sender(shared / "weights").close()
+            else:
+                with pytest.raises(ConfigError, match="weights"):
+                    shared_memory.Sender(shared / "weights")
 
 
 @as_root
@@ -184,23 +181,20 @@ def test_sender_and_receiver_meet_on_a_path_by_default() -> None:
     assert private_path("name") == private_path("name")
 
 
-@pytest.mark.parametrize("mode", [0o755, 0o770, 0o701])
-def test_a_directory_that_others_can_enter_is_not_private(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o701, None])
+def test_a_directory_that_is_not_private_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int | None
 ) -> None:
+    """One that others can enter, or a link to one."""
     monkeypatch.setattr(socket_file, "_RUNTIME", str(tmp_path / "missing"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    (tmp_path / f"deltasync-{os.geteuid()}").mkdir()
-    (tmp_path / f"deltasync-{os.geteuid()}").chmod(mode)
-    with pytest.raises(ConfigError, match="not 0700"):
-        private_path()
-
-
-def test_a_link_is_no_private_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket_file, "_RUNTIME", str(tmp_path / "missing"))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    (tmp_path / f"deltasync-{os.geteuid()}").symlink_to(tmp_path)
-    with pytest.raises(ConfigError, match="not a directory"):
+    folder = tmp_path / f"deltasync-{os.geteuid()}"
+    if mode is None:
+        folder.symlink_to(tmp_path)
+    else:
+        folder.mkdir()
+        folder.chmod(mode)
+    with pytest.raises(ConfigError, match="not a directory" if mode is None else "not 0700"):
         private_path()
 
 

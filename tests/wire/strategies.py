@@ -1,8 +1,7 @@
-"""Hypothesis strategies of messages, layouts, runs and patch tables."""
+"""Hypothesis strategies of layouts, and of runs over them."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -14,103 +13,12 @@ from numpy.typing import NDArray
 
 from deltasync import dtypes
 from deltasync.delta.bits import Run, integer_dtype
-from deltasync.delta.digests import digest_text
-from deltasync.wire import messages as m
 from deltasync.wire.messages import ParameterSpec
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 Uint64s = NDArray[np.uint64]
 
-# Lone surrogates are no Unicode text and have no UTF-8.
-characters = st.characters(exclude_categories=["Cs"])
-names = st.text(characters, min_size=1, max_size=12)
-engines = st.lists(names, max_size=3).map(tuple)
-counts = st.integers(0, 2**63 - 1)
-versions = st.integers(0, 2**53 - 1)
-digests = st.integers(0, 2**64 - 1).map(digest_text)
-connections = st.binary(min_size=16, max_size=16).map(bytes.hex)
-texts = st.text(characters, max_size=40)
-seconds = st.floats(0, 1e300, allow_nan=False)
 wire_dtypes = st.sampled_from(dtypes.DTYPES)
-
-
-@st.composite
-def entries(draw: Draw) -> tuple[m.Entry, ...]:
-    """Parameters as they stand in a hello or a layout."""
-    unique = draw(st.lists(names, unique=True, max_size=6))
-    found: list[m.Entry] = []
-    while unique:
-        k = draw(st.integers(1, 2))
-        tied, unique = tuple(unique[:k]), unique[k:]
-        shape = draw(st.lists(st.integers(0, 2**15), max_size=4).map(tuple))
-        found.append((tied, shape, draw(wire_dtypes).code))
-    return tuple(found)
-
-
-@st.composite
-def buckets(draw: Draw) -> m.Bucket:
-    return m.Bucket(
-        version=draw(versions),
-        sequence=draw(counts),
-        num_rows=draw(st.integers(1, 2**32 - 1)),
-        raw_bytes=draw(st.integers(0, 2**30)),
-        compression=draw(st.sampled_from(["none", "zstd"])),
-    )
-
-
-HELLO: dict[str, st.SearchStrategy[Any]] = {
-    "parameters": entries(),
-    "engine": names,
-    "rank": st.just(0),
-    "world": st.integers(1, 2**16),
-    "format_versions": st.lists(st.integers(0, 2**16), max_size=3).map(tuple),
-    "stream_id": st.none() | names,
-    "version": st.none() | versions,
-}
-MESSAGES: dict[str, st.SearchStrategy[m.Message]] = {
-    "hello": st.builds(m.Hello, **HELLO, connection=st.none(), lanes=st.just(0))
-    | st.builds(m.Hello, **HELLO, connection=connections, lanes=st.integers(1, 2**16 - 1)),
-    "lane": st.builds(m.Lane, connection=connections),
-    "layout": st.builds(
-        m.Layout, parameters=entries(), stream_id=names, version=versions, digest=digests
-    ),
-    "held": st.builds(
-        m.Held,
-        digest=digests,
-        parts=st.lists(st.tuples(counts, counts), max_size=3).map(tuple),
-        half_written=st.booleans(),
-        max_staged_bytes=counts,
-    ),
-    "welcome": st.builds(m.Welcome, full_sync=engines),
-    "upcoming": st.builds(m.Upcoming, version=versions),
-    "begin": st.builds(
-        m.Begin,
-        stream_id=names,
-        version=versions,
-        base_version=st.none() | versions,
-        layout_hash=st.binary(min_size=32, max_size=32).map(bytes.hex),
-        sparse_bytes=counts,
-        dense_bytes=counts,
-        timeout_s=seconds,
-    ),
-    "attempt": st.builds(m.Attempt, number=counts),
-    "bucket": buckets(),
-    "prepare": st.builds(m.Prepare, version=versions, num_buckets=counts),
-    "sealed": st.builds(m.Sealed, version=versions, digest=digests),
-    "prepared": st.builds(m.Prepared, version=versions, digest=digests, staged_bytes=counts),
-    "commit": st.builds(m.Commit, version=versions),
-    "committed": st.builds(m.Committed, version=versions, digest=digests, commit_s=seconds),
-    "finish": st.builds(m.Finish, version=versions, undo=engines),
-    "abort": st.builds(m.Abort, version=versions, reason=texts),
-    "failed": st.builds(m.Failed, version=st.none() | versions, error=texts, reason=texts),
-    "refused": st.builds(m.Refused, error=texts, reason=texts),
-}
-messages = st.one_of(*MESSAGES.values())
-
-
-def payload_bytes_of(message: m.Message) -> int:
-    """A payload length that may go with `message`."""
-    return message.raw_bytes if isinstance(message, m.Bucket) else 0
 
 
 @st.composite
@@ -158,11 +66,3 @@ def make_run(
         return Run(start, span, None, bits)
     chosen = np.sort(rng.choice(span, count, replace=False)).astype(np.int32)
     return Run(start, span, torch.from_numpy(chosen), bits)
-
-
-def numels_and_item_sizes(specs: tuple[ParameterSpec, ...]) -> tuple[Uint64s, Uint64s]:
-    """What `read_table` is told of a layout."""
-    return (
-        np.array([math.prod(s.shape) for s in specs], np.uint64),
-        np.array([s.dtype.item_size for s in specs], np.uint64),
-    )

@@ -148,32 +148,19 @@ def begun_patiently(ranks: list[Rank], lanes: ReceiverLinks) -> None:
     assert taken(lanes) == [(0, begin)]
 
 
-def test_w20_an_abort_is_heard_while_a_lane_lags_behind() -> None:
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_w20_an_abort_and_a_loss_are_heard_while_a_lane_lags_behind(is_lost: bool) -> None:
     with connected(3) as (ranks, lanes):
         begun_patiently(ranks, lanes)
+        if is_lost:
+            ranks[2].link.close()
+            with pytest.raises(PeerLost):
+                lanes.receive(timeout_s=5, reached=[(5, 0), (3, 0), (4, 0)])
+            return
         ranks[2].send(bucket(0))
         ranks[0].send(ABORT)
         lane, message, _ = lanes.receive(timeout_s=5, reached=[(5, 0), (3, 0), (4, 0)])
         assert (lane, message) == (0, ABORT)
-
-
-def test_w20_the_loss_of_a_lane_is_found_while_another_lags_behind() -> None:
-    with connected(3) as (ranks, lanes):
-        begun_patiently(ranks, lanes)
-        ranks[2].link.close()
-        with pytest.raises(PeerLost):
-            lanes.receive(timeout_s=5, reached=[(5, 0), (3, 0), (4, 0)])
-
-
-def test_w20_what_came_before_its_turn_is_passed_over_after_an_abort() -> None:
-    with connected(2) as (ranks, lanes):
-        begun_patiently(ranks, lanes)
-        ranks[1].send(bucket(0))
-        with pytest.raises(TransportTimeout):
-            lanes.receive(timeout_s=0.1, reached=[(3, 0), (5, 0)])
-        ranks[0].send(ABORT, Attempt(number=2), BEGIN)
-        ranks[1].send(ABORT, Attempt(number=2), PREPARE)
-        assert taken(lanes) == [(0, ABORT), (0, BEGIN), (1, PREPARE)]
 
 
 # What rank 1 has sent of an attempt when the whole is aborted: all of it, or as far as it came.
@@ -216,20 +203,17 @@ def test_w20_what_is_left_of_an_attempt_is_passed_over(
         ]
 
 
-@pytest.mark.parametrize("said", [Commit(version=2), Attempt(number=1), HELLO])
-def test_w20_a_lane_carries_nothing_else(said: Message) -> None:
+@pytest.mark.parametrize("said", [Commit(version=2), Attempt(number=1), HELLO, None])
+def test_w19_w20_a_lane_carries_nothing_else_and_losing_it_is_losing_the_trainer(
+    said: Message | None,
+) -> None:
     with connected(2) as (ranks, lanes):
         for rank in ranks:
             rank.send(Attempt(number=1))
         ranks[0].send(BEGIN)
-        ranks[1].send(said)
-        with pytest.raises(ProtocolViolation):
-            taken(lanes)
-
-
-def test_w19_losing_a_lane_is_losing_the_trainer() -> None:
-    with connected(2) as (ranks, lanes):
-        ranks[0].send(Attempt(number=1), BEGIN)
-        ranks[1].link.close()
-        with pytest.raises(PeerLost):
+        if said is None:
+            ranks[1].link.close()
+        else:
+            ranks[1].send(said)
+        with pytest.raises(PeerLost if said is None else ProtocolViolation):
             taken(lanes)

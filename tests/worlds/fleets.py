@@ -27,8 +27,8 @@ from deltasync.integrations.worker import Worker
 from deltasync.transports import shared_memory
 from deltasync.transports.base import Frame, SendTransport
 from deltasync.wire.frame import decode
-from tests.sync.test_parts import rank_of
 from tests.worlds.links import Model, bits_equal, random_model, until
+from tests.worlds.toy_engines import rank_of
 
 SHAPES = {"a": (8, 4), "b": (33,)}
 CPU = torch.device("cpu")

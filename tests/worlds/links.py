@@ -17,6 +17,7 @@ from deltasync import (
     ModuleTarget,
     ReceiverOptions,
     SenderOptions,
+    SyncStats,
     WeightReceiver,
     WeightSender,
     WeightSource,
@@ -25,8 +26,10 @@ from deltasync import (
 from deltasync.delta.bits import as_bits
 from deltasync.engines.learnt import LearntTarget
 from deltasync.errors import TargetMoved, TransportClosed, TransportError, TransportTimeout
-from deltasync.transports import inprocess
+from deltasync.sync.source.weights import LocalWeights
+from deltasync.transports import collective, inprocess, shared_memory
 from deltasync.transports.base import Capabilities, Frame, ReceiveTransport, SendTransport
+from deltasync.wire.frame import decode
 
 
 class Model(nn.Module):
@@ -206,6 +209,43 @@ class ThroughSender(SendTransport):
         self._inner.close()
 
 
+class Watched(ThroughSender):
+    """A sender's link that notes what it sends, and does something before a message goes out."""
+
+    def __init__(self, inner: SendTransport) -> None:
+        super().__init__(inner)
+        self.sent: list[str] = []
+        self.before: Callable[[str], object] = lambda kind: None
+
+    def send(self, frame: Frame, *, timeout_s: float) -> None:
+        self._note(frame.header)
+        super().send(frame, timeout_s=timeout_s)
+
+    def tell(self, peers: Collection[int], header: bytes, *, timeout_s: float) -> None:
+        self._note(header)
+        super().tell(peers, header, timeout_s=timeout_s)
+
+    def _note(self, header: bytes) -> None:
+        kind = decode(header)[0].kind
+        self.before(kind)
+        self.sent.append(kind)
+
+    def once(self, kind: str, act: Callable[[], object]) -> None:
+        """Do something when the next message of a kind goes out, and note what is sent anew."""
+
+        def meet(going: str) -> None:
+            if going == kind:
+                self.before = lambda kind: None
+                act()
+
+        self.before = meet
+        self.sent.clear()
+
+    def lose_at(self, kind: str, receivers: Receivers, name: str) -> None:
+        """Lose a receiver, for good, when the next message of a kind goes out."""
+        self.once(kind, receivers.serving[name].receiver.close)
+
+
 Wrap = Callable[[ReceiveTransport], ReceiveTransport]
 
 
@@ -213,6 +253,23 @@ class Linking(SendTransport, Protocol):
     """A sender's link that makes the other end."""
 
     def receiver(self) -> ReceiveTransport: ...
+
+
+class SharedMemory(shared_memory.Sender):
+    def receiver(self) -> shared_memory.Receiver:
+        return shared_memory.Receiver(self.path)
+
+
+class Gloo(collective.Sender):
+    def receiver(self) -> collective.Receiver:
+        return collective.Receiver(*self.address)
+
+
+LINKS: dict[str, Callable[[], Linking]] = {
+    "in process": inprocess.Sender,
+    "shared memory": SharedMemory,
+    "gloo": Gloo,
+}
 
 
 class Receivers:
@@ -248,8 +305,20 @@ class Receivers:
         self.serving[f"{engine}/{rank}"] = Serving(receiver).start()
         return self.serving[f"{engine}/{rank}"]
 
+    def join(
+        self,
+        targets: nn.Module | WeightTarget | Mapping[str, nn.Module | WeightTarget],
+        **settings: Any,
+    ) -> SyncStats:
+        """Add an engine, or some by name, and sync once everyone is there."""
+        named: Any = targets if isinstance(targets, Mapping) else {"engine": targets}
+        for name, target in named.items():
+            self.add(target, engine=name, **settings)
+        self.wait(len(self.serving))
+        return self.sender.send_weights(timeout_s=30)
+
     def wait(self, count: int) -> None:
-        self.sender.wait_for_receivers(count, timeout_s=5)
+        self.sender.wait_for_receivers(count, timeout_s=10)
 
     def close(self) -> None:
         for serving in self.serving.values():
@@ -258,23 +327,48 @@ class Receivers:
 
 
 class Fleet(Receivers):
-    """A sender and receivers of one process."""
+    """A sender and receivers of one process.
+
+    Args:
+        source: A module, or what reads weights.
+        link: Makes the link.
+        wrap: Changes the sender's end of it.
+    """
+
+    first: SyncStats
 
     def __init__(
-        self, source: nn.Module | WeightSource, *, options: SenderOptions | None = None
+        self,
+        source: nn.Module | WeightSource | LocalWeights,
+        *,
+        options: SenderOptions | None = None,
+        link: Callable[[], Linking] = inprocess.Sender,
+        wrap: Callable[[SendTransport], SendTransport] = lambda link: link,
     ) -> None:
-        self.transport = inprocess.Sender()
+        self.transport = link()
         super().__init__([self.transport])
         self.source: Any = source
+        self.link: Any = wrap(self.transport)
         source = ModuleSource(source) if isinstance(source, nn.Module) else source
-        self.sender = WeightSender(source, self.transport, options=options)
+        self.sender = WeightSender(source, self.link, options=options)
+
+
+class WatchedFleet(Fleet):
+    """The same; its link notes what it sends."""
+
+    def __init__(self, source: nn.Module, *, options: SenderOptions | None = None) -> None:
+        super().__init__(source, options=options, wrap=Watched)
 
 
 @contextlib.contextmanager
 def fleet(
-    source: nn.Module | WeightSource, *, options: SenderOptions | None = None
+    source: nn.Module | WeightSource | LocalWeights,
+    *,
+    options: SenderOptions | None = None,
+    link: Callable[[], Linking] = inprocess.Sender,
+    wrap: Callable[[SendTransport], SendTransport] = lambda link: link,
 ) -> Iterator[Fleet]:
-    made = Fleet(source, options=options)
+    made = Fleet(source, options=options, link=link, wrap=wrap)
     try:
         yield made
     finally:

@@ -22,12 +22,10 @@ from deltasync import (
     dtypes,
 )
 from deltasync.delta.bits import as_bits
-from deltasync.errors import (
-    TransportTimeout,
-)
+from deltasync.errors import TransportTimeout
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame
-from deltasync.wire.frame import decode, encode, join_header
+from deltasync.wire.frame import FORMAT_VERSION, decode, encode, join_header
 from deltasync.wire.messages import (
     Begin,
     Bucket,
@@ -61,6 +59,19 @@ def model(seed: int = 0) -> Model:
             "b": torch.randn(30, generator=generator),
         }
     )
+
+
+def hello(engine: str = "engine", rank: int = 0, world: int = 1, **fields: Any) -> Hello:
+    """A greeting of a receiver that holds what `SPECS` says."""
+    legal: dict[str, Any] = {
+        "format_versions": (FORMAT_VERSION,),
+        "stream_id": None,
+        "version": None,
+        "parameters": entries(SPECS),
+        "connection": None,
+        "lanes": 0,
+    }
+    return Hello(engine=engine, rank=rank, world=world, **(legal | fields))
 
 
 # What a sender may say. Everything is legal unless the fields given make it not.
@@ -197,9 +208,11 @@ STAGED: list[Said] = [*JOINED, begin(), bucket(SPARSE, DENSE)]
 class Hand:
     """A sender by hand, and the receiver that hears it in the same thread."""
 
-    def __init__(self, options: ReceiverOptions = OPTIONS, *, world: int = 1) -> None:
+    def __init__(
+        self, options: ReceiverOptions = OPTIONS, *, world: int = 1, device: str = "cpu"
+    ) -> None:
         self.transport = inprocess.Sender()
-        self.module = model()
+        self.module = model().to(device)
         self.before = [as_bits(parameter.data).clone() for parameter in self.module.parameters()]
         self.receiver = WeightReceiver(
             ModuleTarget(self.module), self.transport.receiver(), options=options, world=world

@@ -24,7 +24,7 @@ from typing import Self, TextIO
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-TIMEOUT_S = 100.0
+TIMEOUT_S = 200.0
 
 
 class Program:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import resource
+import signal
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import boto3
 
 from deltasync.store.objects import StoreOptions
+from tests.worlds.faults import Faults, faulty
 
 KEYS = {"access_key_id": "test", "secret_access_key": "test", "region": "us-east-1"}
 _SERVER = """
@@ -35,6 +38,18 @@ class Place:
     url: str
     options: StoreOptions = field(default_factory=StoreOptions)
     folder: Path | None = None
+
+    def having(self, **options: Any) -> Place:
+        """The same place, reached with other options."""
+        return replace(self, options=self.options.model_copy(update=options))
+
+
+class Link(NamedTuple):
+    """A bucket as it is, the same through a proxy, and what the proxy does."""
+
+    near: Place
+    far: Place
+    faults: Faults
 
 
 @contextlib.contextmanager
@@ -59,27 +74,26 @@ def s3_server() -> Iterator[str]:
                 pipe.close()
 
 
-def bucket(endpoint: str) -> str:
-    """The name of a new, empty bucket."""
-    name = f"bucket-{uuid.uuid4().hex[:12]}"
-    client(endpoint).create_bucket(Bucket=name)
-    return name
-
-
-def client(endpoint: str) -> Any:
-    return boto3.client(
+def s3_place(endpoint: str, **options: Any) -> Place:
+    """An empty bucket."""
+    name, config = f"bucket-{uuid.uuid4().hex[:12]}", {"endpoint": endpoint, **KEYS}
+    made = boto3.client(
         "s3",
         endpoint_url=endpoint,
         aws_access_key_id="test",
         aws_secret_access_key="test",
         region_name="us-east-1",
     )
+    made.create_bucket(Bucket=name)
+    return Place(f"s3://{name}/models", StoreOptions(config=config, **options))
 
 
-def s3_place(endpoint: str, *, via: str | None = None, **options: Any) -> Place:
-    """An empty bucket; requests go to `via`, if that is given."""
-    config = {"endpoint": via or endpoint, **KEYS}
-    return Place(f"s3://{bucket(endpoint)}/models", StoreOptions(config=config, **options))
+@contextlib.contextmanager
+def linked(endpoint: str, **options: Any) -> Iterator[Link]:
+    """An empty bucket, near and far."""
+    with faulty(endpoint) as (proxy, faults):
+        near = s3_place(endpoint, **options)
+        yield Link(near, near.having(config=near.options.config | {"endpoint": proxy}), faults)
 
 
 def memory_place() -> Place:
@@ -88,6 +102,19 @@ def memory_place() -> Place:
 
 def local_place(folder: Path) -> Place:
     return Place(str(folder), folder=folder)
+
+
+@contextlib.contextmanager
+def full_disk(most: int) -> Iterator[None]:
+    """No file gets larger in here."""
+    former = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, former[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, former)
+        signal.signal(signal.SIGXFSZ, ignored)
 
 
 def wait_until(done: object, *, timeout_s: float = 30.0) -> None:

@@ -20,6 +20,7 @@ from deltasync import (
 )
 from deltasync.delta.shard import ShardSpec, placed
 from deltasync.errors import TransportTimeout
+from deltasync.quant.fp8 import Fp8
 from deltasync.sync.group import orders
 from deltasync.sync.group.group import GroupCalls, TrainerGroup
 from deltasync.sync.group.rank import TrainerRank
@@ -53,6 +54,21 @@ class Sharded:
         box = self.boxes[name]
         index = tuple(slice(a, a + n) for a, n in zip(box.offset, box.size, strict=True))
         return self._module.get_parameter(name).data[index]
+
+
+class Rounded:
+    """A source that computes what it sends."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def tensors(self) -> list[NamedTensor]:
+        return [NamedTensor((n,), p.detach().half()) for n, p in self._module.named_parameters()]
+
+
+def matrices(name: str, shape: tuple[int, ...]) -> Fp8 | None:
+    """Which form is served of each parameter."""
+    return Fp8() if len(shape) > 1 else None
 
 
 class Hub(ThroughSender):

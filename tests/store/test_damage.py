@@ -1,0 +1,472 @@
+"""Stores that were damaged, contradict themselves, vanish or lie: never a wrong model."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from deltasync import ModuleTarget, StoreReceiver
+from deltasync.delta.codecs.coding import Coding
+from deltasync.errors import (
+    DeltaSyncError,
+    DigestMismatch,
+    MacMismatch,
+    ManifestInvalid,
+    ObjectDamaged,
+    ProtocolViolation,
+    RunUnknown,
+    StoreError,
+    StoreUnavailable,
+)
+from deltasync.store.checkpoints import fetch_checkpoint
+from deltasync.store.retention import gc
+from deltasync.store.routes import find_route
+from deltasync.store.verifying import verify_run
+from deltasync.sync.target.copied import CopiedTarget
+from tests.store.raw import KEY, Stored, bytes_of, is_version, read, sha256
+from tests.worlds.programs import run as run_program
+from tests.worlds.published import (
+    Follower,
+    Publisher,
+    blank,
+    keyed,
+    odd_model,
+    small_model,
+    state_of,
+)
+from tests.worlds.stores import Link, local_place
+
+
+def flip(path: Path, at: int | None = None) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 if at is None else at] ^= 1
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def grow(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+DAMAGES: list[Callable[[Path], object]] = [flip, cut, grow, empty, Path.unlink]
+DAMAGED: dict[str, tuple[list[str], int | None, dict[int, bool]]] = {
+    # what is damaged, what the reader holds, and which versions it can fetch then
+    "a delta": (["objects/*3-delta-*"], 1, {6: True, 2: True, 3: False}),
+    "an anchor": (["objects/*4-anchor-*/*"], None, {6: True}),
+    "all ways": (["objects/*1-anchor-*/*", "objects/*4-anchor-*/*", "objects/*5-delta-*"], 2,
+                 {5: False, 3: True}),
+    "a manifest that is passed": (["manifests/*2.json"], 3, {2: False, 6: True}),
+    "a manifest that is needed": (["manifests/*5.json"], 3, {5: False, 6: False, 4: True}),
+    "the newest manifest": (["manifests/*6.json"], None, {6: False, 5: True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(("paths", "held", "wanted"), DAMAGED.values(), ids=DAMAGED)
+def test_s08_what_is_damaged_is_passed_by_where_there_is_another_way(
+    stored: Stored,
+    damage: Callable[[Path], object],
+    paths: list[str],
+    held: int | None,
+    wanted: dict[int, bool],
+) -> None:
+    for pattern in paths:
+        (path,) = stored.run.glob(pattern)
+        damage(path)
+    for to, is_there in wanted.items():
+        holding = None if held is None else stored.states[held]
+        with Follower(stored.place, holding=holding) as reader:
+            before = state_of(reader.model)
+            if is_there:
+                assert reader.receiver.fetch(to, timeout_s=0.2) == to
+            else:
+                with pytest.raises(
+                    StoreError, match=r"objects/|manifests/|no v\d|not a child|leads to"
+                ):
+                    reader.receiver.fetch(to, timeout_s=0.2)
+            assert reader.holds(stored.states[to] if is_there else before)
+
+
+# Records that say what is not so
+
+
+@dataclass
+class Lie:
+    """Records that are altered so that they still belong together, and who notices.
+
+    Attributes:
+        tell: Alters a run.
+        to: The version that a reader then asks for, and a checkpoint is made of.
+        error, text: What both get.
+        faults: What `verify_run` finds.
+        held: What the reader holds, and goes on holding.
+    """
+
+    tell: Callable[[Stored], object]
+    to: int
+    error: type[DeltaSyncError]
+    text: str
+    faults: list[tuple[int, str]]
+    held: int | None = 1
+
+
+def swaps(stored: Stored) -> None:
+    shutil.copy(stored.manifest(3), stored.manifest(2))
+
+
+def moves_an_anchor(stored: Stored) -> None:
+    shutil.copy(stored.anchor(4), stored.anchor(5))
+
+
+def replaces_a_parent(stored: Stored) -> None:
+    stored.manifest(2).write_bytes(bytes_of(stored.read(2) | {"writer": "another"}))
+
+
+def lies(version: int, **more: object) -> Callable[[Stored], object]:
+    return lambda stored: stored.alter(version, **more)
+
+
+def has_the_delta_of_another(stored: Stored) -> None:
+    (here,), (there,) = stored.objects(2, "delta"), stored.objects(3, "delta")
+    shutil.copy(there, here)
+    stored.rewrite(lambda record: record)
+
+
+def is_huge(stored: Stored) -> None:
+    way = stored.read(2)["way"]
+    stored.alter(2, way=way | {"files": [way["files"][0] | {"bytes": 1 << 52}]})
+
+
+def is_no_checkpoint(stored: Stored) -> None:
+    for path in stored.objects(1, "anchor"):
+        path.write_bytes(b"x" * 100)
+    stored.rewrite(lambda record: record)
+
+
+def lacks_a_parameter(stored: Stored) -> None:
+    """And no other version is left before it."""
+    (path,) = stored.objects(4, "anchor")
+    kept = load_file(path)
+    del kept["scale"]
+    save_file(kept, path)
+    stored.rewrite(lambda record: record)
+    for older in range(1, 4):
+        stored.manifest(older).unlink()
+
+
+def is_of_another_run(stored: Stored) -> None:
+    """By its records: its frames are not."""
+    stored.anchor(4).unlink()
+    stored.rewrite(lambda record: record | {"run": "other"})
+    stored.run.rename(stored.run.with_name("other"))
+
+
+DIGEST, ALL = {"digest": "0123456789abcdef"}, [(version, "delta") for version in range(2, 7)]
+LIES = {
+    "s01 swapped": Lie(swaps, 2, ManifestInvalid, "moved", [(2, "manifest")]),
+    "s01 moved": Lie(moves_an_anchor, 5, ManifestInvalid, "moved", [(5, "manifest")]),
+    "s04 parent": Lie(replaces_a_parent, 3, ManifestInvalid, "altered", [(3, "manifest")]),
+    "digest of a delta": Lie(lies(2, **DIGEST), 2, DeltaSyncError, "manifests have", ALL[:2]),
+    "digest of an anchor": Lie(
+        *(lies(1, **DIGEST), 1, DigestMismatch, "digest", [(1, "anchor"), (2, "delta")]), held=None
+    ),
+    "s05 another delta": Lie(
+        has_the_delta_of_another, 2, DeltaSyncError, "where the manifests have", ALL[:1]
+    ),
+    "s08 size": Lie(is_huge, 2, ObjectDamaged, "bytes are expected", ALL[:1]),
+    "no checkpoint": Lie(
+        *(is_no_checkpoint, 2, ObjectDamaged, "no checkpoint", [(1, "anchor")]), held=None
+    ),
+    "s06 parameter": Lie(
+        *(lacks_a_parameter, 4, DeltaSyncError, "scale", [(4, "anchor")]), held=None
+    ),
+    "s05 run, delta": Lie(is_of_another_run, 6, DeltaSyncError, "'run'", ALL, held=5),
+    "s05 run, deltas": Lie(is_of_another_run, 6, DeltaSyncError, "'run'", ALL, held=2),
+    "s05 run, anchor": Lie(is_of_another_run, 6, DeltaSyncError, "'run'", ALL, held=None),
+}
+
+
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
+def test_s01_s04_s05_s06_s08_a_lie_is_found_before_anything_is_written(
+    stored: Stored, tmp_path: Path, lie: Lie
+) -> None:
+    lie.tell(stored)
+    holding = None if lie.held is None else stored.states[lie.held]
+    with Follower(stored.place, run=None, holding=holding) as reader:
+        before = state_of(reader.model)
+        with pytest.raises(lie.error, match=lie.text):
+            reader.receiver.fetch(lie.to, timeout_s=5)
+        assert reader.holds(before)
+    found = verify_run(stored.place.url)
+    assert [(fault.version, fault.what) for fault in found.faults] == lie.faults
+    if lie.error is not ManifestInvalid and "s05 another" not in str(lie):
+        with pytest.raises(DeltaSyncError):
+            fetch_checkpoint(stored.place.url, tmp_path / "out", to=lie.to)
+        assert not (tmp_path / "out").exists()
+
+
+def test_s04_past_a_parent_that_was_replaced_an_anchor_leads(stored: Stored) -> None:
+    replaces_a_parent(stored)
+    with Follower(stored.place, holding=stored.states[1]) as reader:
+        assert reader.fetch(6) == 6
+        assert reader.holds(stored.states[6])
+
+
+@pytest.mark.parametrize("compression", ["zstd", "gap", "block", "class"])
+def test_s05_frames_of_a_larger_layout_are_refused_before_they_are_decoded(
+    tmp_path: Path, compression: Coding
+) -> None:
+    """Positions that the weights have not would be an IndexError of torch."""
+    trainers = [
+        Publisher(local_place(tmp_path / name), compression=compression) for name in ("a", "b")
+    ]
+    larger = trainers[1].model
+    larger.register_parameter("scale", nn.Parameter(torch.randn(5000)))
+    trainers[1].start()
+    for trainer in trainers:
+        trainer.publish(3)
+    stored, other = (Stored(tmp_path / name / "run", trainers[0].states) for name in ("a", "b"))
+    shutil.copy(*(one.objects(2, "delta")[0] for one in (other, stored)))
+    stored.rewrite(lambda record: record)
+    with Follower(stored.place, holding=stored.states[1]) as reader:
+        with pytest.raises(ProtocolViolation, match="its layout says"):
+            reader.fetch(3)
+        assert reader.holds(stored.states[1])
+    with pytest.raises(ProtocolViolation, match="its layout says"):
+        fetch_checkpoint(stored.run, tmp_path / "out")
+    faults = verify_run(stored.run).faults
+    assert [(fault.version, fault.what) for fault in faults] == [(2, "delta")]
+
+
+@pytest.mark.parametrize(
+    ("entries", "why"),
+    [
+        ([[["a"], [1], 16], [["a"], [2], 16]], "a name stands twice"),
+        ([[["a", "a"], [1], 16]], "a name stands twice"),
+        ([[["a"], [1 << 62, 1 << 62], 16]], "elements"),
+        ([[["a"], [1 << 62, 0, 4], 16]], "elements"),
+        ([[["a"], [-1], 16]], "greater than or equal to 0"),
+        ([[["a"], [1.0], 16]], "valid integer"),
+        ([[["a"], [True], 16]], "valid integer"),
+        ([[["a"], [1], 200]], "dtype code 200"),
+        ([1] * 100_000, "not a layout"),
+        ({"a": 1}, "not a layout"),
+    ],
+    ids=range(10),
+)
+def test_a_layout_that_no_sender_has_is_refused(stored: Stored, entries: Any, why: str) -> None:
+    data = bytes_of(entries)
+    (stored.run / f"layouts/{sha256(data)}.json").write_bytes(data)
+    named = {"layout_hash": sha256(data)}
+    stored.rewrite(lambda record: record | (named if "parent" in record else {}))
+    for target in (ModuleTarget(small_model(1)), CopiedTarget()):
+        with (
+            StoreReceiver(target, stored.run) as receiver,
+            pytest.raises(ManifestInvalid, match=why) as raised,
+        ):
+            receiver.fetch(timeout_s=5)
+        assert len(str(raised.value)) < 400
+
+
+@pytest.mark.parametrize("content", [b"[]", None])
+def test_a_layout_that_is_altered_or_gone_is_refused(stored: Stored, content: bytes | None) -> None:
+    (path,) = (stored.run / "layouts").iterdir()
+    path.write_bytes(content) if content else path.unlink()
+    with Follower(stored.place) as reader, pytest.raises(ObjectDamaged, match="layouts/"):
+        reader.fetch()
+
+
+def test_s01_another_run_is_not_followed(stored: Stored) -> None:
+    shutil.copytree(stored.run, stored.run.with_name("other"))
+    refused = pytest.raises((RunUnknown, ManifestInvalid))
+    with Follower(stored.place, run="other") as reader, refused:
+        reader.receiver.fetch(timeout_s=0)
+
+
+# Keys and anchors that came later
+
+
+def test_s09_keys_must_agree(tmp_path: Path) -> None:
+    place = local_place(tmp_path / "store")
+    trainer = Publisher(keyed(place, KEY), anchor_every=1)
+    trainer.publish(2)
+    for key, error in ((KEY, None), (None, None), (b"other", "not of this key")):
+        ends = pytest.raises(MacMismatch, match=error) if error else contextlib.nullcontext()
+        with Follower(keyed(place, key)) as reader, ends:
+            assert reader.receiver.fetch(timeout_s=1) == 2
+    Stored(tmp_path / "store/run", {}).alter(2, nnz=1)
+    unsigned = Publisher(place)
+    unsigned.publish(2)
+    for to, error in ((2, "not of this key"), (None, "is not signed")):
+        with Follower(trainer.place) as reader, pytest.raises(MacMismatch, match=error):
+            reader.receiver.fetch(to, timeout_s=0)
+
+
+@pytest.mark.parametrize(
+    ("key", "more", "error"),
+    [
+        (None, {"manifest": "0" * 64}, None),
+        (None, {"run": "other"}, "other"),
+        (KEY, {"mac": None}, "anchors/"),
+        (KEY, {"mac": "0" * 64}, "anchors/"),
+    ],
+)
+def test_s01_s08_s09_an_anchor_of_another_manifest_does_not_count(
+    signed_copy: Stored, key: bytes | None, more: dict[str, object], error: str | None
+) -> None:
+    run = signed_copy.opened(key)
+    assert len(run.ways(run.require(4))) == 2
+    path = signed_copy.anchor(4)
+    path.write_bytes(bytes_of(read(path) | more))
+    if error is None:
+        assert len(run.ways(run.require(4))) == 1
+        assert verify_run(signed_copy.run).faults == []
+        return
+    with pytest.raises(MacMismatch if key else ManifestInvalid, match=error):
+        run.ways(run.require(4))
+    newest = run.newest()
+    assert newest is not None
+    assert newest.version == 10
+
+
+def test_s05_a_delta_from_another_layout_is_not_taken(signed_copy: Stored) -> None:
+    """A manifest that says so is believed by nobody."""
+    stored, delta, anchor = signed_copy, signed_copy.read(6)["way"], signed_copy.read(7)["way"]
+    for file in delta["files"]:
+        old, file["key"] = file["key"], file["key"].replace(f"{6:016}", f"{7:016}")
+        shutil.copy(stored.run / old, stored.run / file["key"])
+    moved = read(stored.anchor(4)) | {"version": 7, "way": anchor}
+    stored.anchor(7).write_bytes(bytes_of(moved))
+    stored.rewrite(lambda one: one | {"way": delta} if is_version(one, 7) else one)
+    run = stored.opened()
+    route = find_route(run, run.require(7), lambda published: published.version == 6)
+    assert (route.base, [step.way.kind for step in route.steps]) == (None, ["anchor"])
+
+
+@pytest.mark.parametrize("written_at", ["", "1970-01-01T00:00:00+00:00", "9999-12-31", "soon"])
+def test_s10_times_of_writers_mean_nothing(stored: Stored, written_at: str) -> None:
+    stored.rewrite(lambda r: r | {"written_at": written_at} if "written_at" in r else r)
+    with Follower(stored.place) as reader:
+        assert reader.fetch() == 6
+        assert reader.holds(stored.states[6])
+    assert gc(stored.run, keep=1, keep_s=0).oldest == 4
+
+
+# What verify finds
+
+
+@pytest.mark.parametrize("damage", [lambda path: flip(path, -1), Path.unlink])
+def test_verify_reads_each_anchor_though_it_begins_as_another(
+    tmp_path: Path, damage: Callable[[Path], object]
+) -> None:
+    """Nor is anything of a damaged anchor left to an older one that begins alike."""
+    files = {"anchor_file_bytes": 400_000}
+    trainer = Publisher(
+        *(local_place(tmp_path), 3), model=odd_model(), publishing=files, compression="gap"
+    )
+    trainer.publish(5, step=lambda model: model.get_buffer("large")[::1000].add_(1))
+    stored = Stored(tmp_path / "run", trainer.states)
+    first, second = (
+        sorted(path for path in stored.objects(version, "anchor") if path.suffix != ".json")
+        for version in (1, 4)
+    )
+    same = [a.read_bytes() == b.read_bytes() for a, b in zip(first, second, strict=True)]
+    assert len(set(same)) == 2
+    assert verify_run(tmp_path).faults == []
+    damage(second[-1])
+    found = verify_run(tmp_path)
+    assert [(fault.version, fault.what) for fault in found.faults] == [(4, "anchor")]
+    assert found.proved == [1, 2, 3, 4, 5], "by the deltas"
+    with Follower(trainer.place, model=blank(trainer.model)) as reader:
+        assert reader.fetch() == 5
+        assert reader.holds(trainer.states[5])
+
+
+def test_verify_says_of_a_full_disk_that_it_is_one(stored: Stored) -> None:
+    """In a process of its own: all files of this one would be limited."""
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)); "
+        "from deltasync.store.verifying import verify_run; verify_run(sys.argv[1])"
+    )
+    errors = run_program(code, stored.run).stderr
+    assert "ConfigError" in errors.splitlines()[-1]
+    assert "free some space" in errors
+
+
+def test_what_is_collected_while_it_is_verified_is_no_fault(stored: Stored) -> None:
+    def phase(name: str, total: int) -> Callable[[int], None]:
+        return lambda versions: seen.append(gc(stored.run, keep=1, keep_s=0).versions)
+
+    seen = list[int]()
+    found = verify_run(stored.run, phase=phase)
+    assert (found.faults, found.proved, seen) == ([], [1, 4, 5, 6], [3, 0, 0, 0, 0, 0])
+
+
+# Stores that vanish
+
+
+def test_a_store_that_goes_away_leaves_the_old_version(link: Link) -> None:
+    trainer = Publisher(link.near)
+    trainer.publish(2)
+    with Follower(link.far.having(retries=0)) as reader:
+        reader.fetch(1)
+        link.faults.choose = lambda method, path: "lost request"
+        with pytest.raises(StoreUnavailable):
+            reader.receiver.fetch(timeout_s=0.1)
+        assert reader.holds(trainer.states[1])
+        assert reader.receiver.version == 1
+
+
+def alter(files: dict[Path, bytes], path: Path, data: st.DataObject) -> None:
+    """Alter a file somehow."""
+    content = bytearray(files[path])
+    match data.draw(st.sampled_from(["flip", "cut", "delete", "swap"])):
+        case "flip":
+            at = data.draw(st.integers(0, len(content) - 1))
+            content[at] ^= data.draw(st.integers(1, 255))
+            path.write_bytes(content)
+        case "cut":
+            path.write_bytes(content[: data.draw(st.integers(0, len(content) - 1))])
+        case "delete":
+            path.unlink()
+        case "swap":
+            path.write_bytes(files[data.draw(st.sampled_from(sorted(files)))])
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_whatever_is_altered_the_weights_are_a_version_or_nothing_was_written(
+    made_again: Stored, data: st.DataObject
+) -> None:
+    files = {path: path.read_bytes() for path in made_again.run.rglob("*") if path.is_file()}
+    start, to = data.draw(st.sampled_from([1, 3, 5])), data.draw(st.integers(1, 6))
+    some = st.lists(st.sampled_from(sorted(files)), min_size=1, max_size=4, unique=True)
+    try:
+        for path in data.draw(some):
+            alter(files, path, data)
+        with Follower(made_again.place, holding=made_again.states[start]) as reader:
+            held = start
+            with contextlib.suppress(DeltaSyncError):
+                held = reader.receiver.fetch(to, timeout_s=0.1)
+            assert reader.holds(made_again.states[held])
+    finally:
+        for path, content in files.items():
+            path.write_bytes(content)

@@ -1,0 +1,447 @@
+"""Objects that take seconds to come, or are deleted meanwhile, and errors that do not pass."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from deltasync.errors import (
+    ConfigError,
+    DeltaSyncError,
+    LayoutMismatch,
+    MacMismatch,
+    ObjectDamaged,
+    PeerLost,
+    Refused,
+    SeveralRuns,
+    StoreRefused,
+    StoreUnavailable,
+    TransportTimeout,
+    is_permanent,
+)
+from deltasync.files.checkpoint import Checkpoint
+from deltasync.store.checkpoints import fetch_checkpoint
+from deltasync.store.retention import gc
+from tests.cli.command import ENVIRONMENT
+from tests.store.test_writers import collect, objects_of, versions_of
+from tests.worlds.programs import Program
+from tests.worlds.published import Follower, Publisher, change, keyed, matrix, small_model
+from tests.worlds.stores import Link, Place, full_disk, local_place, wait_until
+from tests.worlds.strategies import same_bits
+
+NUM_BYTES = 2 * 2048 * 2048  # 8 MB
+READER = """
+import sys, torch
+from torch import nn
+from deltasync import ModuleTarget, StoreReceiver
+from deltasync.store.objects import StoreOptions
+url, options, spool = sys.argv[1], StoreOptions.model_validate_json(sys.argv[2]), sys.argv[3]
+engine = nn.Linear(2048, 2048, bias=False, dtype=torch.bfloat16)
+receiver = StoreReceiver(ModuleTarget(engine), url, store=options, spool=spool)
+receiver.progress.advanced = lambda _: print(receiver.progress.fetched_bytes, flush=True)
+receiver.fetch()
+"""
+
+
+@pytest.fixture
+def trainer(link: Link) -> Publisher:
+    """A run whose newest version is an anchor of 8 MB, behind a link of 4 MB a second."""
+    made = Publisher(link.near, model=matrix(), anchor_every=1)
+    made.publish()
+    link.faults.bytes_per_s = 4e6
+    return made
+
+
+def reader_of(link: Link, spool: Path | None = None) -> Follower:
+    return Follower(link.far, model=matrix(), more={"spool": spool})
+
+
+def add(model: nn.Module) -> None:
+    """Change all of a model, so that the new anchor is a cheaper way."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+
+
+def test_a_follower_gets_a_version_that_takes_seconds_and_each_byte_once(
+    link: Link, trainer: Publisher
+) -> None:
+    """One that ends does not wait for all of them, and the next one goes on."""
+    told: list[tuple[int, float]] = []
+    link.faults.bytes_per_s = 200_000
+    with reader_of(link) as reader:
+        progress = reader.receiver.progress
+        progress.advanced = lambda _: told.append((progress.fetched_bytes, progress.bytes_per_s))
+        with reader.receiver.follow():
+            wait_until(lambda: progress.fetched_bytes > 0, timeout_s=60)
+        assert progress.fetched_bytes < NUM_BYTES
+        link.faults.bytes_per_s = 4e6
+        with reader.receiver.follow() as follower:
+            for version in (1, 2):
+                while not follower.wait_staged(timeout_s=60):
+                    assert follower.last_error is None
+                assert follower.commit() == version
+                assert reader.holds(trainer.states[version])
+                trainer.publish(step=add)
+    assert link.faults.down_bytes < 2.3 * NUM_BYTES
+    assert [done for done, _ in told[:4]] == sorted(done for done, _ in told[:4])
+    assert all(rate >= 0 for _, rate in told)
+    assert any(rate for _, rate in told)
+
+
+def test_calls_that_break_off_go_on_and_arrive_though_each_time_there_is_a_newer_version(
+    link: Link, trainer: Publisher
+) -> None:
+    """An engine that sleeps at each step, before all has come, and a trainer that goes on."""
+    link.faults.bytes_per_s = None
+    limit, came = 0, list[int]()
+
+    def advanced(_: int) -> None:
+        if limit < reader.fetched < NUM_BYTES:
+            came.append(reader.fetched)
+            reader.receiver.break_off()
+
+    with reader_of(link) as reader:
+        reader.receiver.progress.advanced = advanced
+        for calls in range(9):
+            limit = calls * NUM_BYTES // 5
+            try:
+                reader.stage()
+                break
+            except TransportTimeout:
+                trainer.publish(step=add)
+        assert reader.receiver.commit() == 1
+        assert reader.holds(trainer.states[1])
+        limit = NUM_BYTES
+        reader.stage()
+        assert reader.receiver.commit() == max(trainer.states)
+        assert reader.holds(trainer.states[max(trainer.states)])
+    assert came == sorted(came)
+    assert len(set(came)) > 1
+
+
+@pytest.mark.parametrize("is_newest", [True, False])
+def test_a_reader_that_was_killed_leaves_what_has_come_to_the_next(
+    link: Link, trainer: Publisher, tmp_path: Path, is_newest: bool
+) -> None:
+    """Which fetches the newest version, and removes what that does not need."""
+    options = link.far.options.model_dump_json()
+    with Program(READER, link.far.url, options, tmp_path, environment=ENVIRONMENT) as process:
+        fetched = next(n for n in map(int, process.stdout) if n > NUM_BYTES // 2)
+        process.kill()
+    link.faults.bytes_per_s = None
+    if not is_newest:
+        trainer.publish(step=add)
+    told: list[int] = []
+    with reader_of(link, tmp_path) as reader:
+        reader.receiver.progress.advanced = lambda _: told.append(reader.fetched)
+        newest = reader.fetch()
+        assert reader.holds(trainer.states[newest])
+    assert newest == max(trainer.states)
+    assert (told[0] >= fetched) == is_newest
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_was_kept_and_is_damaged_is_fetched_again(
+    link: Link, trainer: Publisher, tmp_path: Path
+) -> None:
+    with reader_of(link, tmp_path) as reader:
+        reader.receiver.progress.advanced = lambda _: reader.receiver.break_off()
+        with pytest.raises(TransportTimeout, match="goes on from there"):
+            reader.fetch()
+    [kept] = [path for path in tmp_path.rglob("*") if path.is_file()]
+    data = bytearray(kept.read_bytes())
+    data[len(data) // 2] ^= 1
+    kept.write_bytes(data)
+    link.faults.bytes_per_s = None
+    with reader_of(link, tmp_path) as reader:
+        reader.fetch()
+        assert reader.fetched == reader.receiver.progress.total_bytes
+        assert reader.holds(trainer.states[1])
+
+
+@pytest.mark.parametrize("fault", ["error", "cut"])
+def test_attempts_that_the_store_ends_do_not_begin_again(link: Link, fault: str) -> None:
+    """Also when parts have become so large that such a part does not come any more."""
+    trainer, refused, parts = Publisher(link.near, model=matrix(1024)), 0, list[str]()
+    trainer.publish()
+
+    def choose(method: str, path: str) -> str | None:
+        if method != "GET" or "-anchor-" not in path:
+            return None
+        parts.append(path)
+        if fault == "cut" and len(parts) == 2:
+            link.faults.most_bytes = 200_000
+        return "error" if fault == "error" and len(parts) % 2 == 0 else None
+
+    link.faults.choose = choose
+    with Follower(link.far.having(retries=0, parallel=1), model=matrix(1024)) as reader:
+        while refused < 1000:
+            try:
+                reader.stage()
+                break
+            except StoreUnavailable:
+                refused += 1
+        reader.receiver.commit()
+        assert reader.holds(trainer.states[1])
+    assert refused > 2
+    wasted = refused * (link.faults.most_bytes or 0)
+    assert link.faults.down_bytes < 1.1 * NUM_BYTES / 4 + wasted
+
+
+def test_a_full_disk_does_not_load_the_link(link: Link, trainer: Publisher, tmp_path: Path) -> None:
+    """Each attempt asks for little while there is no room, and the first one after that ends."""
+    link.faults.bytes_per_s = None
+    with reader_of(link, tmp_path) as reader:
+        with full_disk(NUM_BYTES // 2):
+            for _ in range(5):
+                with pytest.raises(ConfigError, match="free some space"):
+                    reader.stage()
+        reader.fetch()
+        assert reader.holds(trainer.states[1])
+    assert link.faults.down_bytes < 2 * NUM_BYTES
+
+
+@pytest.mark.parametrize("versions", [1, 2])
+def test_what_else_lies_in_a_spool_is_left_alone(tmp_path: Path, versions: int) -> None:
+    """As what a network file system keeps of a file that another one replaced."""
+    trainer = Publisher(local_place(tmp_path / "store"))
+    spool = tmp_path / "spool"
+    spool.mkdir()
+    engine = small_model(1)
+    for version in range(1, versions + 1):
+        trainer.publish()
+        for is_last in (False, True):
+            with Follower(trainer.place, model=engine, more={"spool": spool}) as reader:
+                reader.stage()
+                if is_last:
+                    assert reader.receiver.commit() == version
+            for file in [path for path in spool.rglob("*") if path.is_file()]:
+                (file.parent / ".nfs0001").touch()
+    assert reader.holds(trainer.states[versions])
+
+
+# Readers that fall behind what is kept
+
+
+@pytest.mark.promise(
+    "Cost",
+    "A reader whose objects are deleted while it fetches them goes on with the newest "
+    "version, and never mixes two.",
+)
+@pytest.mark.parametrize("held", [None, 2])
+def test_a_slow_reader_goes_on_with_the_newest_version(link: Link, held: int | None) -> None:
+    """An anchor, or the deltas from a version held, are deleted while they come."""
+    trainer, asked = Publisher(link.near, model=matrix(1024), anchor_every=4), threading.Event()
+    part, versions = "-anchor-" if held is None else f"{(held or 0) + 1:016}-delta-", list[int]()
+
+    def choose(method: str, path: str) -> None:
+        """Bring next to nothing, once the object is asked for."""
+        if method == "GET" and part in path:
+            link.faults.bytes_per_s = 1_000
+            asked.set()
+
+    def step(model: nn.Module) -> None:
+        change(model, share=0.4)
+
+    trainer.publish(held or 4, step=step)
+    link.faults.choose = choose
+    with Follower(link.far, model=matrix(1024)) as reader, reader.receiver.follow() as follower:
+        while 6 not in versions:
+            if held is not None and not versions:
+                assert follower.wait_staged(timeout_s=60)
+                versions.append(follower.commit())
+                trainer.publish(step=step)
+            if not versions or versions == [held]:
+                assert asked.wait(60)
+                trainer.publish(6 - max(trainer.states), step=step)
+                collect(link.near, keep=1)
+                link.faults.choose, link.faults.bytes_per_s = lambda method, path: None, None
+            assert follower.wait_staged(timeout_s=60)
+            versions.append(follower.commit())
+            assert reader.holds(trainer.states[versions[-1]])
+    assert versions == [*([] if held is None else [held]), 6]
+
+
+@pytest.mark.parametrize("to", [None, 2])
+def test_a_checkpoint_is_the_newest_version_or_the_one_that_was_asked_for(
+    tmp_path: Path, to: int | None
+) -> None:
+    """The objects of the version are deleted when they are about to be fetched."""
+    trainer = Publisher(local_place(tmp_path / "store"), anchor_every=2)
+    trainer.publish(2)
+
+    def phase(name: str, num_bytes: int) -> Callable[[int], None]:
+        if name == "fetching" and max(trainer.states) == 2:
+            trainer.publish(4)
+            gc(trainer.place.url, keep=1, keep_s=0)
+        return lambda count: None
+
+    url, out = trainer.place.url, tmp_path / "out"
+    if to is not None:
+        with pytest.raises(ObjectDamaged, match="missing"):
+            fetch_checkpoint(url, out, to=to, phase=phase)
+        assert not out.exists()
+        return
+    assert fetch_checkpoint(url, out, phase=phase).version == 6
+    written = Checkpoint(out)
+    assert set(trainer.states[6]) - set(written.specs) == {"3.weight"}, "which is tied"
+    for name in written.specs:
+        assert same_bits(written.tensor(name), trainer.states[6][name])
+
+
+def test_s10_a_reader_whose_version_is_gone_finds_newer_ones(tmp_path: Path) -> None:
+    trainer = Publisher(local_place(tmp_path), anchor_every=3)
+    trainer.publish(2)
+    with Follower(trainer.place) as reader:
+        assert reader.fetch() == 2
+        trainer.publish(6)
+        assert gc(tmp_path, keep=2, keep_s=0).oldest == 7
+        assert reader.fetch() == 8
+        assert reader.holds(trainer.states[8])
+
+
+def test_s10_a_reader_goes_past_a_list_that_is_late(link: Link) -> None:
+    trainer = Publisher(link.near)
+    trainer.publish(2)
+    link.faults.lists = {}
+    assert versions_of(link.far) == [1, 2]
+    trainer.publish(2)
+    with Follower(link.far) as reader:
+        assert reader.fetch() == 4
+        assert reader.holds(trainer.states[4])
+    assert versions_of(link.far) == [1, 2]
+
+
+# Errors that no second attempt repairs
+
+
+def of_another_dtype(place: Place) -> Follower:
+    return Follower(place, model=small_model(1).float())
+
+
+def of_a_key(place: Place) -> Follower:
+    return Follower(keyed(place, b"key"))
+
+
+def of_several_runs(place: Place) -> Follower:
+    Publisher(place, run="other").publish()
+    return Follower(place, run=None)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "text"),
+    [
+        (of_another_dtype, LayoutMismatch, "wire_dtypes"),
+        (of_a_key, MacMismatch, "not signed"),
+        (of_several_runs, SeveralRuns, "name one"),
+    ],
+)
+def test_who_waits_for_a_version_is_told_what_is_permanent(
+    tmp_path: Path,
+    make: Callable[[Place], Follower],
+    kind: type[DeltaSyncError],
+    text: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trainer = Publisher(local_place(tmp_path))
+    trainer.publish()
+    with make(trainer.place) as reader, reader.receiver.follow() as follower:
+        for call in (
+            lambda: follower.wait_staged(timeout_s=60),
+            follower.is_staged,
+            follower.commit,
+        ):
+            with pytest.raises(kind, match=text):
+                call()
+        assert isinstance(follower.last_error, kind)
+    assert [record.message for record in caplog.records if "ends, after" in record.message]
+
+
+def test_what_is_permanent_loses_nothing_and_what_may_pass_is_tried_again(tmp_path: Path) -> None:
+    engine, wire = small_model(1).bfloat16(), {"wire_dtypes": {"*": "bfloat16"}}
+    place = local_place(tmp_path / "later")
+    with Follower(place, model=engine) as reader:
+        with reader.receiver.follow() as follower:
+            assert not follower.wait_staged(timeout_s=0.5)
+            assert isinstance(follower.last_error, StoreRefused)  # there is no folder yet
+            trainer = Publisher(place, model=small_model().float(), options=wire)
+            trainer.publish()
+            assert follower.wait_staged(timeout_s=60)
+            assert follower.commit() == 1
+            held = {name: one.bfloat16() for name, one in trainer.states[1].items()}
+            Publisher(place, model=trainer.model).publish()
+            with pytest.raises(LayoutMismatch, match="wire_dtypes"):
+                follower.wait_staged(timeout_s=60)
+        reader.receiver.check_serving()
+        assert reader.holds(held)
+        trainer.start()
+        trainer.publish(step=add)
+        with reader.receiver.follow() as follower:
+            assert follower.wait_staged(timeout_s=60)
+            assert follower.commit() == 3
+        assert reader.holds({name: one.bfloat16() for name, one in trainer.states[3].items()})
+
+
+@pytest.mark.parametrize(("bytes_per_s", "most"), [(None, 11), (10_000.0, 3)])
+def test_what_nothing_but_another_version_mends_is_tried_less_and_less_often(
+    link: Link, bytes_per_s: float | None, most: int
+) -> None:
+    """The more seldom the longer it takes, so that it does not load the link."""
+    trainer, asked = Publisher(link.near), list[float]()
+    trainer.publish()
+    (anchor,) = (f for f in objects_of(link.near).listed("objects") if "-anchor-" in f.key)
+    objects_of(link.near).put(anchor.key, bytes(anchor.num_bytes))
+    link.faults.choose = lambda method, path: (
+        asked.append(time.monotonic()) if method == "GET" and "-anchor-" in path else None
+    )
+    link.faults.bytes_per_s = bytes_per_s
+    with Follower(link.far) as reader, reader.receiver.follow() as thread:
+        wait_until(lambda: thread.last_error, timeout_s=60)
+        assert not thread.wait_staged(timeout_s=4)
+        assert isinstance(thread.last_error, ObjectDamaged)
+        assert 1 <= len(asked) <= most
+        link.faults.bytes_per_s = None
+        wait_until(lambda: len(asked) > 5, timeout_s=60)
+        assert asked[5] - asked[0] > 2
+        again = Publisher(link.near, model=small_model(2))  # with an anchor
+        again.publish()
+        assert thread.wait_staged(timeout_s=60)
+        assert thread.commit() == 2
+        assert reader.holds(again.states[2])
+
+
+def test_what_depends_on_others_or_on_the_machine_is_not_permanent() -> None:
+    full = ConfigError("no space")
+    full.__cause__ = OSError(28, "No space left on device")
+    refused = [Refused(kind=kind, message="") for kind in ("LayoutMismatch", "ConfigError")]
+    told = [is_permanent(one) for one in (ConfigError(""), full, *refused, PeerLost(""), None)]
+    assert told == [True, False, True, False, False, False]
+
+
+def test_a_run_that_a_narrower_dtype_would_help_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = []
+    for run, options in (("wide", {}), ("narrow", {"wire_dtypes": {"*": "bfloat16"}})):
+        place = local_place(tmp_path)
+        trainer = Publisher(place, model=nn.Linear(64, 64), run=run, options=options)
+
+        def step(model: nn.Module) -> None:
+            with torch.no_grad():
+                model.get_parameter("weight").mul_(1 + 1e-6)
+
+        with caplog.at_level(logging.WARNING):
+            trainer.publish(4, step=step)
+        told += [text for one in trainer.stats.values() for text in one.warnings]
+    told = [text for text in told if "wire_dtypes" in text]
+    assert len(told) == 1
+    assert "of the elements changed" in told[0]
+    assert [record for record in caplog.records if told[0] in record.message]

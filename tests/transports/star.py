@@ -1,0 +1,127 @@
+"""A server of the control plane on a free TCP port, and all who connect to it."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+
+from deltasync.testing.links import background
+from deltasync.transports.control.connection import Deadline, Kind
+from deltasync.transports.control.endpoints import Client, Server
+from deltasync.transports.control.gate import Gate
+
+HEADER = struct.Struct("<2sBxI")
+SECRET = b"shared"
+
+
+def message(kind: int, data: bytes, *, magic: bytes = b"dS", length: int | None = None) -> bytes:
+    return HEADER.pack(magic, kind, len(data) if length is None else length) + data
+
+
+GREETING = message(Kind.GREETING, b"hello")
+
+
+class Star:
+    """The server, its clients, and raw sockets that pretend to be some."""
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        secret: bytes | None = None,
+        *,
+        greeting_timeout_s: float = 10.0,
+        max_message_bytes: int = 64 << 20,
+    ) -> None:
+        self._stack, self._limit = stack, max_message_bytes
+        self.gate = Gate()
+        listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        self.address = listener.getsockname()
+        self.server = Server(
+            listener,
+            self.gate,
+            kinds={Kind.REPLY},
+            secret=secret,
+            max_message_bytes=max_message_bytes,
+            greeting_timeout_s=greeting_timeout_s,
+        )
+        stack.callback(lambda: self.gate.close(self.server.close))
+        self.is_over = threading.Event()
+        stack.callback(self.is_over.set)
+
+    def raw(self, said: bytes = b"") -> socket.socket:
+        sock = self._stack.enter_context(socket.create_connection(self.address, 10))
+        sock.sendall(said)
+        return sock
+
+    def peer(self) -> tuple[int, socket.socket]:
+        """One that has greeted, and says the rest by hand."""
+        sock = self.raw(GREETING)
+        ((peer, _),) = self.server.poll(Deadline(10))
+        return peer, sock
+
+    def client(self, secret: bytes | None = None) -> Client:
+        gate = Gate()
+        client = Client(
+            lambda timeout_s: socket.create_connection(self.address, timeout_s),
+            gate,
+            kinds={Kind.FRAME},
+            secret=secret,
+            max_message_bytes=self._limit,
+        )
+        self._stack.callback(lambda: gate.close(client.hang_up))
+        return client
+
+    def welcome(self, client: Client, *, timeout_s: float = 10.0) -> int:
+        """Let an honest client in, by polls that do not wait, as a sync's do."""
+        connected = background(lambda: client.connect(b"honest", Deadline(timeout_s)))
+        give_up = Deadline(timeout_s)
+        while not give_up.passed:
+            for peer, greeting in self.server.poll(Deadline(0)):
+                if greeting == b"honest":
+                    connected.result(10)
+                    return peer
+        raise AssertionError("an honest receiver was not let in")
+
+    def assert_serves(self, client: Client, peer: int) -> None:
+        self.server.write([peer], Kind.FRAME, b"question")
+        assert client.next(Deadline(10)).data == b"question"
+        client.write(Kind.REPLY, b"answer", Deadline(10))
+        assert self.server.gather([peer], Kind.REPLY, Deadline(10)) == {peer: b"answer"}
+
+    def attack(self, act: Callable[[socket.socket], object]) -> None:
+        """Connect and `act`, again and again in another thread."""
+
+        def run() -> None:
+            while not self.is_over.is_set():
+                with suppress(OSError), socket.create_connection(self.address, 5) as sock:
+                    sock.settimeout(5)
+                    while not self.is_over.is_set():
+                        act(sock)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        self._stack.callback(thread.join, 10)
+        self._stack.callback(self.is_over.set)
+
+    def until_lost(self, peer: int) -> bool:
+        """Wait until a peer is lost; whether it was, in a short time."""
+        give_up = Deadline(10)
+        while self.server.is_connected(peer) and not give_up.passed:
+            pass
+        return not self.server.is_connected(peer)
+
+
+def is_closed(sock: socket.socket, *, timeout_s: float = 5.0) -> bool:
+    """Whether the other end closes the connection within a short time, whatever it says first."""
+    sock.settimeout(timeout_s)
+    try:
+        while sock.recv(1 << 16):
+            pass
+    except ConnectionError:
+        return True
+    except TimeoutError:
+        return False
+    return True
