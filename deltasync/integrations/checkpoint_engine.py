@@ -15,9 +15,7 @@ from importlib.util import find_spec
 from types import ModuleType
 
 from deltasync.integrations import sglang_scheduler
-from deltasync.integrations.sglang import NOT_YET, REQUEST, Extension
-
-__all__ = ["NOT_YET", "REQUEST", "register"]
+from deltasync.integrations.sglang import Extension
 
 logger = logging.getLogger(__name__)
 

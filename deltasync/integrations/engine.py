@@ -1,18 +1,17 @@
-"""One server as its trainer sees it: the calls to it, its pause, and the name of its workers."""
+"""One engine as its trainer sees it: whether it is here, what it holds, and the calls to it."""
 
 from __future__ import annotations
 
 import logging
-import os
-import re
-import socket
 import threading
+import time
 import uuid
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 from deltasync.errors import (
     ConfigError,
@@ -23,156 +22,165 @@ from deltasync.errors import (
     SyncAborted,
     TransportTimeout,
 )
-from deltasync.integrations.trainer_info import (
-    OneCallServer,
-    Server,
-    TrainerInfo,
-    Unproved,
-    WithoutRoutes,
-    Work,
-)
-from deltasync.sync.engine_sender import EngineSender
+from deltasync.integrations.calls import Pause, asked
+from deltasync.integrations.trainer_info import OneCallServer, Server, TrainerInfo, Work
 from deltasync.sync.protocol.round import SyncPhase
+from deltasync.sync.stats import reasons
 from deltasync.transports import forks
-from deltasync.transports.address import Address
-from deltasync.wire.messages import ParameterSpec, as_text
+from deltasync.wire.messages import Failed
 
 logger = logging.getLogger(__name__)
 
-_RESUMED = 0  # no version
-_TAKEN = re.compile(r"EngineTaken: (.*?take_over=True)", re.DOTALL)  # ends so, in any text
+_NO_VERSION = 0
+_RETURN_S = 0.3  # workers that failed in a sync connect again by themselves
+_NOT_JOINED = "it has not joined yet"
+_GRACE_S = 1.0  # for an engine that has failed before: a restarted one connects in this time
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
-    """What workers are told when they connect; attributes as the arguments of `EngineSync`.
+class ServerState:
+    """A server of an `EngineFleet`.
 
     Attributes:
-        address: Where rank 0 of the trainer sends from.
-        take_over: Whether to take the engine from another trainer, the first time.
-        label: What the trainer calls the engine.
-        sender: Whose terms these are.
+        state: "current": connected, and holds the last version. "behind": connected, and does not.
+            "lost": not connected; it is asked to connect in each call.
+        version: The last version that all its workers are known to have held; None if there is
+            none. A server that was restarted since holds the weights of its checkpoint.
+        is_paused: Whether its generation may be paused: the fleet has asked for that, and not heard
+            that it was resumed since.
+        why: Why it is not current, or what it raised last; empty if all is well.
     """
 
-    address: Address
-    without_routes: WithoutRoutes
-    keep: tuple[str, ...]
-    unproved: Unproved
-    max_staged_bytes: int
-    timeout_s: float
-    take_over: bool = False
-    label: str = "its engine"
-    sender: str = field(default_factory=lambda: uuid.uuid4().hex)
-
-    def writes_at_once(self, phase: SyncPhase) -> bool:
-        """Whether workers write what is sent as it arrives, in a pause that begins before."""
-        return phase.is_full or phase.staged_bytes > self.max_staged_bytes
+    state: Literal["current", "behind", "lost"]
+    version: int | None
+    is_paused: bool
+    why: str
 
 
 class Engine:
-    """The calls to one server. Those of updates run in a thread of this object, one at a time.
+    """An engine that comes and goes. Calls to its server run in a thread of this object, one at a
+    time. Methods are called by the thread of syncs, except `remove`, `hang_up` and `close`.
 
     Args:
+        label: Its name for people.
         server: Reaches the engine.
         workers: Number of its processes that hold weights.
         paused: Makes the context in which generation is paused.
-        terms: What its workers are told.
+        terms: What its workers are told, whatever they are asked to send.
+        take_over: Whether to take it from another trainer, the first time.
+        after: The same server, removed a moment ago. What is still asked of it for that ends, or
+            `timeout_s` passes, before it is asked to connect.
 
     Attributes:
-        name: The prefix of the names of its workers; new at each connect, empty before.
+        known_as: Its name for the server, which lets nobody of another name connect meanwhile.
+        stem: How the names of its workers begin, also those before they reconnected.
+        version: See `ServerState`.
+        error: Why it is not current, or what it raised last; None if all is well.
         pause: Of generation.
         outcome: Of the version under way, for its update: no result means that all workers hold it.
+        is_here: Whether all workers are connected, and updates can be asked for.
+        is_settled: Whether that is known for this call.
+        is_known: Whether the server may have workers that are connected to this trainer.
         is_whole: Whether no update has left the weights half written, as far as is known.
-        is_spoiled: Whether the engine does not hold its own weights, and must not generate.
-        is_taken: Whether it follows another trainer.
+        is_removed: Whether `remove` was called. has_left: whether nothing has to be done for that
+            any more.
     """
 
     def __init__(
         self,
+        label: str,
         server: Server,
         workers: int,
         paused: Callable[[], AbstractContextManager[object]],
-        terms: Terms,
+        terms: TrainerInfo,
+        *,
+        take_over: bool = False,
+        after: Sequence[Engine] = (),
     ) -> None:
-        self.server, self.workers, self.terms = server, workers, terms
-        self.name, self.pause = "", Pause(paused)
-        self.outcome: Future[object] = Future()
+        self.label, self.server, self.workers, self._terms = label, server, workers, terms
+        self.known_as, self._takes_over, self._after = label, take_over, after
+        self._after_until_s = time.monotonic() + terms.timeout_s
+        self.stem, self._name, self._holder = new_name("engine-"), "", ""
+        self.version: int | None = None
+        self.error: BaseException | None = SyncAborted("it has not connected yet")
+        self.pause, self.outcome = Pause(paused), Future[object]()
+        self.is_here = self.is_settled = self.is_known = self.is_removed = self.has_left = False
         self.is_whole = self._was_whole = True
-        self.is_spoiled = self.is_taken = self._is_given_up = False
-        self._holder = ""  # before it was asked to connect
+        self._is_spoiled = False  # it does not hold its own weights, and must not generate
+        self._is_given_up = self._was_here = False
+        self._connecting: Future[None] | None = None
+        self._is_reached = False  # by that: it was asked, and workers have connected
+        self._returned_s = 0.0  # when the server has answered that
+        self._declined: DeltaSyncError | None = None
+        self._patience_s = terms.timeout_s  # with it, when it is asked to connect
+        self._missing_until_s = self._awaited_until_s = 0.0
+        self._num_here = 0
+        self._replicas: dict[str, int] = {}  # number of ranks, by the name that workers use
+        self._held: set[str] = set()  # replicas that hold the version under way
         self._updates: dict[int, Future[None]] = {}
         self._one_call: OneCallServer | None = None  # if that reaches all workers
         self._calls = ThreadPoolExecutor(1, thread_name_prefix="deltasync-engine")
-        self._is_parents = False
         forks.inert_in_children(self._forked)
 
     def _forked(self) -> None:
         """In a forked child, send nothing to the engine, and do not resume it."""
-        self._is_parents, self._updates = True, {}
+        self.is_known, self._updates = False, {}
         self.pause.forget()
         self._calls = ThreadPoolExecutor(1)
 
     def __str__(self) -> str:
-        return self.name or "an engine"
+        return self.label
+
+    @property
+    def why(self) -> str:
+        """The text of `error`; empty if there is none."""
+        if self.error is None or isinstance(self.error, SyncAborted):
+            return str(self.error or "")
+        return f"{type(self.error).__name__}: {self.error}"
 
     @property
     def updates(self) -> Sequence[Future[None]]:
         """Those of the sync under way, or of the last one."""
         return list(self._updates.values())
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether the server has not answered yet that it is asked to connect."""
+        return self._connecting is not None and not self._connecting.done()
+
+    @property
+    def _is_busy(self) -> bool:
+        """Whether an update is in flight."""
+        return any(not update.done() for update in self.updates)
+
+    def state(self, newest: int) -> ServerState:
+        """What is known of it. `newest` is the last version decided."""
+        state: Literal["current", "behind", "lost"] = "lost"
+        if self.is_here:
+            state = "current" if self.version == newest and not self.error else "behind"
+        return ServerState(state, self.version, self.pause.is_on, self.why)
+
+    def has(self, worker: str) -> bool:
+        """Whether workers of this name are of this engine."""
+        return bool(self._name) and worker.startswith(self._name)
+
+    def count(self, workers: Collection[str], ranks: Mapping[str, int]) -> int:
+        """Number of ranks of this engine in those of these names."""
+        return sum(ranks.get(worker, 0) for worker in workers if self.has(worker))
+
     def submit(self, call: Callable[[], None]) -> Future[None]:
-        """Do something in the thread of updates, after them. What it raises is in the result."""
+        """Do something in the thread of calls, after them. What it raises is in the result."""
+        done = Future[None]()
         try:
-            return self._calls.submit(call)
+            if threading.main_thread().is_alive():
+                return self._calls.submit(call)
+            call()  # within atexit, where no thread can start, or is left
+            done.set_result(None)
         except RuntimeError as error:  # it was closed or removed meanwhile, or no thread is left
-            failed = Future[None]()
-            failed.set_exception(EngineFailed(f"{self} cannot be asked: {error}"))
-            return failed
-
-    def info(self, name: str, specs: Sequence[ParameterSpec], sender: EngineSender) -> TrainerInfo:
-        """All that its workers need to connect, by this name.
-
-        Raises ConfigError if they cannot reach a rank.
-        """
-        terms, others = self.terms, sender.addresses_of_ranks()
-        me = f"process {os.getpid()} on {socket.gethostname()}, stream {sender.stream_id}"
-        self._holder = f"{me}, from {terms.address} to {terms.label} ({terms.sender[:8]})"
-        return TrainerInfo(
-            addresses=(terms.address, *(reachable(there, rank=rank) for rank, there in others)),
-            engine=name,
-            holder=self._holder,
-            sender=terms.sender,
-            take_over=terms.take_over,
-            tensors=tuple((spec.names, spec.dtype.name, spec.shape) for spec in specs),
-            without_routes=terms.without_routes,
-            keep=terms.keep,
-            unproved=terms.unproved,
-            max_staged_bytes=terms.max_staged_bytes,
-            timeout_s=terms.timeout_s,
-        )
-
-    def connect(self, trainer: TrainerInfo) -> None:
-        """Let workers connect. Raises as the engine does."""
-        self.is_taken = False
-        asked(self.server.connect, trainer.model_dump(mode="json"))
-
-    def connected(self) -> None:
-        """Find out how updates are made, now that workers have connected. Raises as the engine."""
-        if isinstance(server := self.server, OneCallServer):
-            reached = asked(server.reach, self.pause.paused)
-            self._one_call = server if reached == self.workers else None
-        self.terms = replace(self.terms, take_over=False)
-        if self.is_spoiled:  # it was restarted, or it would not connect
-            self.is_spoiled, self.is_whole = False, True
-        if self.is_whole:
-            self.pause.end()
-        else:
-            self.pause.renew()
-
-    def disconnect(self) -> None:
-        """Let workers close their connection. Raises as the engine does, EngineTaken once."""
-        if self._holder and not (self._is_parents or self.is_taken):
-            self._ask(self.server.disconnect)
+            done.set_exception(EngineFailed(f"{self} cannot be asked: {error}"))
+        except DeltaSyncError as error:
+            done.set_exception(error)
+        return done
 
     def _ask(self, call: Callable[..., object], *arguments: object) -> None:
         """Call the engine by this trainer's name. Raises as the engine does."""
@@ -180,45 +188,187 @@ class Engine:
             asked(call, *arguments, self._holder)
         except EngineTaken as error:
             logger.warning("%s is left as it is: %s", self, error)
-            self.refused(error)
+            self._refused(error)
             raise
 
-    def refused(self, error: BaseException) -> None:
+    # Connecting
+
+    def begin_call(self) -> None:
+        """Find out anew whether it is here."""
+        now = time.monotonic()
+        self._end_interrupted()
+        if self._is_leaving or self._was_here:
+            self._awaited_until_s = now + min(_GRACE_S, self._terms.timeout_s)
+        self._missing_until_s = now + _RETURN_S
+        self.is_here = self.is_settled = self._was_here = False
+
+    def _end_interrupted(self) -> None:
+        """Let an update end of which the call was interrupted: nobody else would tell it."""
+        if not self.outcome.done():
+            self.outcome.set_exception(SyncAborted("the call was interrupted"))
+
+    @property
+    def _is_leaving(self) -> bool:
+        """Whether calls of an earlier stay may still reach the server."""
+        is_in_time = time.monotonic() < self._after_until_s
+        return is_in_time and not all(engine.has_left for engine in self._after)
+
+    def reconnect(self) -> None:
+        """Let workers connect again in the next call."""
+        self._name, self._connecting = "", None
+
+    def is_awaited(self) -> bool:
+        """Whether it may be here soon, and the others wait for that."""
+        return not self.is_settled and time.monotonic() < self._awaited_until_s
+
+    def look(self, ranks: Mapping[str, int]) -> bool:
+        """Find out whether it is here. Returns whether it has to be asked to connect."""
+        if self.is_settled or self.is_removed or self._is_busy or self._is_leaving:
+            return False
+        self._check_updates()
+        self._num_here = self.count(ranks, ranks)
+        if self._connecting is not None:
+            self._look_at_attempt(self._connecting, ranks)
+            return False
+        if self._name and self._num_here >= self.workers:
+            self._arrive(ranks)
+            return False
+        return not self._name or time.monotonic() > self._missing_until_s
+
+    def start_connecting(self, trainer: TrainerInfo) -> None:
+        """Ask it to connect to this trainer, in its thread."""
+        for left in self._after:
+            if left.has_left and left.is_known:  # it could not be asked to let workers disconnect
+                self.known_as = left.known_as
+        self._after = ()
+        self._name = new_name(self.stem)
+        self._holder = f"{trainer.holder} to {self.known_as} ({trainer.sender[:8]})"
+        mine = {"engine": self._name, "holder": self._holder, "take_over": self._takes_over}
+        self.error, self._declined = SyncAborted(_NOT_JOINED), None
+        self.is_known, self._is_reached = True, False
+        self._awaited_until_s = time.monotonic() + self._patience_s
+        self._patience_s = min(_GRACE_S, self._terms.timeout_s)
+        info = trainer.model_copy(update=mine).model_dump(mode="json")
+        self._connecting = self.submit(lambda: self._connect(info))
+
+    def _connect(self, trainer: dict[str, object]) -> None:
+        """Let workers connect. Raises as the engine does."""
+        try:
+            asked(self.server.connect, trainer)
+            self._takes_over = False
+        finally:
+            self._returned_s = time.monotonic()
+
+    def _reach(self) -> None:
+        """Find out how updates are made, now that workers have connected. Raises as the engine."""
+        if isinstance(server := self.server, OneCallServer):
+            reached = asked(server.reach, self.pause.paused)
+            self._one_call = server if reached == self.workers else None
+        if self._is_spoiled:  # it was restarted, or it would not connect
+            self._is_spoiled, self.is_whole = False, True
+        if self.is_whole:
+            self.pause.end()
+        else:
+            self.pause.renew()
+
+    def declined(self, failed: Failed) -> None:
+        """A worker has said why it cannot take part: an error of the type that it raised, if that
+        is known.
+        """
+        why = failed.reason.removeprefix(f"{self._name}: ")
+        self._declined = EngineFailed(f"{failed.error}: {why}", error=failed.error)
+        for kind in (ConfigError, DirtyReceiver, EngineTaken):
+            if failed.error == kind.__name__:
+                self._declined = kind(why)
+
+    def _look_at_attempt(self, attempt: Future[None], ranks: Mapping[str, int]) -> None:
+        if not attempt.done():
+            return
+        since_s = time.monotonic() - self._returned_s
+        if self._declined is not None:
+            self._fail(self._declined)
+        elif (error := attempt.exception()) is not None:
+            if not isinstance(error, EngineFailed) or since_s > _RETURN_S:  # a worker may say more
+                self._fail(error)
+        elif self._num_here < self.workers:
+            if since_s > self._terms.timeout_s:
+                self._fail(self._too_few())
+        elif not self._is_reached:
+            self._is_reached, self._connecting = True, self.submit(self._reach)
+        else:
+            self._connecting = None
+            self._arrive(ranks)
+
+    def _arrive(self, ranks: Mapping[str, int]) -> None:
+        if self._num_here > self.workers:
+            came = f"{self._num_here} workers have connected"
+            self._fail(ConfigError(f"{came}, and workers={self.workers}"))
+            return
+        self._replicas = {worker: ranks[worker] for worker in ranks if self.has(worker)}
+        self.is_here = self.is_settled = self._was_here = True
+
+    def _too_few(self, refusal: str = "") -> TransportTimeout:
+        why = f"; the last one refused: {refusal}" if refusal else ""
+        came = f"{self._num_here} of {self.workers} workers have connected in time"
+        return TransportTimeout(f"{came}{why}")
+
+    def _fail(self, error: BaseException) -> None:
+        """It could not connect."""
+        self._connecting, self._name, self.is_settled, self.error = None, "", True, error
+        if isinstance(error, EngineTaken | DirtyReceiver):
+            self._updates[_NO_VERSION] = self.submit(lambda: self._refused(error))
+
+    def _refused(self, error: BaseException) -> None:
         """It did not connect: leave it to another trainer, or pause it until it is restarted."""
         if isinstance(error, EngineTaken):
-            self.is_taken = True
+            self.is_known = False
             self.pause.forget()
         if isinstance(error, DirtyReceiver):  # it does not hold its own weights
-            self.is_spoiled, self.is_whole = True, False
+            self._is_spoiled, self.is_whole = True, False
             self.outcome = Future()  # what workers hold is not known
             try:
                 self.pause.begin()
             except DeltaSyncError:
                 logger.exception("an engine whose weights are wrong could not be paused")
 
-    def typed(self, told: EngineFailed) -> DeltaSyncError:
-        """Why workers cannot take part, as the type that they raised if that is known."""
-        text = str(told).replace(f": {self.name}: ", ": ")
-        for kind in (ConfigError, DirtyReceiver, EngineTaken):
-            if told.error == kind.__name__:
-                return kind(text.removeprefix(f"{told.error}: "))
-        return EngineFailed(text, error=told.error)
+    def end_wait(self, refusal: str) -> None:
+        """The call goes on without it, unless it is here. `refusal`: why a worker was refused."""
+        if self.is_here or self.is_settled:
+            return
+        if self._is_busy:
+            self._name = ""  # its workers leave, for they could not be asked to write
+            why = "the engine's last update has not ended; check what it waits for"
+            self.error = TransportTimeout(why)
+        elif self._is_leaving or self.is_asked:
+            self.error = TransportTimeout("it has not connected yet")
+        else:
+            self.error = self._too_few(refusal)
 
-    def has(self, worker: str) -> bool:
-        """Whether workers of this name are of this engine."""
-        return bool(self.name) and worker.startswith(self.name)
+    # A sync
 
     def begin_sync(self) -> None:
         """Forget the last version and its update, which must have ended."""
         self._updates.clear()
-        self.outcome, self._was_whole = Future(), self.is_whole
+        self.outcome, self._was_whole, self._held = Future(), self.is_whole, set()
 
     def follow(self, phase: SyncPhase) -> None:
-        """Ask for the update as soon as workers would wait for it."""
+        """Ask for the update as soon as workers would wait for it; when all workers hold the
+        version, let it end.
+        """
         version = phase.version
-        if version in self._updates or not (phase.is_decided or self.terms.writes_at_once(phase)):
+        if phase.is_held:
+            self._held |= phase.engines
+            if self.count(self._held, self._replicas) == self.workers and not self.outcome.done():
+                self.version = version
+                self.outcome.set_result(None)
             return
-        self._expect(version)
+        is_due = phase.is_decided or writes_at_once(phase, self._terms)
+        if self.is_removed or version in self._updates or not is_due:
+            return
+        if self._updates:  # it joined with the version before, and holds only that for sure
+            if not self.outcome.done():
+                self.outcome.set_exception(SyncAborted(f"v{version} came before it had this one"))
+            self.outcome, self._held = Future(), set()
         if self._one_call is not None:
             work: Work = "pass" if phase.is_unchanged else "write"
             update = partial(self._switch, self._one_call, version, work, self.outcome)
@@ -226,91 +376,6 @@ class Engine:
             in_place = not phase.is_decided
             update = partial(self._update, version, self.outcome, is_in_place=in_place)
         self._updates[version] = self.submit(update)
-
-    def interrupted(self) -> None:
-        """Let an update end of which the call was interrupted: nobody else would tell it."""
-        if not self.outcome.done():
-            self.outcome.set_exception(SyncAborted("the call was interrupted"))
-
-    def _expect(self, version: int) -> None:
-        """Hear that an update is about to be asked for."""
-
-    def ended(self, timeout_s: float) -> list[BaseException]:
-        """Wait for updates to end. Returns what they raised."""
-        done, unfinished = wait(self._updates.values(), timeout_s)
-        problems = [error for update in done if (error := update.exception()) is not None]
-        if unfinished:
-            problems.append(TransportTimeout("the engine's update did not end in time"))
-        for update in unfinished:
-            update.cancel()
-        return problems
-
-    def let_name(self, version: int) -> None:
-        """Name weights that all workers hold already. Raises as the engine does."""
-        self.is_whole = True
-        self.pause.begin()  # so that it is resumed, whoever has paused it
-        try:
-            if self._one_call is not None:
-                self._ask(self._one_call.switch, version, "name", self.pause.pauses)
-            else:
-                self._ask(self.server.name, version)
-        finally:
-            self.pause.end()
-
-    def sleep_on(self) -> Future[None]:
-        """Its weights sleep: no worker has written, and what its update raised says so. Resume it.
-
-        Returns the end of that, which comes after the update.
-        """
-        hanging = {at: update for at, update in self._updates.items() if not update.done()}
-        resumed = self.submit(self._resume_asleep)
-        self._updates, self.outcome = {**hanging, _RESUMED: resumed}, Future()
-        return resumed
-
-    def _resume_asleep(self) -> None:
-        self.is_whole = self._was_whole
-        if self.is_whole:
-            self.pause.end()
-
-    @property
-    def _is_busy(self) -> bool:
-        """Whether an update is in flight."""
-        return any(not update.done() for update in self.updates)
-
-    def close(self) -> Sequence[Future[None]]:
-        """Make no more calls, and `leave`, in its thread after an update in flight.
-
-        Returns what may be waited for: not for that update, which may hang.
-        """
-        for update in self._updates.values():
-            update.cancel()
-        if not threading.main_thread().is_alive():  # no thread can start, or is left
-            self.leave()
-        is_busy = self._is_busy
-        left = [self.submit(self.leave)] if is_busy or self.pause.is_on else []
-        self._calls.shutdown(wait=False)
-        return [] if is_busy else left
-
-    def leave(self) -> None:
-        """Resume generation if it is paused, this trainer's, and whole; else log why not."""
-        if self._is_parents or self._is_given_up or not self.pause.is_on:
-            return
-        why = "was closed after an update that failed: its weights may mix two versions"
-        if self.is_whole or (self.outcome.done() and self.outcome.exception() is None):
-            try:
-                with suppress(DeltaSyncError):  # it may be gone
-                    self.disconnect()  # and forget the pause if it is another trainer's by now
-                self.pause.end()
-                return
-            except DeltaSyncError as error:
-                why = f"cannot be resumed ({error})"
-        logger.error(
-            "%s %s, so that generation stays paused; send it weights by a new EngineSync, or "
-            "reload them and resume it",
-            self,
-            why,
-        )
-        self._is_given_up = True  # which is said once
 
     def _switch(
         self, server: OneCallServer, version: int, work: Work, outcome: Future[object]
@@ -322,7 +387,7 @@ class Engine:
         try:
             self._ask(server.switch, version, work, self.pause.pauses)
         except BaseException:
-            if not self.is_taken:
+            if self.is_known:
                 self.pause.begin()
             raise
         self.is_whole = True
@@ -347,96 +412,158 @@ class Engine:
     def _failure(self, outcome: Future[object]) -> BaseException | None:
         """What the sync raised, as soon as it has ended."""
         try:
-            return outcome.exception(self.terms.timeout_s)
+            return outcome.exception(self._terms.timeout_s)
         except TimeoutError:
             raise TransportTimeout(
-                f"the sync had not ended {self.terms.timeout_s:.4g} s after the engine's update: "
+                f"the sync had not ended {self._terms.timeout_s:.4g} s after the engine's update: "
                 "the version was not named"
             ) from None
 
+    def _let_name(self, version: int) -> None:
+        """Name weights that all workers hold already. Raises as the engine does."""
+        self.is_whole = True
+        self.pause.begin()  # so that it is resumed, whoever has paused it
+        try:
+            if self._one_call is not None:
+                self._ask(self._one_call.switch, version, "name", self.pause.pauses)
+            else:
+                self._ask(self.server.name, version)
+        finally:
+            self.pause.end()
 
-class Pause:
-    """The pause of an engine's generation.
+    def give_up(
+        self, error: BaseException, lost: Mapping[str, str], held: Mapping[str, int]
+    ) -> None:
+        """The sync has failed. `lost` says why members left, `held` has the ranks of the others."""
+        if not self.outcome.done():
+            self.outcome.set_exception(error)
+        why = self._reason(lost)
+        self.is_here = not why
+        if not why and self.count(held, held) < self.workers:
+            why = _NOT_JOINED
+        self.error = SyncAborted(why) if why else None
 
-    Args:
-        paused: Makes the context in which generation is paused.
+    def sleep_on(self) -> Future[None]:
+        """Its weights sleep: no worker has written, and what its update raised says so. Resume it.
 
-    Attributes:
-        is_on: Whether it may be paused: what was asked for counts as done until that is known not
-            to be so.
-        pauses: Whether `paused` pauses at all.
-    """
+        Returns the end of that, which comes after the update.
+        """
+        hanging = {at: update for at, update in self._updates.items() if not update.done()}
+        resumed = self.submit(self._resume_asleep)
+        self._updates, self.outcome = {**hanging, _NO_VERSION: resumed}, Future()
+        return resumed
 
-    def __init__(self, paused: Callable[[], AbstractContextManager[object]]) -> None:
-        self.paused, self.pauses = paused, paused is not nullcontext
-        self._open = ExitStack()
-        forks.keep(self._open)  # its end, or the process's, must not resume mixed weights
-        self.is_on = self._is_entered = False
+    def _resume_asleep(self) -> None:
+        self.is_whole = self._was_whole
+        if self.is_whole:
+            self.pause.end()
 
-    def forget(self) -> None:
-        """Whether the engine is paused is another's affair: a parent's, or another trainer's."""
-        forks.keep(self._open.pop_all())
-        self.is_on = self._is_entered = False
+    def end_sync(self, version: int | None, lost: Mapping[str, str]) -> None:
+        """All its workers hold the version, which it is to name; or None, for the reason lost."""
+        if version is None:
+            why = self._reason(lost) or "some of its workers do not hold the version"
+            self.error, self.is_here = SyncAborted(why), False
+            if not self.outcome.done():
+                self.outcome.set_exception(self.error)
+            return
+        self.version, self.error = version, None
+        if not self.outcome.done():
+            self.outcome.set_result(None)
+        if not self._updates:  # it joined by digest
+            self._updates[version] = self.submit(lambda: self._let_name(version))
 
-    def begin(self) -> None:
-        """Pause, unless that is known to be so. Raises as the engine does, or EngineFailed."""
-        if not self._is_entered:
-            if self.is_on:
-                forks.keep(self._open.pop_all())  # what was entered before is left once, not twice
-            self.is_on = True
-            asked(lambda: self._open.enter_context(self.paused()))
-            self._is_entered = True
+    def check_ended(self, version: int) -> None:
+        """Note how its update has ended, or that it has not."""
+        if self.version == version and self.error is None:
+            if self._is_busy:
+                self.error = TransportTimeout("its update has not ended")
+            else:
+                self._check_updates()
 
-    def renew(self) -> None:
-        """Pause again, if paused: the engine may have been restarted. Raises as `begin`."""
-        self._is_entered = False
-        if self.is_on:
-            self.begin()
+    def problems(self) -> list[BaseException]:
+        """What updates have raised that have ended."""
+        ended = [update for update in self.updates if update.done() and not update.cancelled()]
+        return [error for update in ended if (error := update.exception()) is not None]
 
-    def end(self) -> None:
-        """Resume, if paused. If that fails, the engine stays paused and the next call retries."""
-        if self.is_on:
-            self.begin()  # after a pause or a resume that failed: enter again, to exit again
-            self._is_entered = False
-            asked(self._open.close)
-            self.is_on = False
+    def _check_updates(self) -> None:
+        """Let it connect again if an update has failed. They have ended."""
+        problems = self.problems()
+        self._updates.clear()
+        if problems:
+            self._name, self.error = "", self.error or problems[0]
 
+    def _reason(self, lost: Mapping[str, str]) -> str:
+        return reasons({who: why for who, why in lost.items() if self.has(who)})
 
-def new_name() -> str:
-    """A name for an engine that no other engine has had."""
-    return f"engine-{uuid.uuid4().hex[:8]}"
+    # Leaving
 
+    def hang_up(self) -> Future[None]:
+        """Let its workers disconnect, in its thread."""
+        self.reconnect()
+        return self.submit(self._disconnect)
 
-def check_threads_can_start() -> None:
-    """Raise ConfigError within `atexit`."""
-    if not threading.main_thread().is_alive():
-        raise ConfigError(
-            "an engine's update needs a thread, and the interpreter is shutting down: send weights "
-            "before the program ends, not within atexit"
+    def _disconnect(self) -> None:
+        """Let workers close their connection. Raises as the engine does, EngineTaken once."""
+        if self.is_known:
+            self._ask(self.server.disconnect)
+            self.is_known = False
+
+    def remove(self) -> Future[None]:
+        """Let its workers disconnect and resume it, after an update in flight. Returns at once."""
+        self.is_removed = True
+        parted = self.submit(self._part)
+        self._calls.shutdown(wait=False)
+        return parted
+
+    def _part(self) -> None:
+        try:
+            self._disconnect()
+        except DeltaSyncError as error:  # it may be gone
+            if isinstance(error, EngineTaken):
+                raise
+        finally:
+            self._leave()
+            self.has_left = True
+
+    def close(self) -> Sequence[Future[None]]:
+        """Make no more calls, and resume it, in its thread after an update in flight.
+
+        Returns what may be waited for: not for that update, which may hang.
+        """
+        for update in self._updates.values():
+            update.cancel()
+        is_busy = self._is_busy
+        left = [self.submit(self._leave)] if is_busy or self.pause.is_on else []
+        self._calls.shutdown(wait=False)
+        return [] if is_busy else left
+
+    def _leave(self) -> None:
+        """Resume generation if it is paused, this trainer's, and whole; else log why not."""
+        if self._is_given_up or not self.pause.is_on:
+            return
+        why = "was closed after an update that failed: its weights may mix two versions"
+        if self.is_whole or (self.outcome.done() and self.outcome.exception() is None):
+            try:
+                with suppress(DeltaSyncError):  # it may be gone
+                    self._disconnect()  # and forget the pause if it is another trainer's by now
+                self.pause.end()
+                return
+            except DeltaSyncError as error:
+                why = f"cannot be resumed ({error})"
+        logger.error(
+            "%s %s, so that generation stays paused; send it weights by a new EngineSync, or "
+            "reload them and resume it",
+            self,
+            why,
         )
+        self._is_given_up = True  # which is said once
 
 
-def asked(call: Callable[..., object], *arguments: object) -> object:
-    """Call the engine. Raises EngineFailed for an error that is no DeltaSyncError, and EngineTaken
-    for one whose text says so: engines pass on no types.
-    """
-    try:
-        return call(*arguments)
-    except EngineTaken:
-        raise
-    except Exception as error:
-        if said := _TAKEN.search(str(error)):
-            raise EngineTaken(said[1]) from error
-        if isinstance(error, DeltaSyncError):
-            raise
-        raise EngineFailed(f"{type(error).__name__}: {as_text(error)}") from error
+def new_name(stem: str) -> str:
+    """A name that begins so, and that no other engine has had."""
+    return f"{stem}{uuid.uuid4().hex[:8]}"
 
 
-def reachable(address: Address | None, *, rank: int) -> Address:
-    """The address. Raises ConfigError if workers cannot connect to it."""
-    if address is None:
-        raise ConfigError(
-            f"an engine's workers cannot connect to the transport of rank {rank}: use "
-            "shared_memory, cuda_ipc, nixl or collective"
-        )
-    return address
+def writes_at_once(phase: SyncPhase, terms: TrainerInfo) -> bool:
+    """Whether workers write what is sent as it arrives, in a pause that begins before."""
+    return phase.is_full or phase.staged_bytes > terms.max_staged_bytes

@@ -1,45 +1,33 @@
-"""The trainer's end for many engines: one comparison and one stream of frames for all of them."""
+"""The trainer's end for many engines, some of which may be away or fail."""
 
 from __future__ import annotations
 
 import logging
-import threading
-from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Literal, get_args
+from typing import get_args
 
 from deltasync.delta.modes import plain_mode
-from deltasync.errors import ConfigError, EngineTaken, NoReceivers, SyncAborted
-from deltasync.integrations.engine import Terms, check_threads_can_start, reachable
-from deltasync.integrations.fleet_engine import FleetEngine, ServerState
+from deltasync.errors import ConfigError, EngineTaken
+from deltasync.integrations.engine import Engine, ServerState
+from deltasync.integrations.servers import Pauses, Servers
 from deltasync.integrations.trainer_info import Server, Unproved, WithoutRoutes
-from deltasync.sync.engine_sender import EngineSender
 from deltasync.sync.group.group import TrainerGroup
 from deltasync.sync.options import SenderOptions
-from deltasync.sync.protocol.links import CallTimeout, OneCaller, check_seconds
-from deltasync.sync.protocol.round import SyncPhase
-from deltasync.sync.sender import one_call
+from deltasync.sync.protocol.links import CallTimeout
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.source.weights import LocalWeights
-from deltasync.sync.stats import OnLost, SyncStats, judged, reasons
-from deltasync.transports import forks
-from deltasync.transports.address import Address
-from deltasync.transports.base import Closing, SendTransport
-from deltasync.transports.control.connection import Deadline
-from deltasync.wire.messages import ParameterSpec
+from deltasync.sync.stats import SyncStats
+from deltasync.transports.base import SendTransport
+
+__all__ = ["EngineFleet", "Pauses", "ServerState"]
 
 logger = logging.getLogger(__name__)
 
-Pauses = Literal["together", "rolling"]
-"""Which servers pause for a staged version at the same time: all, or one after the other."""
 
-_TURN_S = 0.02
-
-
-class EngineFleet(Closing):
+class EngineFleet(Servers):
     """Sends a trainer's weights to any number of servers that come, go, restart and lag.
 
     The weights are compared once and sent once, whatever the number of servers. Each server is
@@ -90,44 +78,22 @@ class EngineFleet(Closing):
     ) -> None:
         if min_engines is not None and min_engines < 1:
             raise ConfigError(f"min_engines is {min_engines}; a version needs a server")
-        check_seconds("timeout_s", timeout_s, may_be_zero=False)
         if pauses not in get_args(Pauses):
             raise ConfigError(f"pauses is {pauses!r}, neither 'together' nor 'rolling'")
-        self._terms = Terms(
-            address=reachable(Address.of(transport), rank=0),
+        super().__init__(
+            source,
+            transport,
+            at_least=min_engines,
+            pauses=pauses,
+            options=options,
+            timeout_s=timeout_s,
+            group=group,
             without_routes=without_routes,
             keep=tuple(keep),
             unproved=unproved,
             max_staged_bytes=max_staged_bytes,
-            timeout_s=timeout_s,
         )
-        self._at_least, self._pauses, self._timeout_s = min_engines, pauses, timeout_s
-        self._limit = CallTimeout(timeout_s)  # of the call in progress
-        self._caller = OneCaller("a sync is under way; an EngineFleet is used by one thread")
-        self._lock = threading.Lock()  # of what `add` and `remove` change
-        self._engines: dict[str, FleetEngine] = {}
-        self._leaving: list[FleetEngine] = []
         self._num_added, self._is_closed = 0, False
-        self._former: deque[str] = deque(maxlen=256)  # names of workers of removed servers
-        self._taking: list[FleetEngine] = []  # those that were here as the sync under way began
-        self._slow = set[Future[None]]()  # updates that were waited for in vain
-        self._ranks = Counter[str]()  # here, by the names of their engines
-        self._specs: tuple[ParameterSpec, ...] | None = None
-        self.sender = EngineSender(
-            source,
-            transport,
-            options=options,
-            on_phase=self._follow,
-            admits=lambda worker: self._engine_of(worker) is not None,
-            joins=self._joins,
-            turns=self._turns,
-            group=group,
-        )
-        forks.inert_in_children(self._forked)
-
-    def _forked(self) -> None:
-        self._caller.forked()
-        self._lock = threading.Lock()
 
     def add(
         self,
@@ -164,10 +130,15 @@ class EngineFleet(Closing):
             if name in self._engines or twin is not None:
                 known = name if twin is None else twin.label
                 raise ConfigError(f"the fleet has {known} already: remove it first, or add another")
-            after = [e for e in self._leaving if e.server is server or e.label == name]
-            terms = replace(self._terms, take_over=take_over, label=name)
-            engine = FleetEngine(name, server, workers, paused, terms, after=after)
-            self._engines[name] = engine
+            self._engines[name] = Engine(
+                name,
+                server,
+                workers,
+                paused,
+                self._terms,
+                take_over=take_over,
+                after=[e for e in self._removed if e.server is server or e.label == name],
+            )
         return name
 
     def remove(self, name: str) -> Future[None]:
@@ -185,8 +156,7 @@ class EngineFleet(Closing):
             if engine is None:
                 has = ", ".join(self._engines) or "none"
                 raise ConfigError(f"the fleet has no server {name!r}; it has {has}")
-            self._leaving.append(engine)
-            self._former.extend(engine.names)
+            self._removed.append(engine)
         return engine.remove()
 
     def servers(self) -> dict[str, ServerState]:
@@ -194,15 +164,6 @@ class EngineFleet(Closing):
         newest = self.sender.version
         with self._lock:
             return {name: engine.state(newest) for name, engine in self._engines.items()}
-
-    @property
-    def world(self) -> int:
-        """Ranks of the trainer."""
-        return self.sender.world
-
-    def refresh_source(self) -> None:
-        """See `WeightSender.refresh_source`."""
-        self.sender.refresh_source()
 
     def connect(self) -> dict[str, ServerState]:
         """Connect servers that are not connected, or reconnect them. Returns `servers`.
@@ -215,33 +176,6 @@ class EngineFleet(Closing):
             self._limit = CallTimeout(self._timeout_s)
             self._gather(may_ask_source=True)
         return self.servers()
-
-    def send_weights(
-        self,
-        *,
-        timeout_s: float | None = None,
-        total_timeout_s: float | None = None,
-        on_source_read: Callable[[], None] | None = None,
-        on_lost: OnLost = "continue",
-    ) -> SyncStats:
-        """`WeightSender.send_weights`, with the update of each server.
-
-        `SyncStats.lost` also names each server that does not hold the version, and says why.
-
-        Raises what that raises, and SyncAborted if fewer than `min_engines` servers can take the
-        version. `total_timeout_s` does not interrupt calls to servers. Within `atexit` it raises
-        ConfigError before anything is sent, because updates need threads and none can start any
-        more.
-        """
-        check_threads_can_start()
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        limit = CallTimeout(timeout_s, total_timeout_s)
-        with plain_mode(), self._caller.call(), one_call(self.sender, limit):
-            self._limit = limit
-            self._gather(may_ask_source=on_source_read is None)
-            self._check_enough()
-            stats = self._send_weights(timeout_s, on_source_read)
-        return judged(stats, on_lost)
 
     def disconnect(self) -> None:
         """Close the connections of all workers; they no longer touch the weights.
@@ -262,185 +196,20 @@ class EngineFleet(Closing):
             raise EngineTaken("; ".join(f"{name}: {error}" for name, error in taken.items()))
 
     def close(self) -> None:
-        """Close every connection. Servers keep their weights.
-
-        Generation that an update has left paused is resumed or not as `EngineSync.close` does, of
-        all servers at the same time, for which this waits at most `timeout_s`.
-        """
+        """Close every connection, as `EngineSync.close`, and take no more servers."""
         with self._lock:
             self._is_closed = True
-            engines = [*self._engines.values(), *self._leaving]
-        self.sender.close()
-        wait([left for engine in engines for left in engine.close()], self._timeout_s)
+        super().close()
 
-    # Who is here
-
-    @property
-    def _min_engines(self) -> int:
-        return len(self._engines) if self._at_least is None else self._at_least
-
-    def _gather(self, *, may_ask_source: bool) -> None:
-        """Let servers connect that are not, and wait until all are here that may come soon."""
-        self._hear(0)
-        engines, deadline = self._present(), Deadline(self._limit.wait_s)
-        for engine in engines:
-            engine.begin_call()
-        while True:
-            for engine in engines:
-                if engine.look(self._ranks):
-                    self._let_connect(engine, may_ask_source=may_ask_source)
-            if deadline.passed or not self._is_awaited(engines):
-                break
-            self._hear(_TURN_S)
-        for engine in engines:
-            engine.end_wait()
-        self.sender.let_go_of_strangers("its server reconnects, or was removed")
-
-    def _is_awaited(self, engines: Sequence[FleetEngine]) -> bool:
-        """Whether a server may come soon, or has to, because without it they are too few."""
-        engines = [engine for engine in engines if not engine.is_removed]
-        if sum(engine.is_here for engine in engines) >= self._min_engines:
-            return any(engine.is_awaited() for engine in engines)
-        return not all(engine.is_settled for engine in engines)
-
-    def _hear(self, timeout_s: float) -> None:
-        self._ranks, declined = self.sender.listen(timeout_s=timeout_s)
-        for failed in declined:
-            engine = self._engine_of(failed.reason.partition(": ")[0])
-            if engine is not None:
-                engine.declined(failed)
-
-    def _let_connect(self, engine: FleetEngine, *, may_ask_source: bool) -> None:
-        """Ask a server to connect."""
-        if self._specs is None:
-            if not may_ask_source:  # it may change now
-                raise SyncAborted("the servers have to connect; the next sync connects them")
-            self._specs = self.sender.declared(self._limit.wait_s)
-        engine.start_connecting(self._specs, self.sender)
-
-    def _present(self) -> list[FleetEngine]:
-        with self._lock:
-            self._leaving = [engine for engine in self._leaving if not engine.has_left]
-            return list(self._engines.values())
-
-    def _engine_of(self, worker: str) -> FleetEngine | None:
-        with self._lock:
-            return next((e for e in self._engines.values() if e.has(worker)), None)
-
-    def _joins(self, worker: str) -> bool:
-        engine = self._engine_of(worker)
-        return engine is not None and engine.is_here
-
-    def _whole(self, workers: Collection[str]) -> list[FleetEngine]:
-        """Servers all of whose workers are in engines of these names."""
-        with self._lock:
-            engines = list(self._engines.values())
-        return [e for e in engines if e.is_here and e.count(workers, self._ranks) == e.workers]
-
-    def _turns(
-        self, workers: Collection[str], besides: Collection[str]
-    ) -> Sequence[Collection[str]]:
-        """The `Turns` of the sender. Its engines are the replicas of servers."""
-        able = self._whole({*workers, *besides})
-        self._check_number(able)
-        here = [{worker for worker in workers if engine.has(worker)} for engine in able]
-        turns = [turn for turn in here if turn]
-        return turns if self._pauses == "rolling" else [set().union(*turns)]
-
-    def _check_number(self, able: Collection[FleetEngine]) -> None:
-        if len(able) < self._min_engines:
-            raise SyncAborted(
-                f"{len(able)} of at least {self._min_engines} servers can take the version"
-                f"{self._whys()}; none has changed, and the next sync covers it"
-            )
-
-    def _whys(self) -> str:
-        absent = [engine for engine in self._present() if not engine.is_here]
-        why = reasons({engine.label: engine.why for engine in absent})
-        return f" ({why})" if why else ""
-
-    def _check_enough(self) -> None:
-        """Raise if servers are too few, before anything is read or sent."""
-        present = self._present()
-        if not present:
-            raise NoReceivers("the fleet has no server: add one first")
-        here = [engine for engine in present if engine.is_here]
-        try:
-            self._check_number(here)
-        except SyncAborted as error:
-            why = next((engine.error for engine in present if engine.error), None)
-            raise error from why
-
-    # A sync
-
-    def _send_weights(
-        self, timeout_s: float, on_source_read: Callable[[], None] | None
-    ) -> SyncStats:
-        engines = self._taking = [engine for engine in self._present() if engine.is_here]
-        self._slow.clear()
-        for engine in engines:
-            engine.begin_sync()
-        try:
-            stats = self.sender.send_weights(
-                timeout_s=timeout_s,
-                total_timeout_s=self._limit.left_s,
-                join_timeout_s=timeout_s,
-                on_source_read=on_source_read,
-            )
-        except BaseException as error:
-            self._give_up(engines, error)
-            raise
-        return self._end_sync(engines, stats)
-
-    def _follow(self, phase: SyncPhase) -> None:
-        with self._lock:
-            engines = [*self._engines.values(), *self._leaving]
-        is_turn = phase.is_decided and not (phase.is_held or self._terms.writes_at_once(phase))
-        if is_turn and self._pauses == "rolling":
-            self._await_resumed()
-        is_join = phase.is_held and phase.is_full  # with the version that members hold already
-        held = self.sender.holders().keys() if is_join else ()
-        for engine in engines:
-            if any(map(engine.has, phase.engines)):
-                mine = frozenset(filter(engine.has, {*phase.engines, *held}))
-                engine.follow(replace(phase, engines=mine))
-
-    def _await_resumed(self) -> None:
-        """Wait, once, for the servers that hold the version under way to generate again.
-
-        Once it was waited for some in vain, for no others: that would cost a timeout for each.
-        """
-        if not self._slow:
-            here = [e for e in self._taking if e.outcome.done() and not e.is_removed]
-            resuming = {update for engine in here for update in engine.updates}
-            self._slow = wait(resuming, self._limit.wait_s).not_done
-
-    def _give_up(self, engines: Sequence[FleetEngine], error: BaseException) -> None:
-        """No version was sent. Servers that were asked to write one learn it."""
-        were_asleep, said, held = self.sender.were_asleep, self.sender.lost(), self.sender.holders()
-        for engine in engines:
-            engine.give_up(error, said, held)
-        if were_asleep:  # no worker has written, or left
-            wait([update for engine in engines for update in engine.updates], self._limit.wait_s)
-            wait([engine.sleep_on() for engine in engines], self._limit.wait_s)
-
-    def _end_sync(self, engines: Sequence[FleetEngine], stats: SyncStats) -> SyncStats:
-        """Let servers name the version that they hold, and note which do not."""
-        ranks, version = self.sender.holders(), stats.version
-        for engine in engines:
-            is_held = engine.count(ranks, ranks) == engine.workers
-            engine.end_sync(version if is_held else None, stats.lost)
-        ending = {each for e in engines if e.version == version for each in e.updates}
-        wait(ending - self._slow, self._limit.wait_s)
-        for engine in engines:
-            engine.check_ended(version)
-        present = self._present()
-        behind = [engine for engine in present if engine.why]
+    def _end_sync(self, engines: Sequence[Engine], stats: SyncStats) -> SyncStats:
+        """Name servers, in place of their workers."""
+        stats, present = super()._end_sync(engines, stats), self._present()
+        behind = [engine for engine in present if engine.error]
         for engine in behind:
-            logger.warning("%s is behind v%d: %s", engine, version, engine.why)
+            logger.warning("%s is behind v%d: %s", engine, stats.version, engine.why)
         with self._lock:
-            names = (*self._former, *(name for engine in present for name in engine.names))
-        others = {who: why for who, why in stats.lost.items() if not who.startswith(names)}
+            stems = tuple(engine.stem for engine in (*self._removed, *present))
+        others = {who: why for who, why in stats.lost.items() if not who.startswith(stems)}
         lost = {**others, **{engine.label: engine.why for engine in behind}}
-        hold = tuple(e.label for e in present if e.state(version).state == "current")
+        hold = tuple(e.label for e in present if e.state(stats.version).state == "current")
         return self.sender.ended_as(replace(stats, lost=lost, engines=hold))

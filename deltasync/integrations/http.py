@@ -29,6 +29,7 @@ class Http:
         api_key: Sent as a bearer token with each call; None if the server needs none.
         timeout_s: For each call, from dialling to the last byte of the answer.
         of: What serves there, for messages.
+        started: How it has to be started, for messages.
 
     Attributes:
         url: The same, without a slash at its end.
@@ -41,6 +42,7 @@ class Http:
         api_key: str | None = None,
         timeout_s: float = 300.0,
         of: str = "engine",
+        started: str = "",
     ) -> None:
         check_seconds("timeout_s", timeout_s, may_be_zero=False)
         if not url.startswith(("http://", "https://")):
@@ -48,6 +50,7 @@ class Http:
         if "@" in url:
             raise ConfigError(f"{url!r} names a user: give api_key, and the URL without it")
         self.url, self._timeout_s, self._of = url.rstrip("/"), timeout_s, of
+        self._remedy = f"give the URL of one {started}".rstrip()
         self._headers = {"Content-Type": "application/json", "Connection": "close"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -75,7 +78,7 @@ class Http:
         if not isinstance(value, kind):
             raise ConfigError(
                 f"{self.url} is no {self._of} server that is supported: its answer has no "
-                f"{kind.__name__} {name!r}; give the URL of one"
+                f"{kind.__name__} {name!r}; {self._remedy}"
             )
         return value
 
@@ -88,6 +91,8 @@ class Http:
             raise PeerLost(f"{where} does not answer: {error}") from error
         if not 200 <= status < 300:
             said = text[:_MAX_REASON].decode(errors="replace")
+            if status == 404:
+                said = f"{said}; {self.url} is no {self._of} server that takes this: {self._remedy}"
             raise EngineFailed(f"{where}: {status} {reason}: {said}", status=status)
         try:
             return json.loads(text) if text else None

@@ -230,12 +230,11 @@ class SglangServer:
 
     def update(self, version: int, holder: str, /) -> None:
         self._is_stale = True
-        self._write(WorkerRequest(version=version, holder=holder))
+        self._request(WorkerRequest(version=version, holder=holder))
 
     def name(self, version: int, holder: str, /) -> None:
         """Name the version by an update that writes nothing: SGLang's own call names no trainer."""
-        name = WorkerRequest(version=version, holder=holder, work="name")
-        self._write(name, weight_version=str(version))
+        self._request(WorkerRequest(version=version, holder=holder, work="name"))
 
     def disconnect(self, holder: str, /) -> None:
         self._request(WorkerRequest(holder=holder))
@@ -263,24 +262,15 @@ class SglangServer:
         finally:
             self._http.post("continue_generation", {})
 
-    def _write(self, request: WorkerRequest, *, weight_version: str | None = None) -> None:
-        """Let workers do it, and drop from their caches what older versions computed."""
-        clears = self._is_stale and self._clears
-        self._request(request, flush_cache=clears, weight_version=weight_version)
-        self._is_stale = False
-
-    def _request(
-        self,
-        request: WorkerRequest,
-        *,
-        flush_cache: bool = False,
-        weight_version: str | None = None,
-    ) -> None:
-        """Send a request to each worker. Raises EngineFailed, or ConfigError if they take none."""
+    def _request(self, request: WorkerRequest) -> None:
+        """Send a request to each worker. One with a version drops from their caches what older
+        versions computed. Raises EngineFailed, or ConfigError if they take none.
+        """
+        has_version = request.version is not None
         body = {
             "zmq_handles": {REQUEST: request.model_dump_json()},
-            "flush_cache": flush_cache,
-            "weight_version": weight_version,
+            "flush_cache": has_version and self._is_stale and self._clears,
+            "weight_version": str(request.version) if request.work == "name" else None,
         }
         try:
             self._http.post("update_weights_from_ipc", body)
@@ -294,3 +284,4 @@ class SglangServer:
                     f"it was not loaded ({error})"
                 ) from error
             raise
+        self._is_stale = self._is_stale and not has_version

@@ -47,7 +47,7 @@ class DeltaSyncEngine(CheckpointEngine):
         self._options = _options(engine_kwargs, self.defaults)
         self._sizes = self._options.sized(bucket_size)
         self._is_master = is_master
-        self._engines: list[str] = []
+        self._told: dict[str, Any] = {}
         self._trainer: Trainer | FleetTrainer | None = None
         self._servers: list[RolloutServer] = []
         self._rollout = Rollout(self._options) if is_master is None else None
@@ -102,8 +102,7 @@ class DeltaSyncEngine(CheckpointEngine):
         if self._rollout is not None:
             addresses = [Address(**address) for address in told["addresses"]]
             self._rollout.connect(addresses, members=told["members"])
-        else:
-            self._engines = told["engines"]
+        self._told = told
 
     async def send_weights(
         self, weights: NamedWeights, global_steps: int | None = None
@@ -115,7 +114,7 @@ class DeltaSyncEngine(CheckpointEngine):
         if isinstance(self._trainer, FleetTrainer):
             return self._trainer.send(weights, self._servers)
         if self._trainer is not None:
-            return self._trainer.send(weights, self._engines)
+            return self._trainer.send(weights, self._told.get("engines", []))
         for _ in weights:
             pass
         return None
@@ -167,7 +166,6 @@ class ShardedDeltaSyncEngine(DeltaSyncEngine):
             )
         self._rank: SendingRank | None = None
         self._source: ModuleSource | None = None
-        self._told: dict[str, Any] = {}
 
     def prepare(self) -> dict[str, Any]:
         """Return the address that this rank of the trainer sends from; see `DeltaSyncEngine`."""
@@ -181,11 +179,6 @@ class ShardedDeltaSyncEngine(DeltaSyncEngine):
             told |= {"hub": _json(self._rank.hub), "members": sorted(self._rank.members)}
         return told
 
-    def init_process_group(self, **told: Any) -> None:
-        """Store what `build_topology` returned for this process."""
-        self._told = told
-        super().init_process_group(**told)
-
     async def send_weights(self, weights: Any, global_steps: int | None = None) -> Metrics | None:
         """Send the weights of verl's training engine to the rollouts.
 
@@ -196,8 +189,9 @@ class ShardedDeltaSyncEngine(DeltaSyncEngine):
             raise ConfigError("call prepare first")
         if self._source is None:
             self._source = shards_of(weights)
-        hub, rank, world = Address(**self._told["hub"]), self._told["rank"], self._told["world"]
-        return self._rank.send(self._source, self._engines, hub, rank, world)
+        told = self._told
+        hub = Address(**told["hub"])
+        return self._rank.send(self._source, told["engines"], hub, told["rank"], told["world"])
 
     def close(self) -> None:
         """Close every connection."""

@@ -209,15 +209,8 @@ class Trainer:
 
     def send(self, weights: NamedWeights, engines: Collection[str]) -> Metrics:
         """Sync these rollouts. Raises SyncAborted if one of them does not hold the version."""
-        began = time.perf_counter()
-        self._weights.take(weights)
-        took_s = time.perf_counter() - began
-        with plain_mode(), one_call(self._sender, CallTimeout(self._timeout_s)):
-            stats = _sent(self._sender, engines, self._timeout_s)
-        return metrics_of(stats) | {
-            "checkpoint_engine/diff_s": took_s,
-            "checkpoint_engine/total_s": took_s + stats.total_s,
-        }
+        taken_s = seconds_to_take(weights, self._weights)
+        return metrics_of(_sent(self._sender, engines, self._timeout_s), taken_s)
 
     def close(self) -> None:
         """Close every connection."""
@@ -267,8 +260,7 @@ class SendingRank:
         if isinstance(self._sender, TrainerRank):
             self._sender.send_weights(timeout_s=self._timeout_s)
             return None
-        with plain_mode(), one_call(self._sender, CallTimeout(self._timeout_s)):
-            return metrics_of(_sent(self._sender, engines, self._timeout_s))
+        return metrics_of(_sent(self._sender, engines, self._timeout_s))
 
     def close(self) -> None:
         """Close every connection."""
@@ -288,8 +280,15 @@ class SendingRank:
         )
 
 
-def metrics_of(stats: SyncStats) -> Metrics:
-    """Return what verl logs of a sync."""
+def seconds_to_take(weights: NamedWeights, into: StreamedWeights) -> float:
+    """Take and compare all weights. Returns the seconds that this took."""
+    began = time.perf_counter()
+    into.take(weights)
+    return time.perf_counter() - began
+
+
+def metrics_of(stats: SyncStats, taken_s: float | None = None) -> Metrics:
+    """Return what verl logs of a sync. `taken_s`: what comparing took, if that was before it."""
     counted: Mapping[str, float] = {
         "changed_ratio": stats.density,
         "changed_elems": stats.nnz,
@@ -297,25 +296,27 @@ def metrics_of(stats: SyncStats) -> Metrics:
         "dense_mbytes": stats.dense_bytes / (1 << 20),
         "full_synced": stats.full_synced,
         "version": stats.version,
-        "diff_s": stats.diff_s,
+        "diff_s": stats.diff_s if taken_s is None else taken_s,
         "transfer_s": stats.transfer_s,
         "commit_s": stats.commit_s,
-        "total_s": stats.total_s,
+        "total_s": stats.total_s + (taken_s or 0.0),
     }
     return {f"checkpoint_engine/{name}": float(value) for name, value in counted.items()}
 
 
 def _sent(sender: WeightSender, engines: Collection[str], timeout_s: float) -> SyncStats:
-    sender.retain(engines)
-    sender.wait_for_receivers(len(engines), timeout_s=timeout_s)
-    stats = sender.send_weights(timeout_s=timeout_s)
-    if stats.receivers < len(engines):
-        why = reasons(stats.lost) or "refused"
-        raise SyncAborted(
-            f"{stats.receivers} of {len(engines)} rollout workers hold v{stats.version} ({why}); "
-            "the next sync covers the others"
-        )
-    return stats
+    """Sync these rollouts. Raises SyncAborted if one of them does not hold the version."""
+    with plain_mode(), one_call(sender, CallTimeout(timeout_s)):
+        sender.retain(engines)
+        sender.wait_for_receivers(len(engines), timeout_s=timeout_s)
+        stats = sender.send_weights(timeout_s=timeout_s)
+        if stats.receivers < len(engines):
+            why = reasons(stats.lost) or "refused"
+            raise SyncAborted(
+                f"{stats.receivers} of {len(engines)} rollout workers hold v{stats.version} "
+                f"({why}); the next sync covers the others"
+            )
+        return stats
 
 
 def _synced(receiver: WeightReceiver, device: torch.device, timeout_s: float) -> dict[str, int]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection
 from typing import NamedTuple
 
 from deltasync.errors import ConfigError, EngineFailed, SyncAborted
 from deltasync.integrations.fleet import EngineFleet
-from deltasync.integrations.verl_ends import Metrics, Options, metrics_of
+from deltasync.integrations.verl_ends import Metrics, Options, metrics_of, seconds_to_take
 from deltasync.integrations.vllm import HttpClient, VllmServer
 from deltasync.sync.options import SenderOptions
 from deltasync.sync.source.streamed import NamedWeights, StreamedWeights
@@ -61,9 +60,7 @@ class FleetTrainer:
 
         Raises SyncAborted if a server does not hold the version; the next call covers it.
         """
-        began = time.perf_counter()
-        self._weights.take(weights)
-        took_s = time.perf_counter() - began
+        taken_s = seconds_to_take(weights, self._weights)
         self._follow(servers)
         try:
             stats = self._fleet.send_weights(timeout_s=self._timeout_s)
@@ -75,10 +72,7 @@ class FleetTrainer:
                 f"not every rollout holds v{stats.version} ({reasons(stats.lost)}); the next sync "
                 "covers the others"
             )
-        return metrics_of(stats) | {
-            "checkpoint_engine/diff_s": took_s,
-            "checkpoint_engine/total_s": took_s + stats.total_s,
-        }
+        return metrics_of(stats, taken_s)
 
     def close(self) -> None:
         """Let the engines disconnect. They keep their weights."""

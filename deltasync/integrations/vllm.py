@@ -159,7 +159,8 @@ class HttpClient:
     """
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 300.0) -> None:
-        self._http = Http(url, api_key=api_key, timeout_s=timeout_s, of="vLLM")
+        started = "that was started with VLLM_SERVER_DEV_MODE=1"
+        self._http = Http(url, api_key=api_key, timeout_s=timeout_s, of="vLLM", started=started)
         self.url = self._http.url
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any], /) -> None:

@@ -11,13 +11,14 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
 from deltasync.errors import DeltaSyncError, EngineFailed, EngineTaken
+from deltasync.integrations.calls import asked
 from deltasync.integrations.trainer_info import Caches, Work
 
 logger = logging.getLogger(__name__)
@@ -82,16 +83,18 @@ def _taking_updates(collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _said(call: Callable[..., None], *arguments: Any) -> str:
+def _said(call: Callable[..., object], *arguments: object) -> str:
     """Call, and return why it failed, or an empty string: vLLM would lose the text of an exception.
 
     When a worker raises, vLLM also leaves the answers of the workers after it unread, and takes
     them for those of its next calls.
     """
     try:
-        call(*arguments)
-    except EngineFailed as error:
-        return str(error) or type(error).__name__
+        asked(call, *arguments)
+    except DeltaSyncError as error:
+        logger.exception("a call of deltasync failed")
+        kind = "" if isinstance(error, EngineFailed) else f"{type(error).__name__}: "
+        return f"{kind}{error}" or type(error).__name__
     return ""
 
 
@@ -131,8 +134,7 @@ def update(
         stays_paused: Whether a failure leaves generation paused; not if it is another trainer's.
         holder: Who asks.
 
-    Raises:
-        EngineFailed: A worker failed, or the engine did.
+    Raises EngineFailed if a worker failed, and whatever the engine raises.
     """
     noted, before = _NOTED.setdefault(core, _Noted()), core.scheduler.pause_state
     noted.is_stopped = noted.is_stopped and _is_paused(core)
@@ -141,35 +143,23 @@ def update(
             _pause(core)
             _end_steps(core)
         noted.is_stale = noted.is_stale or work == "write"
-        _write(core, version, work, holder)
+        _check(core.model_executor.collective_rpc(WRITE, args=(version, work, holder)))
         if caches != "keep" and noted.is_stale:
             _clear(core)
             noted.is_stale = False
         core.set_weight_version(str(version))
     except Exception as error:
-        logger.exception("an update to v%d failed", version)
         if stays_paused and EngineTaken.__name__ not in str(error):
             noted.is_stopped = noted.is_stopped or not _was_paused(before)
             _pause(core)
         else:
             core.scheduler.set_pause_state(before)
-        raise _as_failure(error) from error
+        raise
     if noted.is_stopped:
         noted.is_stopped = False
         core.wake_up(["scheduling"])  # resumes, unless a part of the engine sleeps
     elif core.scheduler.pause_state != before:
         core.scheduler.set_pause_state(before)
-
-
-def _as_failure(error: Exception) -> EngineFailed:
-    if isinstance(error, EngineFailed):
-        return error
-    return EngineFailed(f"{type(error).__name__}: {error}", error=type(error).__name__)
-
-
-def _write(core: Any, version: int, work: Work, holder: str) -> None:
-    """Raises EngineFailed."""
-    _check(core.model_executor.collective_rpc(WRITE, args=(version, work, holder)))
 
 
 def _check(said: Sequence[str]) -> None:
@@ -188,36 +178,25 @@ def write(worker: Any, version: int, work: Work, holder: str) -> str:
     Returns:
         An empty string, or why it failed.
     """
-    return _said(_write_in, worker, version, work, holder)
+    return _said(_write, worker, version, work, holder)
 
 
-def _write_in(worker: Any, version: int, work: Work, holder: str) -> None:
-    """Raises EngineFailed."""
+def _write(worker: Any, version: int, work: Work, holder: str) -> None:
+    if work == "write" and torch.accelerator.is_available():
+        torch.accelerator.synchronize()  # steps may end before all that they launched
     try:
-        if work == "write" and torch.accelerator.is_available():
-            torch.accelerator.synchronize()  # steps may end before all that they launched
         worker.start_weight_update()
         worker.update_weights({"version": version, "holder": holder, "work": work})
         worker.finish_weight_update()
-    except Exception as error:
-        logger.exception("v%d was not written", version)
+    except BaseException:
         with suppress(DeltaSyncError, RuntimeError):  # vLLM may have ended the update itself
             worker.finish_weight_update()
-        raise _as_failure(error) from error
+        raise
 
 
 def attempt(worker: Any, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """A worker's part of another call. Returns an empty string, or why it failed."""
-    return _said(_attempt, worker, method, args, kwargs)
-
-
-def _attempt(worker: Any, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raises EngineFailed."""
-    try:
-        getattr(worker, method)(*args, **kwargs)
-    except Exception as error:
-        logger.exception("a call of deltasync failed")
-        raise _as_failure(error) from error
+    return _said(partial(getattr(worker, method), *args, **kwargs))
 
 
 def _pause(core: Any) -> None:

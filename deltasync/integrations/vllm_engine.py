@@ -264,22 +264,39 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._trainer = None
         self._worker.disconnect()
 
-    def sleeping(self, *, discards: bool) -> AbstractContextManager[None]:
-        """Around the release of the weights. Unless `discards`, `wake` finds them again."""
-        return self._worker.released(self.model if discards else None, self._storages)
+    def sleeping(self, level: int = 1) -> AbstractContextManager[None]:
+        """Around `sleep`. Unless it discards the weights, they are found again."""
+        return self._worker.released(self.model if level > 1 else None, self._storages)
 
-    def wake(self) -> None:
-        """Use the weights again, which are back, or were replaced after they were discarded."""
-        self._worker.wake()
-        self.come_back()
+    def discarding(self, tags: Collection[str]) -> AbstractContextManager[None]:
+        """Around `discard`, of what has these tags."""
+        return self.sleeping(level=2) if _WEIGHTS in tags else nullcontext()
 
-    def leave(self) -> None:
-        """Disconnect, because vLLM itself is about to write the weights."""
+    @contextmanager
+    def waking(self, tags: Collection[str] | None = None) -> Iterator[None]:
+        """Around `wake_up`: use weights again, which are back, or were replaced when discarded."""
+        yield
+        if tags is None or _WEIGHTS in tags:
+            self._worker.wake()
+            self._come_back()
+
+    @contextmanager
+    def reloading(self, *_: object, **__: object) -> Iterator[None]:
+        """Around what writes the weights and is vLLM's own: no worker is connected meanwhile."""
         self._worker.disconnect()
         self._worker.knows_copy = False
+        yield
+        self._come_back()
 
-    def come_back(self) -> None:
-        """Reconnect to the trainer after `leave`, since the trainer would wait for this worker.
+    @contextmanager
+    def loading(self, *_: object, **__: object) -> Iterator[None]:
+        """Around what loads weights that others send: see `Worker.reloaded`."""
+        self._trainer = None
+        self._worker.reloaded()
+        yield
+
+    def _come_back(self) -> None:
+        """Reconnect to the trainer since the trainer would wait for this worker.
 
         Never raises: a worker that cannot connect reports that when the trainer next connects it.
         """
@@ -290,11 +307,6 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._connect(self._trainer)
         except (DeltaSyncError, MemoryError, OSError, RuntimeError) as error:
             logger.warning("deltasync: this worker is not connected any more: %s", error)
-
-    def reloaded(self) -> None:
-        """See `Worker.reloaded`."""
-        self._trainer = None
-        self._worker.reloaded()
 
 
 def _name_of_engine() -> str:
@@ -338,45 +350,17 @@ def _is_lost_by_reload(module: Any) -> bool:
     return hasattr(kernel, "dnnl_handler")
 
 
-def _sleeping(engine: DeltaSyncEngine, level: int = 1) -> AbstractContextManager[None]:
-    return engine.sleeping(discards=level > 1)
-
-
-def _discarding(engine: DeltaSyncEngine, tags: Collection[str]) -> AbstractContextManager[None]:
-    return engine.sleeping(discards=True) if _WEIGHTS in tags else nullcontext()
-
-
-@contextmanager
-def _waking(engine: DeltaSyncEngine, tags: Collection[str] | None = None) -> Iterator[None]:
-    yield
-    if tags is None or _WEIGHTS in tags:
-        engine.wake()
-
-
-@contextmanager
-def _reloading(engine: DeltaSyncEngine, *_: object, **__: object) -> Iterator[None]:
-    engine.leave()
-    yield
-    engine.come_back()
-
-
-@contextmanager
-def _loading(engine: DeltaSyncEngine, *_: object, **__: object) -> Iterator[None]:
-    engine.reloaded()
-    yield
-
-
 _WEIGHTS = "weights"
 _Around = Callable[..., AbstractContextManager[None]]
 _TOUCHES: dict[str, _Around] = {
-    "sleep": _sleeping,
-    "wake_up": _waking,
-    "discard": _discarding,
-    "reload_weights": _reloading,
-    "reset_weights": _reloading,
+    "sleep": DeltaSyncEngine.sleeping,
+    "wake_up": DeltaSyncEngine.waking,
+    "discard": DeltaSyncEngine.discarding,
+    "reload_weights": DeltaSyncEngine.reloading,
+    "reset_weights": DeltaSyncEngine.reloading,
 }
 _LOADS: dict[str, _Around] = {  # methods of checkpoint-engine's extension, if there is one
-    "update_weights_from_ipc": _loading,
+    "update_weights_from_ipc": DeltaSyncEngine.loading,
 }
 
 

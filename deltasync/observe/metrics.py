@@ -43,7 +43,7 @@ _PUT = ("delta", "anchor")
 _LIKELY = (*_names_of_errors(errors), *_OTHERS, "MemoryError", "OSError", "RuntimeError", OTHER)
 _M = TypeVar("_M", bound=MetricWrapperBase)
 _GENERATED = re.compile(
-    r"^(engine|rollout)(?:(?:-[0-9a-f]{8}){1,2}|-[0-9a-f]{32})(?=(?:-\d+)?(?:$|\[))"
+    r"^(engine|rollout)(?:(?:-[0-9a-f]{8}|-[0-9a-f]{16}){1,2}|-[0-9a-f]{32})(?=(?:-\d+)?(?:$|\[))"
 )
 """What a new name begins with, of an engine or a worker of verl: its kind, and chance."""
 

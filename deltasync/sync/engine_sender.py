@@ -72,3 +72,7 @@ class EngineSender(WeightSender):
     def lost(self) -> Mapping[str, str]:
         """Why members left in the last call of `send_weights`, also if that raised."""
         return self._lost
+
+    def last_refusal(self) -> str:
+        """Why the last connection was refused, if one was since the last call."""
+        return self._lobby.last_refusal()

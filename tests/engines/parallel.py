@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from deltasync.errors import ConfigError, DeltaSyncError
-from deltasync.integrations.engine import asked
+from deltasync.integrations.calls import asked
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.trainer_info import WithoutRoutes
 from deltasync.integrations.vllm import OfflineClient, VllmServer

@@ -100,7 +100,7 @@ def test_prompts_find_nothing_that_old_weights_have_made(
         with EngineSync(source, server, link) as sync:
             sync.send_weights()
             for number, paused in enumerate(pauses):
-                sync._pause.paused = paused
+                sync._engine.pause.paused = paused
                 name = "old" if number % 2 else "new"
                 source.take(old if number % 2 else new)
                 requests = crowd(http) if number in (1, 2) else None

@@ -21,6 +21,7 @@ from deltasync.delta.host.staging import Staging
 from deltasync.errors import (
     ConfigError,
     DeltaSyncError,
+    DirtyReceiver,
     EngineFailed,
     ReceiversLost,
     SyncAborted,
@@ -472,6 +473,37 @@ def test_why_a_worker_declines_is_heard_from_itself(
             here.sync.connect()
             assert here.train().receivers == 1
             here.check()
+
+
+@ways
+def test_an_engine_that_does_not_hold_its_own_weights_is_not_resumed_to_be_asked_again(
+    way: Way, tmp_path: Path
+) -> None:
+    """Although its client raises nothing, as vLLM's own do."""
+
+    class Quiet(Server):
+        def connect(self, connection: dict[str, Any], /) -> None:
+            with suppress(RuntimeError):
+                super().connect(connection)
+
+    with way(tmp_path, server=Quiet(model(1))) as here:
+        server = here.servers["0"]
+        server.declines = DirtyReceiver("planted")
+        for _ in range(3):
+            assert "planted" in str(outcome(here.send))
+            until(lambda: server.is_paused)
+        assert server.calls.count("pause") == 1
+        assert "resume" not in server.calls
+        server.declines = None
+        assert here.send().receivers == 1
+        here.check()
+
+
+def test_an_engine_may_prove_for_longer_than_a_wait_takes(tmp_path: Path) -> None:
+    with engine_of(tmp_path, timeout_s=2.0) as here:
+        here.servers["0"].before = at(1, "connect", lambda: time.sleep(3.0))
+        assert here.send().receivers == 1
+        here.check()
 
 
 @ways

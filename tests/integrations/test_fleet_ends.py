@@ -306,6 +306,23 @@ def test_a_server_that_is_added_as_it_leaves_connects_when_it_has_left(
         here.check("0", "1")
 
 
+def test_a_server_whose_workers_did_not_disconnect_connects_by_another_name(
+    tmp_path: Path,
+) -> None:
+    """They still follow this trainer, by the earlier name."""
+    with fleet_of(tmp_path, 2) as here:
+        here.send()
+        server = here.servers.pop("1")
+        for name in ("by another", "by a third"):
+            server.fails = "disconnect"
+            here.fleet.remove("1" if name == "by another" else "by another").result(60)
+            assert server.workers[0].is_connected
+            here.servers.pop("by another", None)
+            here.add(server, name)
+            assert here.train().lost == {}
+            here.check()
+
+
 def test_a_server_that_hangs_as_it_leaves_is_not_waited_for_long(tmp_path: Path) -> None:
     with fleet_of(tmp_path, 2, timeout_s=3.0) as here:
         here.send()

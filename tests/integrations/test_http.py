@@ -159,6 +159,11 @@ CUT = [HEADER, HEADER + b"null", CHUNKED + b"4\r\nnull\r\n", b"HTTP/1.1 200 OK\r
     [
         (says(b"the reason", "500 No"), EngineFailed, r"500 .*the reason"),
         (says(b"", "302 Found", "Location: /echo\r\n"), EngineFailed, "302"),  # was not done
+        (
+            says(b"", "404 Not Found"),
+            EngineFailed,
+            "404 .*no engine server .*: give the URL of one$",
+        ),
         (says(b"<html>"), EngineFailed, "JSON"),
         (says(b"[" * 100_000), EngineFailed, "JSON"),
         (lambda line: line.send(CHUNKED + b"-5\r\nabc\r\n"), PeerLost, "negative"),
@@ -208,6 +213,9 @@ def test_a_server_of_another_kind_is_refused(body: bytes) -> None:
         for call, said in calls:
             with pytest.raises(ConfigError, match=f"no vLLM.*'{said}'.*give the URL of"):
                 call()
+        server.answer = says(b"", "404 Not Found")
+        with pytest.raises(EngineFailed, match=r"404.* one .*started with VLLM_SERVER_DEV_MODE=1"):
+            client.start_weight_update()
 
 
 def test_servers_that_are_not_there() -> None:

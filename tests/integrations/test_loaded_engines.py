@@ -282,12 +282,12 @@ def test_what_nothing_proves_is_not_written_until_others_have_loaded_the_trainer
             with pytest.raises(SyncAborted, match="others have loaded this engine"):
                 here.send()
             assert torch.equal(server.engine.both, before)
-            assert (server.version, server.is_paused) == (0, True)
+            was_asked = "update" in server.calls  # or its worker has refused before that
+            assert (server.version, server.is_paused) == (0, was_asked)
         if brought == "others":
             here.sync.close()
-            (said,) = errors_in(caplog)
-            assert "stays paused" in said
-            assert server.is_paused
+            assert ["stays paused" in said for said in errors_in(caplog)] == [True] * was_asked
+            assert server.is_paused == was_asked
             return
         server.engine.shuffles = False
         server.bring(source)

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from deltasync.errors import ConfigError, EngineFailed
-from deltasync.integrations.checkpoint_engine import NOT_YET
-from deltasync.integrations.sglang import Extension, SglangServer, worker_of
+from deltasync.integrations.sglang import NOT_YET, Extension, SglangServer, worker_of
 from deltasync.integrations.sglang_scheduler import _AROUND
 from deltasync.integrations.trainer_info import TrainerInfo, WorkerRequest
 from deltasync.transports.address import Address

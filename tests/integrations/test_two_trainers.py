@@ -118,6 +118,28 @@ def test_who_takes_over_has_it_and_the_others_are_told_and_do_not_take_it_back(
         assert not engine.workers[0].is_connected
 
 
+def test_who_took_over_does_not_do_so_again_because_a_later_call_failed(tmp_path: Path) -> None:
+    class Reached(OneCall):
+        def reach(self, paused: Callable[[], object], /) -> int:
+            self.at("reach")
+            return super().reach(paused)
+
+    engine = Reached(model(9))
+    with (
+        engine_of(tmp_path / "first", server=engine) as first,
+        engine_of(tmp_path / "second", server=engine, take_over=True) as second,
+        engine_of(tmp_path / "third", server=engine, take_over=True) as third,
+    ):
+        first.train()
+        engine.fails = "reach"
+        with pytest.raises(EngineFailed, match="planted"):
+            second.train()
+        third.train()
+        with pytest.raises(EngineTaken, match=stream_of(third)):
+            second.train()
+        has_it(third)
+
+
 @pytest.mark.parametrize("how", ["disconnect", "close", "restart"])
 def test_an_engine_that_its_trainer_has_left_or_that_was_restarted_is_free(
     how: str, tmp_path: Path
