@@ -150,27 +150,6 @@ def test_fused_layers_of_compressed_tensors_share_a_global_scale() -> None:
             check(ours, compressed(weights, number=number))
 
 
-@pytest.mark.promise(
-    "Bits",
-    "Codes and scales of 4 bits are those that the producers of checkpoints write.",
-)
-@pytest.mark.parametrize("kind", MATRICES)
-@pytest.mark.parametrize("group", [32, 128, None])
-@pytest.mark.parametrize("rows", [1, 7, 130])
-def test_int4_is_that_of_compressed_tensors(kind: str, group: int | None, rows: int) -> None:
-    weight, form = matrix(kind, rows, 256, seed=rows), Int4(group)
-    theirs = pack_quantized(weight, group)
-    ours = served(form, [weight])
-    check(ours, theirs)
-    parts = form.parts((rows, 256))
-    assert set(parts) == set(theirs)
-    shape = theirs["weight_shape"]
-    assert parts["weight_shape"].elements == tuple(shape.tolist())
-    for name, part in parts.items():
-        assert part.shape == theirs[name].shape, name
-        assert torch_dtype(part.dtype) == theirs[name].dtype, name
-
-
 @pytest.mark.parametrize("cols", [3, 9, 100])
 def test_rows_of_int4_that_end_within_a_word(cols: int) -> None:
     weight = matrix("plain", 5, cols, seed=cols)
