@@ -82,7 +82,6 @@ bench: $(STAMP)
 engines: $(ENGINES)/.installed
 
 test-engines: $(OLD_SGLANG)
-	-PIP=$(ENGINES)/bin/pip tests/engines/vllm_own/fetch.sh $(ENGINES)/vllm-tests
 	OMP_NUM_THREADS=1 VLLM_LOGGING_LEVEL=ERROR $(ENGINES)/bin/python -m pytest -q -W default \
 	  -o faulthandler_timeout=600 tests/engines --support docs/integrations/support.md
 

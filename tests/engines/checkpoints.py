@@ -27,6 +27,23 @@ _SMALL = {
 }
 _LLAMA = _SMALL | {"num_key_value_heads": 2, "hidden_act": "silu", "rms_norm_eps": 1e-6}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+_LATENT = _LLAMA | {
+    "model_type": "deepseek_v2",
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": None,
+    "kv_lora_rank": 64,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 64,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "routed_scaling_factor": 1.0,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": _LLAMA | {"model_type": "llama"},
     # Tied embeddings.
@@ -51,7 +68,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "MixtralForCausalLM": _LLAMA
     | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
-    "OlmoeForCausalLM": _LLAMA | _EXPERTS | {"model_type": "olmoe"},
     # Norms beside what they normalise, tied.
     "Gemma2ForCausalLM": _LLAMA
     | {
@@ -64,49 +80,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 30.0,
         "tie_word_embeddings": True,
     },
-    "Starcoder2ForCausalLM": _LLAMA
-    | {"model_type": "starcoder2", "use_bias": True, "norm_epsilon": 1e-5}
-    | {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
     # Latent attention.
-    "DeepseekV2ForCausalLM": _LLAMA
-    | {
-        "model_type": "deepseek_v2",
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 128,
-        "first_k_dense_replace": 1,
-        "q_lora_rank": None,
-        "kv_lora_rank": 64,
-        "qk_rope_head_dim": 32,
-        "qk_nope_head_dim": 32,
-        "v_head_dim": 64,
-        "n_group": 1,
-        "topk_group": 1,
-        "topk_method": "greedy",
-        "routed_scaling_factor": 1.0,
-    },
+    "DeepseekV2ForCausalLM": _LATENT,
     # The same, with a low rank of queries too.
-    "DeepseekV3ForCausalLM": _LLAMA
+    "DeepseekV3ForCausalLM": _LATENT
     | {
         "model_type": "deepseek_v3",
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 128,
-        "first_k_dense_replace": 1,
         "q_lora_rank": 64,
-        "kv_lora_rank": 64,
-        "qk_rope_head_dim": 32,
-        "qk_nope_head_dim": 32,
-        "v_head_dim": 64,
-        "n_group": 1,
-        "topk_group": 1,
         "topk_method": "noaux_tc",
         "moe_layer_freq": 1,
         "scoring_func": "sigmoid",
         "norm_topk_prob": True,
-        "routed_scaling_factor": 1.0,
         "rope_theta": 10000.0,
         "rope_scaling": {
             "type": "yarn",
@@ -130,7 +114,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     # Heads of q, k and v that take turns: a copy in another order on the way.
     "BloomForCausalLM": _SMALL
     | {"model_type": "bloom", "n_layer": 2, "n_head": 4, "tie_word_embeddings": True},
-    "GPTNeoXForCausalLM": _SMALL | {"model_type": "gpt_neox", "rotary_pct": 0.25},
     # Concatenates what it took apart.
     "FalconForCausalLM": _SMALL
     | {"model_type": "falcon", "multi_query": True, "new_decoder_architecture": False}

@@ -60,8 +60,9 @@ class Versions:
         self.folder, self._settings = folder, settings
         self.names: set[str] = set()  # of parameters, as paths
         first, second = random_weights(specs, 0), random_weights(specs, 1)
-        few = touched(second, 3, 2)
-        self.weights = [served(one) for one in (first, second, few, touched(few, 1, 3))]
+        few, others = touched(second, 3, 2), random_weights(specs, 4)
+        every = first, second, few, few, others, touched(others, 1, 3)
+        self.weights = [served(one) for one in every]
         self.cold = [self._cold(self.weights[number]) for number in (0, 1, -1)]
         again = self._cold(self.weights[-1])
         self.noise = {p for p, one in again.items() if _is_other(self.cold[-1].get(p), one)}
@@ -112,7 +113,8 @@ class Versions:
                     sync.send_weights()
                 except Exception as error:  # noqa: BLE001 likewise
                     return Verdict(FAILED, f"v{version}: {_said(error)}", derived=derived)
-                if version != 2 and (wrong := self._wrong(model, before, min(version, 2))):
+                number = {1: 1, len(self.weights) - 1: -1}.get(version)
+                if number and (wrong := self._wrong(model, before, number)):
                     return Verdict(WRONG, f"after v{version}", wrong, derived)
         return Verdict(EQUAL, derived=derived)
 
@@ -140,6 +142,13 @@ class Versions:
             elif path in follows and path in before and now[path].address != before[path].address:
                 found[path] = "moved"
         return found
+
+
+def assert_as_started(model: Any, folder: Path, weights: dict[str, Tensor]) -> None:
+    """It holds what a worker holds that has just started on these weights."""
+    fresh, _ = cold(folder, weights)
+    now, wanted = held(model), held(fresh)
+    assert [path for path, one in wanted.items() if not now[path].has_bits_of(one)] == []
 
 
 def held(model: Any) -> dict[str, Seen]:

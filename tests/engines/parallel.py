@@ -1,7 +1,6 @@
 """A whole vLLM of several ranks, which prove and follow.
 
-python -m tests.engines.parallel FOLDER ARCHITECTURE {one,tensor,experts,pipeline} {refuse,reload} \
-    [FORM]
+python -m tests.engines.parallel FOLDER ARCHITECTURE {one,tensor,experts,pipeline} [FORM]
 
 With a form, the checkpoint is quantized.
 """
@@ -12,7 +11,7 @@ import os
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from torch import Tensor
 from deltasync.errors import ConfigError, DeltaSyncError
 from deltasync.integrations.calls import asked
 from deltasync.integrations.engine_sync import EngineSync
-from deltasync.integrations.trainer_info import WithoutRoutes
 from deltasync.integrations.vllm import OfflineClient, VllmServer
 from deltasync.transports import shared_memory
 from tests.engines import quantized
@@ -41,9 +39,7 @@ _LEFT_OUT = "model.norm.weight"
 WIDE = {"num_key_value_heads": 4, "moe_intermediate_size": 256}
 
 
-def main(
-    folder: Path, architecture: str, setup: str, mode: WithoutRoutes, form: str | None = None
-) -> None:
+def main(folder: Path, architecture: str, setup: str, form: str | None = None) -> None:
     make_known(folder)
     write_config(architecture, folder, None if form is None else WIDE)
     old = {name: tensor * 0.05 for name, tensor in checkpoint(folder, 0).items()}
@@ -63,19 +59,18 @@ def main(
     stop(reference)
     llm = started(folder, old, **settings)
     assert not generates or tokens(llm) != expected
-    if mode == "refuse":
-        a_trainer_that_is_refused_leaves_the_answers_as_they_are(llm, folder, old, workers)
+    a_trainer_that_is_refused_leaves_the_answers_as_they_are(llm, folder, old, workers)
     source = Weights({name: tensor.clone() for name, tensor in old.items()})
     link = shared_memory.Sender(folder / "socket")
     server = VllmServer(OfflineClient(llm))
-    options: dict[str, Any] = {"workers": workers, "without_routes": mode, "timeout_s": 100}
+    options: dict[str, Any] = {"workers": workers, "timeout_s": 100}
     with EngineSync(source, server, link, **options) as sync:
         assert sync.send_weights().joined == workers
         for weights in (middle, new):
             source.take(weights)
             stats = sync.send_weights()
             assert (stats.kind, stats.receivers, stats.lost) == ("delta", workers, {}), stats
-    if mode == "refuse" and form is None:
+    if form is None and workers == 2:
         for number, paused in enumerate((nullcontext, lambda: nullcontext())):  # not the client's
             link = shared_memory.Sender(folder / f"socket{number}")
             with EngineSync(source, server, link, paused=paused, **options) as sync:
@@ -126,7 +121,7 @@ def a_rank_that_fails_leaves_the_answers_of_others_as_they_are(
         sync.send_weights()
         llm.collective_rpc("fail", args=("begin", 1, rank))
         with pytest.raises(DeltaSyncError, match="planted"):
-            asked(VllmServer(OfflineClient(llm)).name, 7)
+            asked(VllmServer(OfflineClient(llm)).name, 7, sync._engine._holder)
         source.take(changed(source.weights, 0.1, seed=4 + rank))
         before = llm.collective_rpc(bits_in)
 
@@ -142,5 +137,4 @@ def bits_in(worker: Any) -> dict[str, bytes]:
 
 
 if __name__ == "__main__":
-    mode = cast("WithoutRoutes", sys.argv[4])
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], mode, *sys.argv[5:])
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -42,13 +42,11 @@ class Quantizer:
         return f"{self.form.name} of {self.package}"
 
 
-def vllm_blocks(*, ue8m0: bool, compiled: bool = False) -> Quantize:
+def vllm_blocks(*, ue8m0: bool) -> Quantize:
     def quantize(weight: Tensor) -> Mapping[str, Tensor]:
         from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
-        function = per_block_cast_to_fp8
-        if not compiled:
-            function = function._torchdynamo_orig_callable
+        function = per_block_cast_to_fp8._torchdynamo_orig_callable  # not compiled
         codes, scale = function(weight, use_ue8m0=ue8m0)
         return {"weight": codes, "weight_scale_inv": scale}
 

@@ -7,61 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from deltasync.integrations.trainer_info import TrainerInfo, WorkerRequest
-from tests.engines.reached import Seen, seen
+from tests.engines import checkpoints
 from tests.engines.toys import Specs
 from tests.worlds.ranks import free_port
 
-_YARN = {
-    "type": "yarn",
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 2.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "original_max_position_embeddings": 512,
-    "beta_fast": 32,
-    "beta_slow": 1,
-}
 # Latent attention, and no experts: SGLang's run on CPUs with AMX alone.
-_MLA: dict[str, Any] = {
-    "model_type": "deepseek_v3",
-    "vocab_size": 1000,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
+_MLA: dict[str, Any] = checkpoints.CONFIGS["DeepseekV3ForCausalLM"] | {
     "num_key_value_heads": 4,
-    "max_position_embeddings": 1024,
     "q_lora_rank": None,
-    "kv_lora_rank": 64,
-    "qk_rope_head_dim": 32,
-    "qk_nope_head_dim": 32,
-    "v_head_dim": 64,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 128,
     "first_k_dense_replace": 2,
-    "moe_layer_freq": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 1.0,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "rope_theta": 10000.0,
-    "rope_scaling": _YARN,
     "attention_bias": False,
 }
 _VISION = {
@@ -264,20 +222,6 @@ def started(folder: Path, load_format: str = "auto") -> Any:
     config = ModelConfig.from_server_args(arguments)
     load = LoadConfig(load_format=arguments.load_format)
     return get_model(model_config=config, load_config=load, device_config=DeviceConfig("cpu"))
-
-
-def keep_started(_: int, folder: Path, file: Path) -> None:
-    """In a process of its own: what a worker holds that was just started."""
-    save_file(named(seen(started(folder))), file)
-
-
-def kept(file: Path) -> dict[str, Tensor]:
-    """By dtype, shape and path, as `named` names them."""
-    return dict(load_file(file))
-
-
-def named(found: dict[str, Seen]) -> dict[str, Tensor]:
-    return {f"{one.dtype} {one.shape} {path}": one.bits for path, one in found.items()}
 
 
 class Server:

@@ -157,7 +157,7 @@ def judge_all(architecture: str, folder: Path, tell: Connection) -> None:
     with cold.alone():
         pack(False)
         toys.write_toy(architecture, folder)
-        how, specs = toys.specs_of(architecture, folder)
+        how, specs = toys.specs_of(folder)
         tell.send({"checkpoint": how, "tensors": len(specs)})
         for setup in SETUPS:
             pack(setup == "as installed")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
+from functools import partial
 from typing import Any
 from warnings import catch_warnings
 
@@ -84,18 +86,39 @@ def test_a_merged_source_is_what_peft_merges(dtype: torch.dtype, settings: dict[
         assert "lora_" in name or "modules_to_save" in name or torch.equal(before[name], tensor)
 
 
-def test_two_active_adapters_are_both_merged() -> None:
+def two_active() -> Any:
     model = model_of(torch.float32, modules_to_save=None)
     model.add_adapter("other", LoraConfig(r=2, target_modules=["up"], init_lora_weights=False))
     model.base_model.set_adapter(["default", "other"])
-    assert_merged(MergedSource(model), model)
+    return model
 
 
-def test_adapters_of_more_precision_are_rounded_as_peft_rounds_them() -> None:
-    torch.manual_seed(0)
+def of_more_precision() -> Any:
+    """Adapters of float32, as by default, which are rounded as PEFT rounds them."""
     config = LoraConfig(r=4, init_lora_weights=False, target_modules=["embed", "conv", "up"])
-    model = get_peft_model(Base().bfloat16(), config)  # adapters of float32, as by default
-    assert_merged(MergedSource(model), model)
+    return get_peft_model(Base().bfloat16(), config)
+
+
+def tied(*targets: str) -> Any:
+    config = LoraConfig(r=4, init_lora_weights=False, target_modules=list(targets))
+    with catch_warnings(action="ignore"):
+        return get_peft_model(Base(tied=True), config)
+
+
+def of_odd_names() -> Any:
+    base = nn.ModuleDict({"up": nn.Linear(8, 8), "lora_router": nn.Linear(8, 8)})
+    return get_peft_model(base, LoraConfig(r=2, target_modules=["up"], init_lora_weights=False))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [two_active, of_more_precision, partial(tied, "embed"), partial(tied, "head"), of_odd_names],
+)
+def test_what_is_merged_goes_under_all_names_of_the_base_model(make: Callable[[], Any]) -> None:
+    torch.manual_seed(0)
+    model = make()
+    with catch_warnings(action="ignore"):
+        assert_merged(MergedSource(model), model)
 
 
 def test_the_adapter_that_is_active_now_is_merged() -> None:
@@ -108,29 +131,6 @@ def test_the_adapter_that_is_active_now_is_merged() -> None:
     assert_merged(source, model)
     model.set_adapter("other")
     assert_merged(source, model)
-
-
-@pytest.mark.parametrize("target", ["embed", "head"])
-def test_an_adapted_layer_that_is_tied_goes_under_both_names(target: str) -> None:
-    torch.manual_seed(0)
-    config = LoraConfig(r=4, init_lora_weights=False, target_modules=[target])
-    with catch_warnings(action="ignore"):
-        model = get_peft_model(Base(tied=True), config)
-        assert_merged(MergedSource(model), model)
-
-
-def test_two_adapted_layers_that_are_tied_are_refused() -> None:
-    config = LoraConfig(r=4, target_modules=["embed", "head"])
-    with catch_warnings(action="ignore"):
-        model = get_peft_model(Base(tied=True), config)
-    with pytest.raises(ConfigError, match="tied"):
-        MergedSource(model).tensors()
-
-
-def test_a_base_model_may_have_modules_of_odd_names() -> None:
-    base = nn.ModuleDict({"up": nn.Linear(8, 8), "lora_router": nn.Linear(8, 8)})
-    model = get_peft_model(base, LoraConfig(r=2, target_modules=["up"], init_lora_weights=False))
-    assert_merged(MergedSource(model), model)
 
 
 def assert_merged(source: MergedSource, model: Any) -> None:
@@ -151,67 +151,66 @@ class Several(nn.Module):
         self.up = nn.Linear(8, 8)
 
 
+def otherwise(**settings: Any) -> Any:
+    return get_peft_model(Several(), LoraConfig(r=2, **settings))
+
+
+def partitioned(path: str) -> Any:
+    """As ZeRO-3 leaves it; others are small, and stay whole. Merged, nothing would add zeros."""
+    model = model_of(torch.float32)
+    weight = model.base_model.model.get_parameter(path)
+    weight.ds_shape, weight.data = weight.shape, torch.empty(0)
+    return model
+
+
+def merged_in_place() -> Any:
+    model = model_of(torch.float32)
+    MergedSource(model).tensors()
+    model.merge_adapter()
+    return model
+
+
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("make", "words"),
     [
-        ({"target_modules": ["attention"]}, "attention: Multihead"),
-        ({"target_modules": ["up"], "target_parameters": ["experts.up"]}, "experts: Param"),
-        ({"target_modules": ["up"], "trainable_token_indices": {"embed": [1]}}, "embed.*Trainable"),
+        (partial(otherwise, target_modules=["attention"]), "attention: Multihead"),
+        (
+            partial(otherwise, target_modules=["up"], target_parameters=["experts.up"]),
+            "experts: Param",
+        ),
+        (
+            partial(otherwise, target_modules=["up"], trainable_token_indices={"embed": [1]}),
+            "embed.*Trainable",
+        ),
+        (partial(otherwise, use_dora=True, target_modules=["up"]), "up: only plain LoRA"),
+        (partial(otherwise, lora_bias=True, target_modules=["up"]), "up: only plain LoRA"),
+        (partial(tied, "embed", "head"), "tied"),
+        (merged_in_place, r"up.*unmerge|conv.*unmerge|embed.*unmerge"),
+        (
+            partial(partitioned, "up.base_layer.weight"),
+            r"up\.base_layer\.weight: \(0,\) is held here.*GatheredParameters",
+        ),
+        (
+            partial(partitioned, "up.lora_A.default.weight"),
+            r"up\.lora_A\.default\.weight: \(0,\) is held here",
+        ),
     ],
 )
-def test_layers_that_are_adapted_otherwise_are_refused(
-    settings: dict[str, Any], words: str
-) -> None:
-    source = MergedSource(get_peft_model(Several(), LoraConfig(r=2, **settings)))
+def test_what_cannot_be_merged_is_refused_by_name(make: Callable[[], Any], words: str) -> None:
+    source = MergedSource(make())
     for _ in range(2):
         with pytest.raises(ConfigError, match=words):
             source.tensors()
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"use_dora": True, "target_modules": ["up"]}, "up: only plain LoRA"),
-        ({"lora_bias": True, "target_modules": ["up"]}, "up: only plain LoRA"),
-    ],
-)
-def test_what_cannot_be_merged_is_refused_by_name(settings: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        MergedSource(model_of(torch.float32, **settings)).tensors()
-
-
-def test_a_model_that_is_merged_in_place_is_refused() -> None:
+def test_a_source_goes_on_once_its_model_is_unmerged() -> None:
     model = model_of(torch.float32)
     source = MergedSource(model)
-    source.tensors()
     model.merge_adapter()
-    with pytest.raises(ConfigError, match=r"up.*unmerge|conv.*unmerge|embed.*unmerge"):
+    with pytest.raises(ConfigError, match="unmerge"):
         source.tensors()
     model.unmerge_adapter()
     source.tensors()
-
-
-def test_an_adapter_goes_alone_and_by_the_names_of_its_checkpoint() -> None:
-    trainer, engine = model_of(torch.float32), model_of(torch.float32)
-    for tensor in engine.state_dict().values():
-        tensor.add_(1)
-    base = deepcopy(engine.state_dict())
-    source = ModuleSource(trainer, rename=adapter_only())
-    names = {one.name for one in source.tensors()}
-    assert names == get_peft_model_state_dict(trainer).keys()
-    optimizer = torch.optim.AdamW([p for p in trainer.parameters() if p.requires_grad], lr=0.01)
-    with fleet(source) as here:
-        here.add(ModuleTarget(engine, rename=adapter_only()))
-        here.wait(1)
-        sync_after_step(optimizer, here.sender, on_error="raise")
-        for number in range(3):
-            train(trainer, number)
-            optimizer.step()
-        held, sent = get_peft_model_state_dict(engine), get_peft_model_state_dict(trainer)
-        assert all(torch.equal(held[name], sent[name]) for name in names)
-    for name, tensor in engine.state_dict().items():
-        is_adapter = "lora_" in name or "modules_to_save" in name
-        assert torch.equal(base[name], tensor) != is_adapter, name
 
 
 class Attention(nn.Module):
@@ -227,6 +226,9 @@ class Attention(nn.Module):
 
 
 ADAPTERS: dict[str, Any] = {
+    "LoRA, and a module that is trained whole": LoraConfig(
+        target_modules=["query"], modules_to_save=["value"]
+    ),
     "biases of adapted layers": LoraConfig(bias="lora_only", target_modules=["query"]),
     "all biases": LoraConfig(bias="all", target_modules=["query"]),
     "biases of adapters": LoraConfig(lora_bias=True, target_modules=["query"]),
@@ -241,9 +243,14 @@ ADAPTERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("config", ADAPTERS.values(), ids=ADAPTERS.keys())
 def test_all_that_peft_trains_and_saves_of_an_adapter_is_sent_by_its_name(config: Any) -> None:
+    """And nothing else: the engine's base model, which is another, stays."""
     torch.manual_seed(0)
     trainer, engine = (get_peft_model(Attention(), deepcopy(config)) for _ in range(2))
-    engine.load_state_dict(trainer.state_dict())
+    base = {
+        name: tensor.clone()
+        for name, tensor in engine.state_dict().items()
+        if name not in served_names(trainer)
+    }
     source = ModuleSource(trainer, rename=adapter_only())
     saved = get_peft_model_state_dict(trainer)
     assert {name for one in source.tensors() for name in one.names} == saved.keys()
@@ -255,8 +262,16 @@ def test_all_that_peft_trains_and_saves_of_an_adapter_is_sent_by_its_name(config
         for _ in range(3):
             trainer(torch.randn(2, 5, 8)).square().mean().backward()
             optimizer.step()
-    for name, tensor in trainer.state_dict().items():
-        assert torch.equal(engine.state_dict()[name], tensor), name
+    held, sent = get_peft_model_state_dict(engine), get_peft_model_state_dict(trainer)
+    assert all(torch.equal(held[name], sent[name]) for name in saved)
+    now = engine.state_dict()
+    assert all(torch.equal(now[name], tensor) for name, tensor in base.items())
+
+
+def served_names(model: Any) -> set[str]:
+    """Parameters that the model's checkpoint of an adapter has, by the model's own names."""
+    saved = {tensor.data_ptr() for tensor in get_peft_model_state_dict(model).values()}
+    return {name for name, one in model.state_dict().items() if one.data_ptr() in saved}
 
 
 def test_an_adapter_that_is_not_there_is_refused_by_name() -> None:
@@ -291,19 +306,3 @@ def test_merged_weights_are_sent_in_any_mode(schedule: tuple[bool, ...]) -> None
                 here.wait(1)
                 here.sender.send_weights()
             assert bits_equal(engine, deepcopy(model).merge_and_unload())
-
-
-def test_base_weights_that_zero_3_has_partitioned_are_refused_by_name() -> None:
-    model = model_of(torch.float32)
-    weight = model.base_model.model.up.base_layer.weight  # others are small, and stay whole
-    weight.ds_shape, weight.data = weight.shape, torch.empty(0)
-    with pytest.raises(
-        ConfigError, match=r"up\.base_layer\.weight: \(0,\) is held here.*GatheredParameters"
-    ):
-        MergedSource(model).tensors()
-    weight.data = torch.zeros(weight.ds_shape)
-    assert len(MergedSource(model).tensors()) > 0
-    adapter = model.base_model.model.up.lora_A.default.weight  # nothing, merged, adds zeros
-    adapter.ds_shape, adapter.data = adapter.shape, torch.empty(0)
-    with pytest.raises(ConfigError, match=r"up\.lora_A\.default\.weight: \(0,\) is held here"):
-        MergedSource(model).tensors()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
@@ -10,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deltasync.quant.block_fp8 import BlockFp8
 from deltasync.quant.mxfp8 import MxFp8
 from tests.engines import quantizers
 from tests.engines.environment import use_sglang
@@ -43,12 +41,3 @@ def test_any_matrix_has_the_bits_of_the_engine(quantizer: Quantizer, data: st.Da
     cols = step * data.draw(st.integers(1, 300 // step))
     weight = matrix(kind, (rows, cols), data.draw(st.integers(0, 2**32)))
     assert quantizers.differing(quantizer, weight) == []
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile takes a compiler")
-def test_compiled_or_not_is_the_same_on_cpus() -> None:
-    compiled = quantizers.vllm_blocks(ue8m0=False, compiled=True)
-    quantizer = Quantizer("vllm-cpu", BlockFp8(), compiled)
-    for kind in KINDS:
-        assert quantizers.differing(quantizer, matrix(kind, (256, 384), 0)) == [], kind

@@ -8,16 +8,23 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from deltasync import CheckpointTensor, RoutedTarget, SenderOptions
-from tests.engines.checkpoints import Weights, change, checkpoint, write_config
+from deltasync import SenderOptions
+from deltasync.errors import ConfigError
+from deltasync.integrations.engine_sync import EngineSync
+from deltasync.transports import shared_memory
+from tests.engines import quantized
+from tests.engines import sglang_models as sglang
+from tests.engines.checkpoints import Weights, changed, checkpoint, write_config
 from tests.engines.environment import use_sglang
-from tests.engines.sglang_models import started
-from tests.worlds.links import fleet
+from tests.engines.reached import Seen, seen
+from tests.engines.toys import random_weights, touched
 from tests.worlds.ranks import run_ranks
 
-ARCHITECTURES = [
+BUCKET_BYTES = 1 << 14  # less than the matrices that DeepSeek's loader pairs
+PLAIN = [
     "LlamaForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
@@ -26,47 +33,116 @@ ARCHITECTURES = [
     "Qwen2MoeForCausalLM",
     "MixtralForCausalLM",
     "OPTForCausalLM",
-    "DeepseekV3ForCausalLM",  # two projections have to come in one call
+]
+CASES = [
+    *((architecture, "") for architecture in (*PLAIN, *sglang.CONFIGS)),
+    ("Qwen3ForCausalLM", "block FP8"),  # SGLang 0.5.23 loads no such scales into a Llama
+    ("LlamaForCausalLM", "channel FP8"),
+    ("LlamaForCausalLM", "channel INT8"),
 ]
 
 
-def assert_as_loaded(model: Any, weights: dict[str, Tensor]) -> None:
-    """Loading all changes nothing."""
-    before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
-    model.load_weights(list(weights.items()))
-    for name, tensor in model.named_parameters():
-        assert torch.equal(before[name].view(torch.uint8), tensor.view(torch.uint8)), name
+def versions(folder: Path, architecture: str, form: str) -> list[dict[str, Tensor]]:
+    """What the engine is started on, that of a full sync, and those of deltas."""
+    if architecture in sglang.CONFIGS:
+        specs = sglang.write_config(architecture, folder)
+    else:
+        more = {"quantization_config": quantized.CONFIGS[form]} if form else {}
+        write_config(architecture, folder, more)
+        plain = folder / "plain"
+        plain.mkdir(exist_ok=True)
+        weights = checkpoint(write_config(architecture, plain), 0)
+        specs = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.items()}
+    second = random_weights(specs, 1)
+    third = changed(second, 0.3, seed=2)
+    every = [random_weights(specs, 0), second, third, third, touched(third, 3, 3)]
+    return [quantized.served(form, one) for one in every] if form else every
 
 
-def follow(_: int, folder: Path) -> None:
-    weights = checkpoint(folder, 0)
-    generator = torch.Generator().manual_seed(1)
-    model = started(folder, load_format="dummy")
-    model.load_weights(list(checkpoint(folder, 1).items()))
-    target = RoutedTarget(
-        model, [CheckpointTensor(n, tuple(t.shape), t.dtype) for n, t in weights.items()]
-    )
-    with fleet(Weights(weights), options=SenderOptions(bucket_bytes=1 << 14)) as here:
-        here.add(target)
-        here.wait(1)
-        assert here.sender.send_weights().full_synced == 1
-        assert_as_loaded(model, weights)
-        for share in (0.001, 0.0, 0.3, 1.0):
-            change(weights, share, generator)
-            stats = here.sender.send_weights()
-            assert (stats.kind, stats.receivers, stats.lost) == ("delta", 1, {})
-            assert_as_loaded(model, weights)
+def started(folder: Path, form: str) -> Any:
+    """A worker's model, of what SGLang runs on GPUs alone as GPUs keep it."""
+    if form:
+        import sglang.srt.layers.quantization.fp8 as fp8
+
+        torch.cuda.get_device_capability = lambda *_: (9, 0)
+        fp8._is_cpu = False
+    return sglang.started(folder)
+
+
+def keep_started(_: int, folder: Path, form: str, file: Path) -> None:
+    """In a process of its own: what a worker holds that was just started."""
+    save_file(named(seen(started(folder, form))), file)
+
+
+def named(found: dict[str, Seen]) -> dict[str, Tensor]:
+    return {f"{one.dtype} {one.shape} {path}": one.bits for path, one in found.items()}
+
+
+def moved(before: dict[str, Seen], now: dict[str, Seen]) -> list[str]:
+    """A captured graph would read what was there."""
+    return [path for path, one in now.items() if one.address != before[path].address]
+
+
+def follow(_: int, architecture: str, form: str, folder: Path, file: Path) -> None:
+    first, *others = versions(folder, architecture, form)
+    sglang.write_weights(folder, first)
+    model = started(folder, form)
+    before = seen(model)
+    source = Weights({name: tensor.clone() for name, tensor in others[0].items()})
+    transport = shared_memory.Sender(folder / "socket")
+    options = SenderOptions(bucket_bytes=BUCKET_BYTES)
+    with EngineSync(source, sglang.Server(model), transport, options=options) as sync:
+        for number, weights in enumerate(others):
+            source.take(weights)
+            stats = sync.send_weights()
+            assert (stats.kind, stats.receivers) == ("delta" if number else "full", 1)
+            assert moved(before, seen(model)) == []
+    now, cold = named(seen(model)), load_file(file)
+    assert now.keys() == cold.keys()
+    assert [path for path, bits in now.items() if not torch.equal(bits, cold[path])] == []
+
+
+def be_refused(_: int, folder: Path) -> None:
+    specs = sglang.write_config("KimiK3LinearForCausalLM", folder, sglang.RESIDUAL)
+    weights = random_weights(specs, 0)
+    sglang.write_weights(folder, weights)
+    model = sglang.started(folder)
+    before = seen(model)
+    transport = shared_memory.Sender(folder / "socket")
+    with (
+        EngineSync(Weights(weights), sglang.Server(model), transport) as sync,
+        pytest.raises(ConfigError, match="_res_proj"),
+    ):
+        sync.connect()
+    now = seen(model)
+    assert now.keys() == before.keys()
+    assert all(one.has_bits_of(before[path]) for path, one in now.items())
+    assert moved(before, now) == []
 
 
 @pytest.mark.promise("Bits", "An engine holds what its own loader would load.")
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.timeout(360)
+@pytest.mark.parametrize(("architecture", "form"), CASES)
 def test_any_history_leaves_what_sglang_would_load(
     architecture: str,
+    form: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     found: Callable[[str, str, str, str], None],
 ) -> None:
     use_sglang(monkeypatch)
-    run_ranks(follow, 1, write_config(architecture, tmp_path), timeout_s=180)
-    found("SGLang", architecture, "1", "routed")
+    folder, file = tmp_path / "model", tmp_path / "cold.safetensors"
+    folder.mkdir()
+    sglang.write_weights(folder, versions(folder, architecture, form)[-1])
+    run_ranks(keep_started, 1, folder, form, file, timeout_s=110)
+    run_ranks(follow, 1, architecture, form, folder, file, timeout_s=110)
+    found("SGLang", f"{architecture}, {form}" if form else architecture, "1", "routed")
+
+
+@pytest.mark.timeout(360)
+def test_what_is_computed_once_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's own loader leaves it as it was computed first: a fresh engine has something else."""
+    use_sglang(monkeypatch)
+    run_ranks(be_refused, 1, tmp_path, timeout_s=110)

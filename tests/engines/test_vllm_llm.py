@@ -54,28 +54,6 @@ def bits_in(worker: Any) -> list[tuple[str, bytes]]:
     return [(n, p.detach().reshape(-1).view(torch.uint8).numpy().tobytes()) for n, p in named]
 
 
-def follow(folder: Path) -> None:
-    old = {name: tensor * 0.05 for name, tensor in checkpoint(folder, 0).items()}
-    new = changed(old, 0.3, seed=1)
-    reference = started(folder, new)
-    expected, bits = tokens(reference), parameters_of(reference)
-    del reference
-    llm = started(folder, old)
-    before = tokens(llm)
-    assert before != expected
-    source = Weights({name: tensor.clone() for name, tensor in old.items()})
-    with synced(source, llm, folder) as sync:
-        sync.connect()
-        assert sync.send_weights().full_synced == 0  # it was started on the same weights
-        assert llm.get_weight_version() == "1"
-        source.take(new)
-        stats = sync.send_weights()
-        assert (stats.kind, stats.receivers) == ("delta", 1)
-        assert llm.get_weight_version() == str(stats.version)
-        assert tokens(llm) == expected
-        assert parameters_of(llm) == bits
-
-
 def follow_prefixes(folder: Path) -> None:
     """Keys and values that old weights made are dropped in each update, unless they are kept."""
     old = {name: tensor * 0.05 for name, tensor in checkpoint(folder, 0).items()}
@@ -238,11 +216,6 @@ def refuse_beside(folder: Path) -> None:
     refused(folder, stale, sent="embed|norm", keep=["model.layers.*proj*"])
 
 
-def refuse_unsent(folder: Path) -> None:
-    """What the trainer does not send, and the engine was started on, would stay as it is."""
-    refused(folder, r"were loaded from the checkpoint.*name them in `keep`", sent="embed|norm")
-
-
 def refused(
     folder: Path, reason: str, sent: str = "", keep: Sequence[str] = (), **settings: Any
 ) -> None:
@@ -326,18 +299,15 @@ RELOADED = {reload: "vLLM with packed matrices", reload_quantized: "vLLM with fp
 @pytest.mark.parametrize(
     ("what", "architecture", "packs"),
     [
-        (follow, "LlamaForCausalLM", False),
         (follow_prefixes, "LlamaForCausalLM", False),
         (follow_ranks, "LlamaForCausalLM", False),
         (follow_checkpoints, "LlamaForCausalLM", False),
-        (follow, "Qwen3MoeForCausalLM", False),  # whose experts are in tiles
         (heal, "LlamaForCausalLM", False),
         (refuse, "LlamaForCausalLM", True),
         (reload, "LlamaForCausalLM", True),
         (reload, "Qwen3ForCausalLM", True),  # whose head is tied, and packed beside
         (reload, "Qwen3MoeForCausalLM", True),
         (refuse_beside, "Qwen3ForCausalLM", True),
-        (refuse_unsent, "Qwen3ForCausalLM", True),
         (refuse_quantized, "LlamaForCausalLM", False),
         (refuse_square, "LlamaForCausalLM", False),
         (reload_quantized, "LlamaForCausalLM", True),  # and the head is packed

@@ -19,7 +19,7 @@ from deltasync.transports import shared_memory
 from tests.engines import cold, toys
 from tests.engines.checkpoints import Weights
 from tests.engines.environment import use_cpu
-from tests.engines.judge import held
+from tests.engines.judge import assert_as_started
 from tests.worlds.ranks import run_ranks
 
 HEAD = "lm_head.weight"
@@ -31,7 +31,7 @@ def started(folder: Path, architecture: str) -> Iterator[tuple[dict[str, Tensor]
     """A worker of a small engine that has just started, and what it was started on."""
     with cold.alone():
         toys.write_toy(architecture, folder)
-        _, specs = toys.specs_of(architecture, folder)
+        _, specs = toys.specs_of(folder)
         weights = toys.random_weights(specs, 0)
         model, config = cold.cold(folder, weights)
         yield weights, model, cold.Engine(model, config)
@@ -41,12 +41,6 @@ def connecting(source: WeightSource, engine: Any, folder: Path, **settings: Any)
     server = VllmServer(engine, caches="keep")  # nothing is cached
     settings = {"without_routes": "reload"} | settings
     return EngineSync(source, server, shared_memory.Sender(folder / "socket"), **settings)
-
-
-def assert_as_started(model: Any, folder: Path, weights: dict[str, Tensor]) -> None:
-    fresh, _ = cold.cold(folder, weights)
-    now, wanted = held(model), held(fresh)
-    assert [path for path, one in wanted.items() if not now[path].has_bits_of(one)] == []
 
 
 def as_floats(weights: dict[str, Tensor]) -> dict[str, Tensor]:

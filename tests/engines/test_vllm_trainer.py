@@ -18,15 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from vllm.distributed.weight_transfer import ModuleSource as TheirSource
 from vllm.distributed.weight_transfer import (
-    HTTPVLLMWeightSyncClient,
     ParamMeta,
-    RayVLLMWeightSyncClient,
     WeightSource,
     WeightTransferTrainerFactory,
 )
-from vllm.distributed.weight_transfer import ModuleSource as TheirSource
-from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
 from deltasync import ModuleSource, ModuleTarget, SenderOptions
 from deltasync.errors import (
@@ -39,7 +36,7 @@ from deltasync.errors import (
 from deltasync.integrations import vllm_trainer
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.trainer_info import TrainerInfo
-from deltasync.integrations.vllm import HttpClient, OfflineClient, register
+from deltasync.integrations.vllm import OfflineClient
 from deltasync.integrations.vllm_trainer import DeltaSyncTrainer, DeltaSyncTrainerInitInfo
 from deltasync.integrations.worker import Worker
 from tests.engines.checkpoints import checkpoint, write_config
@@ -345,20 +342,6 @@ def test_what_does_not_fit_is_refused_before_anything_is_asked(
     assert fleet.calls == []
 
 
-def test_init_info_of_another_backend_is_refused() -> None:
-    other = NCCLTrainerInitInfo("127.0.0.1", 1, 2, rank=0)
-    with pytest.raises(ConfigError, match="is no DeltaSyncTrainerInitInfo"):
-        DeltaSyncTrainer.trainer_init(other, client=Fleet(), source=TheirSource(WEIGHTS))
-
-
-def test_vllms_plugins_register_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    registry = WeightTransferTrainerFactory._registry
-    monkeypatch.delitem(registry, "deltasync")
-    register()
-    register()
-    assert registry["deltasync"]() is DeltaSyncTrainer
-
-
 def test_settings_are_those_of_an_engine_sync() -> None:
     taken = inspect.signature(EngineSync.__init__).parameters
     names = {*taken} - {"self", "source", "server", "transport", "group"}
@@ -409,19 +392,6 @@ def test_two_calls_at_once_do_not_mix() -> None:
         leave.set()
         first.result()
         assert fleet.hold(model)
-
-
-def test_vllms_client_for_http_is_replaced_by_one_that_pauses() -> None:
-    ours = vllm_trainer._with_pauses(HTTPVLLMWeightSyncClient("http://127.0.0.1:1/", timeout=3.0))
-    assert isinstance(ours, HttpClient)
-    with pytest.raises(DeltaSyncError, match=r"127\.0\.0\.1:1/pause"), ours.paused():
-        pass
-
-    class Own(HTTPVLLMWeightSyncClient):  # may reach its server otherwise
-        pass
-
-    for client in (Own("http://127.0.0.1:1"), RayVLLMWeightSyncClient([])):
-        assert vllm_trainer._with_pauses(client) is client
 
 
 def follow(folder: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -246,8 +246,6 @@ TOYS: dict[str, dict[str, Any]] = {
     | {"first_k_dense_replace": 2},
     "PanguProMoEV2ForCausalLM": _PANGU_SINKS,
 }
-# Where its checkpoint has other names than those: patterns, and what takes their place.
-NAMES: dict[tuple[str, str], list[tuple[str, str]]] = {}
 
 
 def toy_config(architecture: str) -> dict[str, Any]:
@@ -413,12 +411,16 @@ def _experts(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int
             yield f"{above}.{number}.down_proj.{what}", shape[1:]
 
 
-def specs_of(architecture: str, folder: Path) -> tuple[str, Specs]:
+def specs_of(folder: Path) -> tuple[str, Specs]:
     """A checkpoint's tensors, and who said so. Raises what vLLM raises when it loads them."""
     why = ""
-    for how, say in (("transformers", _by_transformers), ("vLLM", _by_vllm)):
+    ways: dict[str, Callable[[], Specs]] = {
+        "transformers": lambda: saved_by_transformers(folder),
+        "vLLM": lambda: taken_apart(cold.unloaded(folder)),
+    }
+    for how, say in ways.items():
         try:
-            specs = renamed(say(folder), NAMES.get((architecture, how), ()))
+            specs = say()
             cold.cold(folder, random_weights(specs, 0))
         except Exception as error:  # noqa: BLE001 whatever it lacks
             where = traceback.extract_tb(error.__traceback__)[-1]
@@ -427,24 +429,6 @@ def specs_of(architecture: str, folder: Path) -> tuple[str, Specs]:
         else:
             return how + why, specs
     raise TypeError(f"no checkpoint can be loaded{why}")
-
-
-def _by_transformers(folder: Path) -> Specs:
-    return saved_by_transformers(folder)
-
-
-def _by_vllm(folder: Path) -> Specs:
-    return taken_apart(cold.unloaded(folder))
-
-
-def renamed(specs: Specs, names: Iterable[tuple[str, str]]) -> Specs:
-    """By patterns and what takes their place, in order."""
-    found: Specs = {}
-    for name, spec in specs.items():
-        for pattern, instead in names:
-            name = re.sub(pattern, instead, name)
-        found[name] = spec
-    return found
 
 
 def random_weights(specs: Specs, seed: int) -> dict[str, Tensor]:

@@ -13,8 +13,6 @@ from torch import Tensor
 from deltasync.delta.bits import as_bits
 from deltasync.errors import ConfigError, SourceChanged, SyncAborted, TransportTimeout
 from deltasync.integrations.verl import DeltaSyncEngine
-from deltasync.transports import shared_memory
-from deltasync.transports.base import Frame
 from tests.verl.fleet import Fleet, Weights
 
 Make = Callable[..., Fleet]
@@ -67,25 +65,6 @@ def test_rollouts_follow_bit_for_bit(fleet: Make) -> None:
     assert [replica.adapter.steps for replica in here.replicas] == [4, 4]
 
 
-def test_an_engine_is_given_whole_tensors_that_changed_and_no_others(fleet: Make) -> None:
-    here = fleet(model())
-    here.update()
-    assert all(set(replica.adapter.handed) == set(here.weights) for replica in here.replicas)
-    here.weights["head.weight"][3, 4] = 7
-    here.update()
-    assert [replica.adapter.handed for replica in here.replicas] == [["head.weight"]] * 2
-    assert here.is_in_sync
-
-
-def test_nothing_changed(fleet: Make) -> None:
-    here = fleet(model())
-    here.update()
-    metrics = here.update()
-    assert metrics["checkpoint_engine/changed_elems"] == 0
-    assert metrics["checkpoint_engine/payload_mbytes"] == 0
-    assert [replica.adapter.handed for replica in here.replicas] == [[], []]
-
-
 def test_all_tensors_are_handed_over_where_that_is_asked_for(fleet: Make) -> None:
     here = fleet(model(), hand_over="all", replicas=1)
     here.update()
@@ -94,94 +73,50 @@ def test_all_tensors_are_handed_over_where_that_is_asked_for(fleet: Make) -> Non
     assert set(here.replicas[0].adapter.handed) == set(here.weights)
 
 
-def test_empty_tensors_arrive(fleet: Make) -> None:
-    weights = {"none": torch.empty(0, 8), "some": torch.ones(3), "scalar": torch.tensor(2.0)}
-    here = fleet(weights, replicas=1)
-    here.update()
-    assert set(here.replicas[0].adapter.handed) == set(weights)
-    assert here.is_in_sync
+DTYPES = [torch.bfloat16, torch.float32, torch.uint8, torch.float64, torch.float8_e4m3fn]
+# Tensors of all kinds, how large a bucket is, and the elements that change, by their bits.
+TENSORS: dict[str, tuple[Weights, int, dict[str, list[int]]]] = {
+    "empty and scalar": (
+        {"none": torch.empty(0, 8), "some": torch.ones(3), "scalar": torch.tensor(2.0)},
+        1 << 20,
+        {"some": [1]},
+    ),
+    "dtypes of any size beside each other": (
+        {str(dtype): torch.ones(2 * n + 1).to(dtype) for n, dtype in enumerate(DTYPES)},
+        1 << 20,
+        {"torch.bfloat16": [0], "torch.float32": [1, 2]},
+    ),
+    "not contiguous": (
+        {"t": torch.arange(600.0).view(20, 30).t(), "s": torch.arange(100.0)[::3]},
+        1 << 20,
+        {"t": [145]},
+    ),
+    "a bucket smaller than an element": ({"wide": torch.ones(3, 2_000)}, 1, {"wide": [5, 4_001]}),
+    "a bucket smaller than a row": ({"wide": torch.ones(3, 90_001)}, 4096, {"wide": [7, 200_000]}),
+}
 
 
-def test_dtypes_of_any_size_lie_beside_each_other(fleet: Make) -> None:
-    weights = {
-        "bf16": torch.ones(3, dtype=torch.bfloat16),
-        "fp32": torch.ones(2),
-        "byte": torch.ones(5, dtype=torch.uint8),
-        "fp64": torch.ones(1, dtype=torch.float64),
-        "fp8": torch.ones(7).to(torch.float8_e4m3fn),
-    }
-    here = fleet(weights, replicas=1)
-    here.update()
-    assert here.is_in_sync
-    weights["fp32"][1], weights["bf16"][2] = 3, 4
-    here.update()
-    assert here.is_in_sync
-    assert set(here.replicas[0].adapter.handed) == {"bf16", "fp32"}
-
-
-def test_tensors_need_not_be_contiguous(fleet: Make) -> None:
-    weights = {"t": torch.arange(600.0).view(20, 30).t(), "s": torch.arange(100.0)[::3]}
-    here = fleet(weights, replicas=1)
-    here.update()
-    assert here.is_in_sync
-    weights["t"][7, 5] = -1
-    here.update()
-    assert here.is_in_sync
-
-
-def test_a_value_that_becomes_nan_arrives_with_its_bits(fleet: Make) -> None:
-    weights = model()
-    here = fleet(weights, replicas=1)
-    here.update()
-    bits = as_bits(weights["head.weight"]).view(-1)
-    bits[5], bits[9] = 0x7FC1, 0x7F81  # a quiet and a signalling NaN with payloads
-    metrics = here.update()
-    assert metrics["checkpoint_engine/changed_elems"] == 2
-    assert here.is_in_sync
-    bits[5] = 0x7FC2  # another NaN
-    assert here.update()["checkpoint_engine/changed_elems"] == 1
-    assert here.is_in_sync
-
-
-class Swapping(shared_memory.Sender):
-    """Swaps two words of 8 bytes in the next payload, once it is told to."""
-
-    is_armed = False
-
-    def send(self, frame: Frame, *, timeout_s: float) -> None:
-        if frame.payload is not None and Swapping.is_armed:
-            Swapping.is_armed = False
-            words = frame.payload[len(frame.payload) % 8 :][-16:].clone()
-            frame.payload[-16:] = torch.cat([words[8:], words[:8]])
-        super().send(frame, timeout_s=timeout_s)
-
-
-def test_words_that_were_swapped_on_their_way_are_noticed(
-    fleet: Make, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("weights", "bucket", "changed"), TENSORS.values(), ids=TENSORS)
+def test_tensors_of_any_kind_arrive_with_their_bits(
+    weights: Weights, bucket: int, changed: dict[str, list[int]], fleet: Make
 ) -> None:
-    monkeypatch.setattr(shared_memory, "Sender", Swapping)
-    here = fleet({"w": torch.arange(64, dtype=torch.int64)}, replicas=1)
-    here.update()
-    here.weights["w"].mul_(3)
-    Swapping.is_armed = True
-    with pytest.raises(SyncAborted, match="DigestMismatch"):
-        here.update()
-    assert not Swapping.is_armed
-    here.update()
-    assert here.is_in_sync
-
-
-@pytest.mark.parametrize("bucket", [1, 4096, 1 << 30])
-def test_a_row_may_be_larger_than_the_bucket(fleet: Make, bucket: int) -> None:
-    numel = 2_000 if bucket == 1 else 90_001
-    weights = {"wide": torch.randn(3, numel), "narrow": torch.randn(5)}
+    """A value that becomes NaN, and then another NaN, too."""
     here = fleet(weights, replicas=1, bucket=bucket)
     here.update()
     assert here.is_in_sync
-    weights["wide"][1] += 1
-    weights["wide"][2, ::500] = 0
-    here.update()
-    assert here.is_in_sync
+    assert set(here.replicas[0].adapter.handed) == set(weights)
+    for becomes_nan in (False, True, False):
+        for name, places in changed.items():
+            bits = as_bits(weights[name])
+            for place in places:
+                index = tuple(torch.unravel_index(torch.tensor(place), bits.shape))
+                if becomes_nan:
+                    weights[name][index] = torch.nan
+                bits[index] ^= 1
+        metrics = here.update()
+        assert metrics["checkpoint_engine/changed_elems"] == sum(map(len, changed.values()))
+        assert set(here.replicas[0].adapter.handed) == set(changed)
+        assert here.is_in_sync
 
 
 def test_after_a_load_that_failed_all_is_given_again(fleet: Make) -> None:
@@ -243,29 +178,6 @@ def test_a_replica_that_was_removed_is_not_waited_for(fleet: Make) -> None:
     here.replicas.append(removed)
     here.update()
     assert here.is_in_sync
-
-
-def test_an_engine_that_has_lost_its_weights_gets_all_of_them(fleet: Make) -> None:
-    here = fleet(model(), replicas=1)
-    here.update()
-    (replica,) = here.replicas
-    for parameter in replica.model.parameters():
-        parameter.zero_()
-    replica.engine.forget()
-    metrics = here.update()
-    assert metrics["checkpoint_engine/payload_mbytes"] == 0  # the worker has them still
-    assert here.is_in_sync
-
-
-def test_weights_are_sent_in_the_dtype_that_is_asked_for(fleet: Make) -> None:
-    weights = {"w": torch.randn(1000), "bias": torch.randn(10)}
-    here = fleet(weights, replicas=1, sender={"wire_dtypes": {"w": "bfloat16"}})
-    here.update()
-    assert torch.equal(here.replicas[0].model["w"], weights["w"].bfloat16().float())
-    assert torch.equal(here.replicas[0].model["bias"], weights["bias"])
-    weights["w"] *= 1 + 2.0**-16  # which bfloat16 does not see, but for few
-    assert here.update()["checkpoint_engine/changed_ratio"] < 0.1
-    assert torch.equal(here.replicas[0].model["w"], weights["w"].bfloat16().float())
 
 
 def test_every_rank_of_the_trainer_takes_part_in_gathering(fleet: Make) -> None:
