@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,21 @@ _MOST_STREAKS = 256  # ends whose failures are counted at the same time
 _End = tuple[str, str]  # the role and name of what has failed
 
 
+@dataclass(slots=True)
+class _Streak:
+    """Failures of one end with the same text.
+
+    Attributes:
+        last: The last one, as it is written.
+        length: How many there were.
+        unwritten: How many of them no line stands for yet.
+    """
+
+    last: dict[str, Any] = field(default_factory=dict)
+    length: int = 0
+    unwritten: int = 0
+
+
 class RunLog(Closing):
     """A listener that appends one JSON line for each event to a file, in one write.
 
@@ -37,8 +52,8 @@ class RunLog(Closing):
     and a later `RunLog` on the same file begins a new line. If a line cannot be written, as on a
     full disk, that is logged once and no sync is affected. A failure that repeats at one end is
     written the first, second, fourth, eighth ... time and the last; each line says how many
-    failures it stands for. Threads may
-    share one; give each process a file of its own; a forked child writes nothing.
+    failures it stands for. Threads may share one; give each process a file of its own; a forked
+    child writes nothing.
 
     Args:
         path: The file. It is made if it is missing, otherwise it is continued. Or a character
@@ -51,7 +66,7 @@ class RunLog(Closing):
     def __init__(self, path: str | Path) -> None:
         self._file = open_to_append(path)
         self._path, self._lock = path, threading.Lock()
-        self._streaks: dict[_End, dict[str, Any]] = {}  # the last failure of each, in order
+        self._streaks: dict[_End, _Streak] = {}  # in the order of their last failures
         self._has_failed = self._is_closed = False
         self._is_torn = not _ends_a_line(self._file)
         run = {"event": "run", "time": time.time(), "format": FORMAT, "deltasync": __version__}
@@ -84,24 +99,29 @@ class RunLog(Closing):
 
     def _write_failure(self, event: SyncFailed) -> None:
         end, failure = (event.role, event.name), _failure_of(event)
-        last = self._streaks.get(end)
-        if last is None or any(last[key] != failure[key] for key in ("error", "message")):
+        streak = self._streaks.get(end)
+        if streak is None or any(streak.last[key] != failure[key] for key in ("error", "message")):
             self._end_streak(end)
-            last = failure | {"streak": 0, "repeated": 0}
+            streak = _Streak()
         self._streaks.pop(end, None)
-        streak, repeated = last["streak"] + 1, last["repeated"] + 1
-        self._streaks[end] = failure | {"streak": streak, "repeated": repeated}
-        if streak & (streak - 1) == 0:
-            self._write(self._streaks[end])
-            self._streaks[end]["repeated"] = 0
+        self._streaks[end] = streak
+        streak.last = failure
+        streak.length += 1
+        streak.unwritten += 1
+        if streak.length & (streak.length - 1) == 0:
+            self._write_last(streak)
         if len(self._streaks) > _MOST_STREAKS:
             self._end_streak(next(iter(self._streaks)))
 
     def _end_streak(self, end: _End) -> None:
         """Write its last failure, if it was not written."""
-        last = self._streaks.pop(end, None)
-        if last is not None and last["repeated"]:
-            self._write(last)
+        streak = self._streaks.pop(end, None)
+        if streak is not None and streak.unwritten:
+            self._write_last(streak)
+
+    def _write_last(self, streak: _Streak) -> None:
+        self._write(streak.last | {"repeated": streak.unwritten})
+        streak.unwritten = 0
 
     def _write(self, record: dict[str, Any]) -> None:
         line = _line_of(record)
