@@ -27,7 +27,6 @@ INT32 = 1 << 31
 ROWS, COLS = 1 << 16, (1 << 15) + 9
 HELD = 1 << 14  # columns that a rank of an engine keeps, the first ones
 BF16 = ParameterSpec(("w",), (ROWS, COLS), dtypes.BY_NAME["bfloat16"])
-BYTES = ParameterSpec(("w",), (1 << 16, 1 << 16), dtypes.BY_NAME["uint8"])
 CHUNK = 1 << 12
 CPU = torch.device("cpu")
 

@@ -9,14 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from deltasync import dtypes
 from deltasync.delta.bits import Run, integer_dtype
 from deltasync.wire.messages import ParameterSpec
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
-Uint64s = NDArray[np.uint64]
 
 wire_dtypes = st.sampled_from(dtypes.DTYPES)
 
