@@ -404,9 +404,9 @@ def test_a_second_sigterm_does_not_keep_the_first_from_clearing_away(
 ) -> None:
     there = set(tmp_path.iterdir())
     change = """
-kill, remove = lambda *_: os.kill(os.getpid(), 15), output._remove
+kill, remove = lambda *_: os.kill(os.getpid(), 15), output.shutil.rmtree
 checkpoint.Checkpoint.flush = kill
-output._remove = lambda folder: (kill(), remove(folder))
+output.shutil.rmtree = lambda folder, **how: (kill(), remove(folder, **how))
 """
     done = changed_apply(change, patch, old, tmp_path / "out")
     assert (done.returncode, done.stdout, done.stderr) == (143, "", "")
