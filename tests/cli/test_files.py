@@ -194,8 +194,6 @@ def test_pickles_are_named_as_such_with_the_way_on(old: Path, tmp_path: Path) ->
         line = refused("diff", old, tmp_path / pickled)
         assert "a pickle" in line
         assert "safetensors.torch.save_file(torch.load(" in line
-    (tmp_path / "odd").write_bytes(b"0123456789")
-    assert "a pickle" not in refused("diff", old, tmp_path / "odd")
 
 
 def test_the_sign_of_zero_and_payloads_of_nan_are_differences(tmp_path: Path) -> None:
@@ -211,7 +209,7 @@ def test_the_sign_of_zero_and_payloads_of_nan_are_differences(tmp_path: Path) ->
 
 def test_verify_finds_a_sound_patch_file(patch: Path) -> None:
     size = patch.stat().st_size
-    assert told("verify", patch) == {"bytes": size, "is_patch": True, "frames": 5, "fault": None}
+    assert told("verify", patch) == {"bytes": size, "frames": 5, "fault": None}
     assert re.match(r"patch file, .* kB, 5 sound frames\n$", call("verify", patch).stdout)
 
 
@@ -220,11 +218,9 @@ def test_verify_says_what_is_damaged_and_where(patch: Path) -> None:
     done = call("verify", patch, "--json")
     assert done.returncode == 1
     fault = json.loads(done.stdout)["fault"]
-    assert (fault["error"], fault["rules"]) == ("TruncatedFrame", "W1")
+    assert fault["error"] == "TruncatedFrame"
     text = call("verify", patch).stdout
-    assert (
-        f"damaged at byte {fault['offset']:,}, rule W1: TruncatedFrame: {fault['reason']}" in text
-    )
+    assert f"damaged frame at byte {fault['offset']:,}: TruncatedFrame: {fault['reason']}" in text
 
 
 def test_bad_input_gets_one_line_and_a_code(
@@ -408,9 +404,9 @@ def test_a_second_sigterm_does_not_keep_the_first_from_clearing_away(
 ) -> None:
     there = set(tmp_path.iterdir())
     change = """
-kill, remove = lambda *_: os.kill(os.getpid(), 15), output._remove
+kill, remove = lambda *_: os.kill(os.getpid(), 15), output.shutil.rmtree
 checkpoint.Checkpoint.flush = kill
-output._remove = lambda folder: (kill(), remove(folder))
+output.shutil.rmtree = lambda folder, **how: (kill(), remove(folder, **how))
 """
     done = changed_apply(change, patch, old, tmp_path / "out")
     assert (done.returncode, done.stdout, done.stderr) == (143, "", "")
