@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,11 +14,10 @@ from deltasync.cli.terminal import (
     cut,
     make_console,
     make_table,
-    percent,
     phases,
     print_json,
-    size,
 )
+from deltasync.observe.units import percent, size
 
 if TYPE_CHECKING:
     from deltasync.store.manifest import Manifest, Way
@@ -64,7 +64,7 @@ def log(
         table.add_row(
             f"v{manifest.version}",
             ", ".join(f"{way.kind} {size(way.num_bytes)}" for way in ways),
-            percent(_density(manifest)),
+            percent(manifest.nnz / manifest.numel),
             _codecs_text(ways),
             manifest.written_at.replace("T", " ").removesuffix("+00:00"),
             manifest.writer.partition(" ")[2],
@@ -72,41 +72,18 @@ def log(
     console.print(cut(table, older, "older versions: --limit 0 shows all"))
 
 
-def _density(manifest: Manifest) -> float:
-    """Share of the elements that changed, 0 to 1."""
-    return manifest.nnz / manifest.numel
-
-
 def _codecs_text(ways: list[Way]) -> str:
-    """Shares of the delta's payload by codec."""
-    delta = next((way for way in ways if way.kind == "delta"), None)
-    total = 0 if delta is None else sum(delta.codecs.values())
-    if delta is None or not total:
-        return ""
-    ordered = sorted(delta.codecs.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {percent(num_bytes / total)}" for name, num_bytes in ordered)
+    """Shares of the delta's payload by codec, the largest first."""
+    codecs = next((Counter(way.codecs) for way in ways if way.kind == "delta"), Counter[str]())
+    shares = ((name, num_bytes / codecs.total()) for name, num_bytes in codecs.most_common())
+    return ", ".join(f"{name} {percent(share)}" for name, share in shares if share)
 
 
 def _entry_json(manifest: Manifest, ways: list[Way]) -> dict[str, Any]:
-    writer, _, name = manifest.writer.partition(" ")
-    return {
-        "version": manifest.version,
-        "parent": None if manifest.parent is None else manifest.parent.version,
-        "digest": manifest.digest,
-        "layout_hash": manifest.layout_hash,
-        "numel": manifest.numel,
-        "nnz": manifest.nnz,
-        "density": _density(manifest),
-        "writer": writer,
-        "writer_name": name,
-        "written_at": manifest.written_at,
-        "ways": [
-            {
-                "kind": way.kind,
-                "bytes": way.num_bytes,
-                "files": len(way.files),
-                "codecs": dict(way.codecs),
-            }
-            for way in ways
-        ],
-    }
+    kept = ("version", "digest", "layout_hash", "numel", "nnz", "writer", "written_at")
+    found = {name: getattr(manifest, name) for name in kept}
+    found["parent"] = None if manifest.parent is None else manifest.parent.version
+    found["ways"] = [
+        {"kind": way.kind, "bytes": way.num_bytes, "codecs": dict(way.codecs)} for way in ways
+    ]
+    return found

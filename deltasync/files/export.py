@@ -155,4 +155,4 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-_ELSEWHERE = "export from an engine of one rank, or with deltasync export"
+_ELSEWHERE = "export from an engine of one rank"
