@@ -14,8 +14,6 @@ from rich.console import Console
 
 from benchmarks import live
 from benchmarks import report as reports
-from benchmarks.engines import EnginesPlan
-from benchmarks.engines import run as run_engines
 from benchmarks.record import RESULTS, ROOT, Environment, Result, append_records, read_records
 from benchmarks.syncs.geometry import GEOMETRIES
 from benchmarks.syncs.plan import Plan
@@ -95,38 +93,24 @@ def engines(
     record: Record = False,
     tiny: Tiny = False,
     device: Device = None,
-    patch_file: Annotated[
-        Path | None,
-        typer.Option(help="vLLM's checkpoint_weight_patch.py, if vLLM is not installed."),
-    ] = None,
-    is_live: Annotated[
-        bool, typer.Option("--live", help="Measure syncs of running engines instead.")
-    ] = False,
     only: Annotated[
         list[str] | None,
-        typer.Option(help=f"Of --live: some of {', '.join(live.ENGINES)}. Repeatable."),
+        typer.Option(help=f"Some of {', '.join(live.ENGINES)}. Repeatable."),
     ] = None,
     link: Annotated[
         str | None,
-        typer.Option(help="Of --live: local, on the trainer's GPU; collective, on the next one."),
+        typer.Option(help="local, on the trainer's GPU; collective, on the next one."),
     ] = None,
 ) -> None:
-    """Measure updates of an engine's model against vLLM's own methods."""
-    scale = _scale(quick=quick, tiny=tiny)
-    if not is_live:
-        plan = EnginesPlan.choose(scale, device, patch_file)
-        kind = "gpu" if plan.device.type == "cuda" else "cpu"
-        kept = _kept(f"engines-{kind}", replace=True) if record else None
-        _finish(run_engines(plan), kept, out, as_json=as_json)
-        return
+    """Measure syncs of running engines."""
     chosen = _chosen(only, live.ENGINES)
     try:
-        plan_of_live = live.LivePlan.choose(scale, device, link, chosen)
+        plan = live.LivePlan.choose(_scale(quick=quick, tiny=tiny), device, link, chosen)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    kind = "gpu" if plan_of_live.device.type == "cuda" else "cpu"
+    kind = "gpu" if plan.device.type == "cuda" else "cpu"
     kept = _kept(f"live-{kind}", replace=True) if record else None
-    _finish(live.run(plan_of_live), kept, out, as_json=as_json)
+    _finish(live.run(plan), kept, out, as_json=as_json)
 
 
 @app.command()
