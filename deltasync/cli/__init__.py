@@ -17,9 +17,9 @@ from deltasync.cli.signals import (
 )
 
 COMMANDS = {
-    "apply": ("deltasync.files.patch_file",),
+    "apply": ("deltasync.files.patch_file", "deltasync.store"),
     "demo": ("deltasync.demo.trainer", "deltasync.demo.report"),
-    "diff": ("deltasync.files.patch_file", "deltasync.delta.sparsity"),
+    "diff": ("deltasync.files.patch_file", "deltasync.delta.sparsity", "deltasync.store"),
     "doctor": ("deltasync.cli.probes.checks",),
     "export": ("deltasync.files.export",),
     "fetch": ("deltasync.store.checkpoints",),
