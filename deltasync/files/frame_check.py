@@ -39,6 +39,7 @@ _RULES: dict[type[Exception], str] = {
 }
 _ORDER = "W16, W21 or W22"
 
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     """What is wrong with a file.
