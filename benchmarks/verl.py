@@ -22,7 +22,8 @@ from benchmarks.record import MEMORY, SLOW_DOWN, Result, compared
 from benchmarks.syncs.cases import timed
 from benchmarks.syncs.group import Group
 from deltasync import SenderOptions, WeightReceiver, WeightSender
-from deltasync.integrations.verl_ends import Metrics, Options, Rollout, Trainer
+from deltasync.integrations.verl_ends import Metrics, Options, Rollout, SendingRank
+from deltasync.sync.source.streamed import StreamedWeights
 from deltasync.sync.target.copied import CopiedTarget
 from deltasync.transports import collective
 from deltasync.transports.address import Address
@@ -48,8 +49,8 @@ class _Trainer:
             f"layers.{n}.weight": torch.randn(each).bfloat16() for n in range(numel // each)
         }
         sizes = SenderOptions(snapshot_device="cpu", bucket_bytes=_BUCKET_BYTES)
-        self._trainer = Trainer(_OPTIONS, sizes)
-        self._metrics: Metrics = {}
+        self._trainer, self._taken = SendingRank(_OPTIONS, sizes), StreamedWeights(sizes)
+        self._metrics: Metrics | None = None
         self._link, plain = collective.Sender(), collective.Sender()
         self._sender = WeightSender(Source(self.weights), plain, options=sizes)
         group.told([_address(self._link), _address(plain)])
@@ -74,7 +75,8 @@ class _Trainer:
         name = self.group.told(None)[1]
         address = self._trainer.address.model_dump(mode="json")
         self.group.told([address, sorted(self._trainer.members)])
-        self._metrics = self._trainer.send(self.weights.items(), [name])
+        self._taken.take(self.weights.items())
+        self._metrics = self._trainer.send(self._taken, [name])
 
     def flip(self, share: float) -> None:
         """Change a bit of a share of the elements."""
@@ -83,6 +85,7 @@ class _Trainer:
 
     def found(self) -> dict[str, float]:
         """What the last update counted."""
+        assert self._metrics is not None
         return {name.split("/")[1]: value for name, value in self._metrics.items()}
 
     def close(self) -> None:
@@ -123,7 +126,6 @@ class _Rollout:
     async def _take(self) -> None:
         async for _ in self._rollout.weights():
             pass
-        self._rollout.confirm()
 
     def flip(self, share: float) -> None:
         """That is the trainer's."""
