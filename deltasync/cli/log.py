@@ -13,11 +13,10 @@ from deltasync.cli.terminal import (
     cut,
     make_console,
     make_table,
-    percent,
     phases,
     print_json,
-    size,
 )
+from deltasync.observe.units import percent, size
 
 if TYPE_CHECKING:
     from deltasync.store.manifest import Manifest, Way
@@ -64,31 +63,15 @@ def log(
         table.add_row(
             f"v{manifest.version}",
             ", ".join(f"{way.kind} {size(way.num_bytes)}" for way in ways),
-            percent(_density(manifest)),
+            percent(manifest.nnz / manifest.numel),
             manifest.written_at.replace("T", " ").removesuffix("+00:00"),
             manifest.writer.partition(" ")[2],
         )
     console.print(cut(table, older, "older versions: --limit 0 shows all"))
 
 
-def _density(manifest: Manifest) -> float:
-    """Share of the elements that changed, 0 to 1."""
-    return manifest.nnz / manifest.numel
-
-
 def _entry_json(manifest: Manifest, ways: list[Way]) -> dict[str, Any]:
-    writer, _, name = manifest.writer.partition(" ")
-    return {
-        "version": manifest.version,
-        "digest": manifest.digest,
-        "layout_hash": manifest.layout_hash,
-        "numel": manifest.numel,
-        "nnz": manifest.nnz,
-        "density": _density(manifest),
-        "writer": writer,
-        "writer_name": name,
-        "written_at": manifest.written_at,
-        "ways": [
-            {"kind": way.kind, "bytes": way.num_bytes, "files": len(way.files)} for way in ways
-        ],
-    }
+    kept = ("version", "digest", "layout_hash", "numel", "nnz", "writer", "written_at")
+    found = {name: getattr(manifest, name) for name in kept}
+    found["ways"] = [{"kind": way.kind, "bytes": way.num_bytes} for way in ways]
+    return found

@@ -13,23 +13,20 @@ from deltasync.cli.ending import FAILED
 from deltasync.cli.stores import Config, KeyFile, RunName, store_options
 from deltasync.cli.terminal import (
     AsJson,
-    IgnoreMissing,
-    Only,
-    Rename,
     count,
     make_console,
     make_table,
     phases,
     print_json,
-    selection,
-    size,
-    tell_left_out,
 )
+from deltasync.observe.units import size
 
 if TYPE_CHECKING:
     from deltasync.files.checkpoint import Checkpoint
     from deltasync.files.comparing import Equality
     from deltasync.store.verifying import Verified
+
+_SHOWN = 10  # elements that differ
 
 
 def verify(
@@ -38,10 +35,6 @@ def verify(
     digest: Annotated[
         bool, typer.Option("--digest", help="Compare the state digests, and print them.")
     ] = False,
-    limit: Annotated[int, typer.Option(min=0, help="Differing elements to show.")] = 10,
-    only: Only = None,
-    rename: Rename = None,
-    ignore_missing: IgnoreMissing = False,
     run: RunName = None,
     config: Config = None,
     key_file: KeyFile = None,
@@ -56,7 +49,7 @@ def verify(
     from deltasync.files.checkpoint import Checkpoint
 
     if second is None:
-        if digest or only or rename or ignore_missing:
+        if digest:
             raise typer.BadParameter("compares two checkpoints; give a second one")
         if Path(first).exists() and not Path(first).is_dir():
             _verify_frames(Path(first), as_json=as_json)
@@ -65,11 +58,9 @@ def verify(
         return
     if run or config or key_file:
         raise typer.BadParameter("--run, --config and --key-file are for a store: give one URL")
-    chosen = selection(only, rename, ignore_missing)
     checkpoints = Checkpoint(Path(first)), Checkpoint(second)
-    tell_left_out(chosen.apply(*checkpoints))
     compare = _by_digest if digest else _by_bits
-    if not compare(*checkpoints, limit=limit, as_json=as_json):
+    if not compare(*checkpoints, as_json=as_json):
         raise typer.Exit(FAILED)
 
 
@@ -88,7 +79,7 @@ def _verify_frames(path: Path, *, as_json: bool) -> None:
     if found.fault is None:
         return
     if not as_json:
-        where = f"damaged frame at byte {count(found.fault.offset)}"
+        where = f"damaged frame at byte {count(found.fault.offset)}, rule {found.fault.rules}"
         line = f"{where}: {found.fault.error}: {found.fault.reason}"
         make_console().print(line, style="red", soft_wrap=True)
     raise typer.Exit(FAILED)
@@ -128,7 +119,7 @@ def _print_faults(found: Verified) -> None:
         console.print(table)
 
 
-def _by_digest(first: Checkpoint, second: Checkpoint, *, limit: int, as_json: bool) -> bool:
+def _by_digest(first: Checkpoint, second: Checkpoint, *, as_json: bool) -> bool:
     from deltasync.delta.digests import digest_text
     from deltasync.files.comparing import measure_digests
 
@@ -147,11 +138,11 @@ def _by_digest(first: Checkpoint, second: Checkpoint, *, limit: int, as_json: bo
     return equal
 
 
-def _by_bits(first: Checkpoint, second: Checkpoint, *, limit: int, as_json: bool) -> bool:
+def _by_bits(first: Checkpoint, second: Checkpoint, *, as_json: bool) -> bool:
     from deltasync.files.comparing import compare_bits
 
     with phases(first.num_bytes) as phase:
-        found = compare_bits(first, second, limit=limit, advance=phase("comparing"))
+        found = compare_bits(first, second, limit=_SHOWN, advance=phase("comparing"))
     equal = not found.different
     if as_json:
         print_json({"equal": equal, **asdict(found)})

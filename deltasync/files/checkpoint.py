@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
 
@@ -58,44 +57,6 @@ class _Place:
 
     memory: mmap.mmap
     offset: int
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """Which tensors of two checkpoints are compared, and under which names.
-
-    Attributes:
-        rename: Prefixes of names with their replacements; the first that matches is replaced.
-        only: `fnmatch` patterns of renamed names; other tensors are left out. Empty for all.
-        ignore_missing: Leave out tensors that only one of them has.
-    """
-
-    rename: tuple[tuple[str, str], ...] = ()
-    only: tuple[str, ...] = ()
-    ignore_missing: bool = False
-
-    def apply(self, *checkpoints: Checkpoint) -> list[str]:
-        """Select tensors in each. Returns the names that were left out because one lacks them.
-
-        Raises ConfigError if nothing is left, or two tensors get one name.
-        """
-        for checkpoint in checkpoints:
-            checkpoint.choose(self._name)
-        if not self.ignore_missing:
-            return []
-        all_names = [set(checkpoint.specs) for checkpoint in checkpoints]
-        common = set.intersection(*all_names)
-        for checkpoint in checkpoints:
-            checkpoint.choose(lambda name: name if name in common else None)
-        return sorted(set.union(*all_names) - common)
-
-    def _name(self, name: str) -> str | None:
-        for old, new in self.rename:
-            if name.startswith(old):
-                name = new + name.removeprefix(old)
-                break
-        chosen = not self.only or any(fnmatchcase(name, pattern) for pattern in self.only)
-        return name if chosen else None
 
 
 class Checkpoint:
@@ -157,23 +118,6 @@ class Checkpoint:
         count = spec.numel * spec.dtype.item_size
         data = torch.frombuffer(place.memory, dtype=torch.uint8, count=count, offset=place.offset)
         return data.view(torch_dtype(spec.dtype)).view(spec.shape)
-
-    def choose(self, name: Callable[[str], str | None]) -> None:
-        """Keep tensors under the names that `name` returns; leave out those for which it is None.
-
-        Raises ConfigError if nothing is left, or two tensors get one name.
-        """
-        specs, places = {}, {}
-        for old, spec in self.specs.items():
-            if (new := name(old)) is None:
-                continue
-            if new in specs:
-                raise ConfigError(f"{self.path}: two tensors are to be called {new!r}")
-            specs[new] = ParameterSpec((new,), spec.shape, spec.dtype)
-            places[new] = self._places[old]
-        if self.specs and not specs:
-            raise ConfigError(f"{self.path}: none of its {len(self.specs)} tensors is chosen")
-        self.specs, self._places = specs, places
 
     def release(self) -> None:
         """Release the memory that tensors were read into; the next access reads them again.

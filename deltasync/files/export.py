@@ -145,4 +145,4 @@ def _check(made: Path, digest: int, *, advance: Advance) -> None:
         )
 
 
-_ELSEWHERE = "export from an engine of one rank, or with deltasync export"
+_ELSEWHERE = "export from an engine of one rank"

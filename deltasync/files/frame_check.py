@@ -6,12 +6,38 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deltasync.delta.patch import check_indices
-from deltasync.errors import SyncError, WireError
+from deltasync.errors import (
+    BadMagic,
+    ChecksumMismatch,
+    InvalidIndices,
+    InvalidTable,
+    LimitExceeded,
+    MalformedMessage,
+    SyncError,
+    TruncatedFrame,
+    UnknownCodec,
+    UnsupportedVersion,
+    WireError,
+)
 from deltasync.files.frame_file import FrameFile
 from deltasync.sync.protocol.one_way import OneWayReader
 from deltasync.transports.base import Frame
 from deltasync.wire.frame import decode
 from deltasync.wire.messages import Bucket
+
+# Of docs/wire-format.md: those that an error of each type may stand for.
+_RULES: dict[type[Exception], str] = {
+    TruncatedFrame: "W1, W6, W10, W17 or W29",
+    BadMagic: "W2",
+    UnsupportedVersion: "W3",
+    LimitExceeded: "W4 or W9",
+    ChecksumMismatch: "W5",
+    MalformedMessage: "W7 to W9",
+    UnknownCodec: "W11 or W30",
+    InvalidTable: "W11 to W13, W17, W29 or W30",
+    InvalidIndices: "W14",
+}
+_ORDER = "W16, W21 or W22"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +47,13 @@ class Fault:
     Attributes:
         offset: Where the frame begins that is wrong, in bytes; the file's size if frames are
             missing at its end.
+        rules: Those of docs/wire-format.md, one of which is broken.
         error: The type of the error.
         reason: The text of the error.
     """
 
     offset: int
+    rules: str
     error: str
     reason: str
 
@@ -57,7 +85,8 @@ class FrameCheck:
                 self.num_frames += 1
             reader.check_sealed()
         except (WireError, SyncError) as error:
-            self.fault = Fault(file.offset, type(error).__name__, str(error))
+            rules = _RULES.get(type(error), _ORDER)
+            self.fault = Fault(file.offset, rules, type(error).__name__, str(error))
 
 
 def _check(frame: Frame, reader: OneWayReader) -> None:

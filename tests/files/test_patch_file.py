@@ -22,6 +22,7 @@ from deltasync.files.comparing import compare_bits, compare_checkpoints, measure
 from deltasync.files.frame_check import FrameCheck
 from deltasync.files.frame_file import FrameFile
 from deltasync.files.patch_file import PatchFile, apply_patch_file, write_patch
+from deltasync.store.classes.codec import ClassCodec as ClassCodec  # reads and writes `class`
 from tests.files.saved import holds, model, save, save_sharded, stepped
 from tests.worlds.strategies import models, mutations
 
