@@ -16,7 +16,6 @@ from deltasync.errors import (
     CallOrderError,
     DeltaSyncError,
     DirtyReceiver,
-    ObjectDamaged,
     ProtocolViolation,
     StoreUnavailable,
     TransportClosed,
@@ -257,24 +256,18 @@ class StoreReceiver(BaseReceiver):
         if follows:  # else calls that break off would never arrive
             target = self._begun or target
         self._begun = None
-        while True:
-            try:
-                with self._failing_safely():
-                    is_staged = self._bring(target)
-                self._poll.reset()
-                return is_staged
-            except (TransportTimeout, StoreUnavailable):
-                if to is None and self.progress.fetched_bytes:
-                    self._begun = target
-                raise
-            except DeltaSyncError as error:
-                # A collector may have gone past it; then there is a newer one.
-                may_pass = to is None and isinstance(error, ObjectDamaged | VersionMissing)
-                newest = self._opened().newer(target) if may_pass else None
-                if newest is None:
-                    self._poll.put_off(error)
-                    raise
-                target = newest
+        try:
+            with self._failing_safely():
+                is_staged = self._bring(target)
+            self._poll.reset()
+            return is_staged
+        except (TransportTimeout, StoreUnavailable):
+            if to is None and self.progress.fetched_bytes:
+                self._begun = target
+            raise
+        except DeltaSyncError as error:
+            self._poll.put_off(error)
+            raise
 
     def _found(self, to: int | None, *, wants_newer: bool) -> Published | None:
         """The version that is asked for, if it is there and not the one known to be held."""

@@ -8,7 +8,9 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from tempfile import SpooledTemporaryFile
 from typing import Literal
 
 import numpy as np
@@ -22,9 +24,9 @@ from deltasync.errors import ConfigError, DigestMismatch, ObjectDamaged, StoreEr
 from deltasync.store import keys
 from deltasync.store.anchors import PublishOptions, write_anchor
 from deltasync.store.catalogue import Published, run_of
-from deltasync.store.manifest import Manifest, Way
+from deltasync.store.manifest import Manifest, StoredFile, Way
 from deltasync.store.objects import Objects, StoreOptions
-from deltasync.store.spool import Spool
+from deltasync.store.spool import IN_MEMORY_BYTES, pieces_of, spool_frames
 from deltasync.store.writer import Changed, RunWriter
 from deltasync.sync.arguments import check_options, local_weights
 from deltasync.sync.events import Phase, SyncEvent, SyncFailed, report, reporting
@@ -245,12 +247,15 @@ class StoreSender:
             compression=self._weights.options.compression,
             counts=codecs,
         )
-        with Spool() as spool:
-            spool.take(frames)
+        objects, key = self._writer.run.objects, keys.frames_key(version)
+        with SpooledTemporaryFile[bytes](max_size=IN_MEMORY_BYTES) as spool:
+            spool_frames(frames, spool)
             self._weights.release()
             self._check_still(delta)
             self._writer.put_layout(self._layout)
-            file = spool.write(self._writer.run.objects, keys.frames_key(version))
+            pieces = partial(pieces_of, spool, objects.options.part_bytes)
+            num_bytes, sha256 = objects.write(key, pieces)
+        file = StoredFile(key=key, bytes=num_bytes, sha256=sha256)
         return Way(kind="delta", files=(file,))
 
     def _check_still(self, delta: Delta) -> None:

@@ -22,7 +22,7 @@ def objects(place: Place) -> Objects:
 
 def test_an_object_is_put_read_listed_and_deleted(objects: Objects) -> None:
     run = objects.under("run")
-    run.put("a/b", b"hello")
+    run.write("a/b", lambda: [b"hello"])
     assert (run.get("a/b", max_bytes=5), run.get("a/c", max_bytes=5)) == (b"hello", None)
     assert bytes(run.get_range("a/b", 1, 3)) == b"el"
     facts = run.head("a/b")
@@ -35,7 +35,7 @@ def test_an_object_is_put_read_listed_and_deleted(objects: Objects) -> None:
     with pytest.raises(ObjectDamaged, match="does not exist"):
         run.get_range("b", 0, 1)
     for key in ("a/x/3", "a/a", "b/1"):
-        run.put(key, b"x")
+        run.write(key, lambda: [b"x"])
     assert sorted(one.key for one in run.listed("a")) == ["a/a", "a/b", "a/x/3"]
     assert sorted(one.key for one in run.listed("a", after="a/a")) == ["a/b", "a/x/3"]
     assert list(run.listed("c")) == []
@@ -84,7 +84,7 @@ from deltasync.store.objects import Objects
 objects = Objects(sys.argv[1], make=True)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 for call in (
-    lambda: objects.put("a/b", bytes(200_000)),
+    lambda: objects.create("a/b", bytes(200_000)),
     lambda: objects.write("a/c", lambda: iter([bytes(60_000)] * 3)),
 ):
     try:
@@ -123,7 +123,7 @@ def test_a_bucket_that_is_not_there_is_refused_and_nobody_there_is_unavailable(s
     config = {"endpoint": "http://127.0.0.1:9", **KEYS}
     nobody = Objects("s3://bucket/x", StoreOptions(config=config, retries=1, retry_timeout_s=2))
     for call in (
-        lambda objects: objects.put("a", b"1"),
+        lambda objects: objects.write("a", lambda: [b"1"]),
         lambda objects: objects.get("a", max_bytes=1),
         lambda objects: list(objects.listed("a")),
     ):

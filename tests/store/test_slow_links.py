@@ -301,7 +301,7 @@ def test_what_nothing_but_another_version_mends_is_tried_less_and_less_often(
     trainer, asked = Publisher(link.near), list[str]()
     trainer.publish()
     (anchor,) = (f for f in objects_of(link.near).listed("objects") if "-anchor-" in f.key)
-    objects_of(link.near).put(anchor.key, bytes(anchor.num_bytes))
+    objects_of(link.near).write(anchor.key, lambda: [bytes(anchor.num_bytes)])
     link.faults.choose = lambda method, path: (
         asked.append(path) if method == "GET" and "-anchor-" in path else None
     )

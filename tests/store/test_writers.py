@@ -58,7 +58,7 @@ def collected(place: Place, path: str) -> None:
 
 
 def altered(place: Place, path: str) -> None:
-    objects_of(place).put(path.partition(f"/{RUN}/")[2], b"half")
+    objects_of(place).write(path.partition(f"/{RUN}/")[2], lambda: [b"half"])
 
 
 def passed(place: Place, path: str) -> None:
@@ -194,7 +194,7 @@ def test_s08_an_anchor_that_fails_comes_later(
 def test_s03_an_upload_that_is_named_while_gc_runs_stays(link: Link) -> None:
     trainer = Publisher(link.far.having(retries=1))
     trainer.publish()
-    objects_of(link.near).put(keys.frames_key(1), b"half")  # which gc meets first
+    objects_of(link.near).write(keys.frames_key(1), lambda: [b"half"])  # which gc meets first
     change(trainer.model)
     link.faults.choose = lambda method, path: (
         "lost request" if method == "PUT" and "/manifests/" in path else None
