@@ -126,7 +126,7 @@ class Fetched:
 
         Args:
             way: What to fetch.
-            progress: Told of what comes.
+            progress: Counts what comes.
 
         Raises:
             ObjectDamaged: An object is missing, or is not what the manifest names.
@@ -213,7 +213,7 @@ class FetchedRoute:
     Args:
         route: At least one step.
         objects: Where they are kept.
-        progress: Told of what comes.
+        progress: Counts what comes.
 
     Attributes:
         route: The same.

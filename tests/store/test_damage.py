@@ -25,6 +25,7 @@ from deltasync.errors import (
     ProtocolViolation,
     StoreError,
 )
+from deltasync.files.frame_file import FrameFile, write_frames
 from deltasync.store.checkpoints import fetch_checkpoint
 from deltasync.store.retention import gc
 from deltasync.store.routes import find_route
@@ -144,6 +145,15 @@ def has_the_delta_of_a_larger_layout(stored: Stored) -> None:
     stored.rewrite(lambda record: record)
 
 
+def ends_early(stored: Stored) -> None:
+    """Nothing of the change is missing, but what says so."""
+    (path,) = stored.objects(2, "delta")
+    *frames, _, _ = FrameFile(path)
+    path.unlink()
+    write_frames(frames, path)
+    stored.rewrite(lambda record: record)
+
+
 def is_huge(stored: Stored) -> None:
     way = stored.read(2)["way"]
     stored.alter(2, way=way | {"files": [way["files"][0] | {"bytes": 1 << 52}]})
@@ -188,6 +198,7 @@ LIES = {
     "s05 larger": Lie(
         has_the_delta_of_a_larger_layout, 2, ProtocolViolation, "its layout says", ALL[:1]
     ),
+    "s05 early": Lie(ends_early, 2, DeltaSyncError, ".", ALL[:1]),
     "s08 size": Lie(is_huge, 2, ObjectDamaged, "bytes are expected", ALL[:1]),
     "no checkpoint": Lie(
         *(is_no_checkpoint, 2, ObjectDamaged, "no checkpoint", [(1, "anchor")]), held=None
