@@ -270,15 +270,15 @@ class Objects:
                 num_bytes += len(part)
                 yield part
 
-        try:
-            put(self._store, path, hashed(), chunk_size=size, max_concurrency=parallel)
-        except FileNotFoundError as error:  # S3 may have ended the upload, and the answer was lost
-            raise self._unavailable(key, error) from None
+        put(self._store, path, hashed(), chunk_size=size, max_concurrency=parallel)
         self._sync(key)
         return num_bytes, sha256.hexdigest()
 
     def _twice(self, key: str, put: Callable[[], None]) -> None:
-        """Once more if there is no answer: the request may have been done."""
+        """Once more if there is no answer: the request may have been done.
+
+        S3 does not find an upload that it has ended.
+        """
         for is_last in (False, True):
             try:
                 with self._answered(key):
@@ -287,6 +287,9 @@ class Objects:
             except StoreUnavailable:
                 if is_last:
                     raise
+            except FileNotFoundError as error:
+                if is_last:
+                    raise self._unavailable(key, error) from None
 
     def _wait(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """What a call of obstore returns. A Ctrl-C ends the wait, if not the request."""
