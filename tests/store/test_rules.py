@@ -11,13 +11,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
+from deltasync.delta.bits import as_bits
 from deltasync.files.checkpoint import Checkpoint
 from deltasync.files.patch_file import PatchFile, apply_patch_file
 from tests.store.raw import KEY, Stored, bytes_of, read
 from tests.wire import reference
+from tests.wire.digests import digest_run
 from tests.worlds.strategies import same_bits
 
 HERE = Path(__file__).parent
@@ -76,16 +75,9 @@ def test_s07_changed_lists_what_differs(signed: Stored) -> None:
 
 
 def digest_of(entry: list[Any], state: Any) -> str:
-    """Section 5 of docs/wire-format.md, of one parameter."""
-    data = state[entry[0][0]].reshape(-1).view(torch.uint8).numpy().tobytes()
-    size = state[entry[0][0]].element_size()
-    x = np.frombuffer(data, f"<u{size}").astype(np.uint64)
-    x += np.uint64(reference.seed(entry[0][0]))
-    x += np.arange(len(x), dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    x ^= x >> np.uint64(31)
-    return f"{int(x.sum(dtype=np.uint64)):016x}"
+    name = entry[0][0]
+    bits = as_bits(state[name]).reshape(-1).numpy().view(f"u{state[name].element_size()}")
+    return f"{digest_run(bits, key=reference.seed(name), start=0):016x}"
 
 
 def test_every_rule_has_a_test_and_every_test_a_rule() -> None:
