@@ -167,10 +167,10 @@ class Raced(StoreSender):
 
     write: Callable[[], object] = staticmethod(lambda: None)
 
-    def _write_delta(self, delta: Delta, codecs: dict[str, int]) -> Way:
+    def _write_delta(self, delta: Delta) -> Way:
         write, self.write = self.write, lambda: None
         write()
-        return super()._write_delta(delta, codecs)
+        return super()._write_delta(delta)
 
 
 def net() -> nn.Sequential:
