@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -143,21 +143,17 @@ def check_same_tensors(
     for one, other, which in ((old, new, called[0]), (new, old, called[1])):
         if only := [name for name in one if name not in other]:
             raise LayoutMismatch(f"only {which} has {some_of(only)}")
-    for what, told in (("shape", _shape), ("dtype", _dtype)):
-        if wrong := [name for name in old if told(old[name]) != told(new[name])]:
-            first, second = (told(specs[wrong[0]]) for specs in (old, new))
+    shown: dict[str, Callable[[ParameterSpec], str]] = {
+        "shape": lambda spec: str(list(spec.shape)),
+        "dtype": lambda spec: spec.dtype.name,
+    }
+    for what, text_of in shown.items():
+        if wrong := [name for name in old if text_of(old[name]) != text_of(new[name])]:
+            first, second = (text_of(specs[wrong[0]]) for specs in (old, new))
             raise LayoutMismatch(
                 f"{what} of {some_of(wrong)} differs: {first} in {called[0]}, {second} in "
                 f"{called[1]}"
             )
-
-
-def _shape(spec: ParameterSpec) -> str:
-    return str(list(spec.shape))
-
-
-def _dtype(spec: ParameterSpec) -> str:
-    return spec.dtype.name
 
 
 def _chosen(path: Path) -> dict[str, Path]:
@@ -226,13 +222,13 @@ def _header(file: Path) -> Iterable[tuple[str, Dtype, tuple[int, ...]]]:
         with safe_open(file, "np") as opened:  # torch would map it once more
             for name in opened.offset_keys():
                 entry = opened.get_slice(name)
-                yield name, _known(file, name, entry.get_dtype()), tuple(entry.get_shape())
+                yield name, _dtype_of(file, name, entry.get_dtype()), tuple(entry.get_shape())
     except (SafetensorError, OSError) as error:
         why = f"not a safetensors file, or damaged: {error}"
         raise ConfigError(f"{file}: {why}; {_CONVERT}") from error
 
 
-def _known(file: Path, name: str, dtype: str) -> Dtype:
+def _dtype_of(file: Path, name: str, dtype: str) -> Dtype:
     try:
         return dtypes.BY_NAME[SAFETENSORS_DTYPES[dtype]]
     except KeyError:

@@ -13,7 +13,7 @@ from deltasync.files.checkpoint import Checkpoint
 from deltasync.files.comparing import Advance, measure_digests
 from deltasync.files.output import appearing, flush_to_disk, refuse_existing
 from deltasync.files.patch_file import Phase, no_phase
-from deltasync.files.shards import index_of, shards_of
+from deltasync.files.shards import shards_of
 from deltasync.sync.receiver import WeightReceiver
 from deltasync.sync.target.base import some_of
 from deltasync.wire.messages import ParameterSpec
@@ -119,11 +119,8 @@ def _write(
     for shard in shards:
         pieces = shard.pieces(specs, lambda number, start, stop: flats[number].read(start, stop))
         _write_file(folder / shard.name, pieces, advance)
-    if (index := index_of(shards, specs)) is not None:
-        name, data = index
-        _write_file(folder / name, [memoryview(data)], lambda num_bytes: None)
     flush_to_disk(folder)
-    return [shard.name for shard in shards]
+    return [shard.name for shard in shards if shard.numbers]
 
 
 def _write_file(path: Path, pieces: Iterable[memoryview], advance: Advance) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 from pydantic import Field
 from torch import Tensor
@@ -13,9 +13,9 @@ from deltasync.delta.options import OptionsModel
 from deltasync.delta.patch import CHUNK_NUMEL
 from deltasync.delta.shard import whole
 from deltasync.errors import DigestMismatch
-from deltasync.files.shards import ReadBits, Shard, index_of, shards_of
+from deltasync.files.shards import ReadBits, shards_of
 from deltasync.store import keys
-from deltasync.store.manifest import StoredFile, Way, sha256_of
+from deltasync.store.manifest import StoredFile, Way
 from deltasync.store.objects import Objects
 from deltasync.wire.digest import MASK
 from deltasync.wire.messages import ParameterSpec
@@ -63,27 +63,11 @@ def write_anchor(
         digests[parameter] = before + ledger.digest_run(parameter, bits, start)
         return bits
 
-    files = [_write(objects, f"{folder}/{shard.name}", shard, specs, digested) for shard in shards]
-    if (index := index_of(shards, specs)) is not None:
-        name, data = index
-        objects.put(f"{folder}/{name}", data)
-        files.append(StoredFile(key=f"{folder}/{name}", bytes=len(data), sha256=sha256_of(data)))
+    files = list[StoredFile]()
+    for shard in shards:
+        key, pieces = f"{folder}/{shard.name}", partial(shard.pieces, specs, digested)
+        num_bytes, sha256 = objects.write(key, pieces)
+        files.append(StoredFile(key=key, bytes=num_bytes, sha256=sha256))
     if sum(digests) & MASK != digest:
         raise DigestMismatch(f"not v{version}: memory was altered; the next version is all weights")
     return Way(kind="anchor", files=tuple(files))
-
-
-def _write(
-    objects: Objects, key: str, shard: Shard, specs: Sequence[ParameterSpec], read: ReadBits
-) -> StoredFile:
-    sha256 = hashlib.sha256()
-
-    def pieces() -> Iterator[memoryview]:
-        nonlocal sha256
-        sha256 = hashlib.sha256()  # it may be written a second time
-        for piece in shard.pieces(specs, read):
-            sha256.update(piece)
-            yield piece
-
-    objects.write(key, pieces)
-    return StoredFile(key=key, bytes=shard.num_bytes, sha256=sha256.hexdigest())

@@ -153,11 +153,6 @@ class Run:
             found.check_child(following)
         return following
 
-    def newer(self, than: Published) -> Published | None:
-        """The newest version, for a reader that was overtaken: None if it is not newer."""
-        newest = self.newest(than.version)
-        return newest if newest is not None and newest.version > than.version else None
-
     def versions(self, after: int | None = None) -> list[int]:
         """Versions that have manifests, in order; those after a version. They are not read."""
         offset = None if after is None else keys.manifest_key(after)

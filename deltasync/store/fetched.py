@@ -30,7 +30,7 @@ from deltasync.files.checkpoint import Checkpoint
 from deltasync.files.frame_file import FrameFile
 from deltasync.files.patch_file import flats_of
 from deltasync.store.catalogue import Published
-from deltasync.store.manifest import StoredFile, Way, sha256_of
+from deltasync.store.manifest import StoredFile, Way
 from deltasync.store.merged import MergedDeltas, plan_of_anchor
 from deltasync.store.objects import ObjectFacts, Objects, started
 from deltasync.store.routes import Route, Step
@@ -38,7 +38,7 @@ from deltasync.store.scratch import ScratchFolder
 from deltasync.sync.protocol.one_way import one_way_frames
 from deltasync.transports.base import Frame
 from deltasync.wire.frame import MAX_PAYLOAD_BYTES, decode
-from deltasync.wire.messages import Begin, Layout, ParameterSpec, Sealed
+from deltasync.wire.messages import ParameterSpec
 
 logger = logging.getLogger(__name__)
 Advance = Callable[[int], None]
@@ -126,7 +126,7 @@ class Fetched:
 
         Args:
             way: What to fetch.
-            progress: Told of what comes.
+            progress: Counts what comes.
 
         Raises:
             ObjectDamaged: An object is missing, or is not what the manifest names.
@@ -213,7 +213,7 @@ class FetchedRoute:
     Args:
         route: At least one step.
         objects: Where they are kept.
-        progress: Told of what comes.
+        progress: Counts what comes.
 
     Attributes:
         route: The same.
@@ -348,29 +348,26 @@ def frames_of(way: Way, folder: Path, base: Published | None, to: Published) -> 
     """
     (file,) = way.files
     run, after, before = to.manifest.run, to.manifest, to.version - 1
+    expected: dict[str, dict[str, object]] = {
+        "layout": {"stream_id": run, "version": before, "hash": after.layout_hash},
+        "begin": {"stream_id": run, "base_version": before, "version": after.version},
+        "sealed": {"version": after.version, "digest": after.digest},
+    }
+    if base is not None:
+        expected["layout"]["digest"] = base.manifest.digest
     for number, frame in enumerate(FrameFile(folder / Path(file.key).name)):
         message, _ = decode(frame.header, max_payload_bytes=MAX_PAYLOAD_BYTES)
-        said: tuple[object, ...] = ()
-        named: tuple[object, ...] = ()
-        match message:
-            case Layout():
-                said = message.stream_id, message.version, message.hash, message.digest
-                digest = message.digest if base is None else base.manifest.digest
-                named = run, before, after.layout_hash, digest
-            case Begin():
-                said = message.stream_id, message.base_version, message.version
-                named = run, before, after.version
-            case Sealed():
-                said, named = (message.version, message.digest), (after.version, after.digest)
-            case _ if not number:
-                said = (message.kind,)
-        if said != named:
-            raise ProtocolViolation(
-                f"{file.key}: its {message.kind} says {said}, where the manifests have {named}"
-            )
+        if not number and message.kind != "layout":
+            raise ProtocolViolation(f"{file.key}: begins with {message.kind}, not with a layout")
+        for name, value in expected.get(message.kind, {}).items():
+            if (there := getattr(message, name)) != value:
+                raise ProtocolViolation(
+                    f"{file.key}: its {message.kind} says {name} {there!r}, where the manifests "
+                    f"have {value!r}"
+                )
         yield frame
 
 
 def _name_of(way: Way) -> str:
-    """A folder's name that no other way has, though its files may begin with the same content."""
-    return sha256_of("\n".join(f"{file.key} {file.sha256}" for file in way.files).encode())
+    """The part of its keys that is random, which no other way has."""
+    return Path(way.files[0].key).parts[1]

@@ -6,6 +6,7 @@ and a StoreRefused if it needs somebody to do something.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import threading
@@ -185,25 +186,25 @@ class Objects:
         An object with these very bytes counts as put: an answer may have been lost.
         """
         try:
-            self._twice(key, lambda: self._put(key, data, mode="create"))
+            self._twice(key, lambda: self._create(key, data))
         except self._obstore.exceptions.AlreadyExistsError:
             return self.get(key, max_bytes=max(len(data), 64 << 20)) == data
         return True
 
-    def put(self, key: str, data: bytes) -> None:
-        """Put a small object, whether there is one or not."""
-        with self._answered(key):
-            self._put(key, data, mode="overwrite")
-
-    def write(self, key: str, parts: Callable[[], Iterable[Data]]) -> None:
+    def write(self, key: str, parts: Callable[[], Iterable[Data]]) -> tuple[int, str]:
         """Write a large object in parts. It appears as a whole, or not at all.
 
         Args:
             key: A new name.
             parts: Makes its bytes, piece by piece; called once more if the store fails. Pieces are
                 taken one by one, and are not changed before the next is asked for.
+
+        Returns:
+            (its length in bytes, its SHA-256).
         """
-        self._twice(key, lambda: self._put_parts(key, parts()))
+        written: list[tuple[int, str]] = []
+        self._twice(key, lambda: written.append(self._put_parts(key, parts())))
+        return written[0]
 
     def delete(self, key: str) -> None:
         """Delete an object, if there is one. In a folder, none that a symbolic link leads to."""
@@ -252,22 +253,32 @@ class Objects:
         except (self._obstore.exceptions.BaseError, ValueError, TypeError) as error:
             raise ConfigError(f"{self.url}: {_first_line(error)}") from None
 
-    def _put(self, key: str, data: bytes, *, mode: Any) -> None:
+    def _create(self, key: str, data: bytes) -> None:
         path, put = self._prefix + key, self._obstore.put
-        self._wait(put, self._store, path, data, mode=mode, use_multipart=False)
+        self._wait(put, self._store, path, data, mode="create", use_multipart=False)
         self._sync(key)
 
-    def _put_parts(self, key: str, parts: Iterable[Data]) -> None:
+    def _put_parts(self, key: str, parts: Iterable[Data]) -> tuple[int, str]:
         size, parallel = self.options.part_bytes, self.options.parallel
         path, put = self._prefix + key, self._obstore.put
-        try:
-            put(self._store, path, iter(parts), chunk_size=size, max_concurrency=parallel)
-        except FileNotFoundError as error:  # S3 may have ended the upload, and the answer was lost
-            raise self._unavailable(key, error) from None
+        sha256, num_bytes = hashlib.sha256(), 0
+
+        def hashed() -> Iterator[Data]:
+            nonlocal num_bytes
+            for part in parts:
+                sha256.update(part)
+                num_bytes += len(part)
+                yield part
+
+        put(self._store, path, hashed(), chunk_size=size, max_concurrency=parallel)
         self._sync(key)
+        return num_bytes, sha256.hexdigest()
 
     def _twice(self, key: str, put: Callable[[], None]) -> None:
-        """Once more if there is no answer: the request may have been done."""
+        """Once more if there is no answer: the request may have been done.
+
+        S3 does not find an upload that it has ended.
+        """
         for is_last in (False, True):
             try:
                 with self._answered(key):
@@ -276,6 +287,9 @@ class Objects:
             except StoreUnavailable:
                 if is_last:
                     raise
+            except FileNotFoundError as error:
+                if is_last:
+                    raise self._unavailable(key, error) from None
 
     def _wait(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """What a call of obstore returns. A Ctrl-C ends the wait, if not the request."""

@@ -2,8 +2,7 @@
 
 What is deleted is always a beginning of the chain: versions older than an anchor from which all
 that is kept can be fetched. Manifests go first, oldest first, so that no manifest is left whose
-objects are gone. Ages are differences of the times at which the store says that objects were
-written: an object is as old as the newest one is younger.
+objects are gone. Ages count back from the newest object of the run, by the times of the store.
 """
 
 from __future__ import annotations

@@ -74,8 +74,8 @@ def find_route(
     while anchored is None or (at.version >= oldest and num_bytes <= anchored.num_bytes):
         if holds(at):
             return Route(at, tuple(reversed(deltas)), target)
-        known = run.ways(at) if anchored is None else [at.manifest.way]
-        ways = [way for way in known if way.keys.isdisjoint(refused)]
+        ways = run.ways(at) if anchored is None else [at.manifest.way]
+        ways = [way for way in ways if way.keys.isdisjoint(refused)]
         anchor = next((way for way in ways if way.kind == "anchor"), None)
         if anchor is not None and anchored is None:
             anchored = Route(None, (Step(None, at, anchor), *reversed(deltas)), target)

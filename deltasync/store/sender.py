@@ -8,7 +8,9 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from tempfile import SpooledTemporaryFile
 from typing import Literal
 
 import numpy as np
@@ -22,9 +24,9 @@ from deltasync.errors import ConfigError, DigestMismatch, ObjectDamaged, StoreEr
 from deltasync.store import keys
 from deltasync.store.anchors import PublishOptions, write_anchor
 from deltasync.store.catalogue import Published, run_of
-from deltasync.store.manifest import Manifest, Way
+from deltasync.store.manifest import Manifest, StoredFile, Way
 from deltasync.store.objects import Objects, StoreOptions
-from deltasync.store.spool import Spool
+from deltasync.store.spool import IN_MEMORY_BYTES, pieces_of, spool_frames
 from deltasync.store.writer import Changed, RunWriter
 from deltasync.sync.arguments import check_options, local_weights
 from deltasync.sync.events import Phase, SyncEvent, SyncFailed, report, reporting
@@ -53,7 +55,6 @@ class PublishStats(SyncEvent):
         nnz: Elements that differ from the version before.
         delta_bytes, anchor_bytes: Of the objects written.
         dense_bytes: Bytes of all values.
-        codecs: Payload bytes by codec.
         compression: What deltas are coded with.
         diff_s: To compare.
         upload_s: To pack and to write.
@@ -78,7 +79,6 @@ class PublishStats(SyncEvent):
     diff_s: float
     upload_s: float
     total_s: float
-    codecs: dict[str, int] = field(default_factory=dict)
     compression: Coding = "none"
     postponed: str = ""
     run: str = ""
@@ -220,8 +220,7 @@ class StoreSender:
         self._writer.check_there()
         delta = self._weights.delta(head.version)
         compared = time.perf_counter()
-        codecs = dict[str, int]()
-        way = self._write_delta(delta, codecs)
+        way = self._write_delta(delta)
         changed = _digests_of(delta.ledger, delta.changed)
         published = self._commit(way, delta=delta, nnz=delta.nnz, changed=changed)
         anchor, postponed = self._write_due_anchor(published)
@@ -230,11 +229,10 @@ class StoreSender:
             delta=delta,
             delta_bytes=way.num_bytes,
             anchor_bytes=0 if anchor is None else anchor.num_bytes,
-            codecs=codecs,
             postponed=postponed,
         )
 
-    def _write_delta(self, delta: Delta, codecs: dict[str, int]) -> Way:
+    def _write_delta(self, delta: Delta) -> Way:
         version = self._writer.next_version
         frames = one_way_frames(
             delta,
@@ -243,14 +241,16 @@ class StoreSender:
             version=version,
             digest=self._weights.digests.total,
             compression=self._weights.options.compression,
-            counts=codecs,
         )
-        with Spool() as spool:
-            spool.take(frames)
+        objects, key = self._writer.run.objects, keys.frames_key(version)
+        with SpooledTemporaryFile[bytes](max_size=IN_MEMORY_BYTES) as spool:
+            spool_frames(frames, spool)
             self._weights.release()
             self._check_still(delta)
             self._writer.put_layout(self._layout)
-            file = spool.write(self._writer.run.objects, keys.frames_key(version))
+            pieces = partial(pieces_of, spool, objects.options.part_bytes)
+            num_bytes, sha256 = objects.write(key, pieces)
+        file = StoredFile(key=key, bytes=num_bytes, sha256=sha256)
         return Way(kind="delta", files=(file,))
 
     def _check_still(self, delta: Delta) -> None:
@@ -370,7 +370,6 @@ class StoreSender:
         delta: Delta | None = None,
         delta_bytes: int = 0,
         anchor_bytes: int = 0,
-        codecs: dict[str, int] | None = None,
         postponed: str = "",
     ) -> PublishStats:
         version, manifest, options = published.version, published.manifest, self._weights.options
@@ -386,7 +385,6 @@ class StoreSender:
             delta_bytes=delta_bytes,
             anchor_bytes=anchor_bytes,
             dense_bytes=self._layout.num_bytes,
-            codecs=codecs or {},
             compression=self._weights.options.compression,
             diff_s=compared - began,
             upload_s=now - compared,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from deltasync.delta.digests import digest_text
-from deltasync.errors import DigestMismatch
+from deltasync.errors import DigestMismatch, ProtocolViolation
 from deltasync.store.catalogue import Published
 from deltasync.store.routes import Route
 from deltasync.sync.protocol.receiver_session import ReceiverSession
@@ -46,14 +46,20 @@ class StoredSync:
         message, _ = decode(
             frame.header, max_payload_bytes=MAX_PAYLOAD_BYTES, arrived_bytes=arrived
         )
-        if isinstance(message, messages.Layout | messages.Sealed):
-            return  # what the manifests say too
-        session.on(message)
-        if isinstance(message, messages.Begin):
-            weights.begin(message)
-        elif isinstance(message, messages.Bucket):
-            rows = weights.stage(message, frame.payload, 0, progress=lambda: None)
-            self.reached.update(np.unique(rows.rows["parameter"]).tolist())
+        match message:
+            case messages.Layout() | messages.Sealed():
+                pass  # what the manifests say too
+            case messages.Begin():
+                session.on(message)
+                weights.begin(message)
+            case messages.Bucket():
+                session.on(message)
+                rows = weights.stage(message, frame.payload, 0, progress=lambda: None)
+                self.reached.update(np.unique(rows.rows["parameter"]).tolist())
+            case messages.Prepare():
+                session.on(message)
+            case _:
+                raise ProtocolViolation(f"{message.kind} has no place in a delta")
 
 
 def join(

@@ -112,12 +112,10 @@ class _Check:
                     folder = self._objects.fetch(way)
                     self._result.num_bytes += way.num_bytes
                     if way.kind == "anchor":
-                        made = checkpoint_of(folder, writable=True)
-                        check_version(made, published)
-                        self._checkpoint, self._anchor = made, way
+                        self._begin_at(published, way, folder)
                         continue
                     frames = frames_of(way, folder, before, published)
-                    if base is None:
+                    if base is None:  # what the frames make of it is not known
                         deque(frames, maxlen=0)
                         continue
                     apply_frames(base, specs, frames)
@@ -126,6 +124,11 @@ class _Check:
         if self._checkpoint is not None:
             self._result.proved.append(version)
         self._objects.keep([] if self._anchor is None else [self._anchor])
+
+    def _begin_at(self, published: Published, anchor: Way, folder: Path) -> None:
+        made = checkpoint_of(folder, writable=True)
+        check_version(made, published)
+        self._checkpoint, self._anchor = made, anchor
 
     @contextmanager
     def _noting(self, version: int, what: str) -> Iterator[None]:

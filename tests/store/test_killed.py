@@ -141,6 +141,7 @@ def test_a_folder_belongs_to_one_process_and_then_to_the_next(tmp_path: Path) ->
     with Program(HOLDER, tmp_path) as process:
         theirs = Path(process.stdout.readline().strip())
         first = ScratchFolder(tmp_path)
+        assert first.path != theirs
         assert (theirs / "file").exists()
         process.kill()
     second = ScratchFolder(tmp_path)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,12 +17,10 @@ from deltasync import ReceiverOptions, SenderOptions
 from deltasync.delta.backend import Delta
 from deltasync.errors import (
     ConfigError,
-    DeltaSyncError,
     RunUnknown,
     StoreError,
     StoreRefused,
     SyncAborted,
-    TransportClosed,
 )
 from deltasync.store.catalogue import Run
 from deltasync.store.manifest import Way
@@ -40,7 +36,6 @@ from tests.worlds.published import (
     blank,
     change,
     small_model,
-    state_of,
 )
 from tests.worlds.stores import Place, local_place, wait_until
 
@@ -58,26 +53,6 @@ def assert_right(trainer: Publisher, reader: Follower) -> None:
     version = reader.receiver.version
     assert not reader.receiver.is_dirty
     assert version is None or reader.holds(trainer.states[version])
-
-
-def test_closing_ends_a_fetch_of_another_thread(trainer: Publisher) -> None:
-    for turn in range(0, 30, 3):
-        reader, ends = Follower(trainer.place, seed=turn), list[object]()
-
-        def fetch(reader: Follower = reader, ends: list[object] = ends) -> None:
-            try:
-                ends.append(reader.fetch())
-            except (DeltaSyncError, AssertionError) as error:
-                ends.append(error)
-
-        thread = threading.Thread(target=fetch)
-        thread.start()
-        time.sleep(turn * 0.0007)
-        reader.receiver.close()
-        thread.join(timeout=30)
-        [end] = ends
-        assert end == 3 or isinstance(end, TransportClosed), repr(end)
-        assert_right(trainer, reader)
 
 
 def test_a_store_that_vanished_is_not_continued(trainer: Publisher) -> None:
@@ -192,10 +167,10 @@ class Raced(StoreSender):
 
     write: Callable[[], object] = staticmethod(lambda: None)
 
-    def _write_delta(self, delta: Delta, codecs: dict[str, int]) -> Way:
+    def _write_delta(self, delta: Delta) -> Way:
         write, self.write = self.write, lambda: None
         write()
-        return super()._write_delta(delta, codecs)
+        return super()._write_delta(delta)
 
 
 def net() -> nn.Sequential:
@@ -235,23 +210,13 @@ def test_a_version_that_something_wrote_into_is_not_published(tmp_path: Path, na
     assert_published(trainer)
 
 
-@pytest.mark.parametrize("goes_back", [True, False])
-def test_a_write_after_the_comparison_is_of_the_next_version_or_of_none(
-    tmp_path: Path, goes_back: bool
-) -> None:
-    """What goes back to the version before was compared differently; else it was held already."""
+def test_a_write_after_the_comparison_is_of_the_next_version(tmp_path: Path) -> None:
+    """Where nothing had changed, and so nothing is packed."""
     trainer = raced(tmp_path)
     trainer.publish()
-    before = state_of(trainer.model)
+    add(trainer.model.get_parameter("0.weight"), (3, 4))
     sender: Any = trainer.sender
-    if goes_back:
-        change(trainer.model, share=1.0)
-        sender.write = lambda: trainer.model.load_state_dict(before)
-        with pytest.raises(SyncAborted, match="source changed"):
-            trainer.put()
-    else:
-        add(trainer.model[0].weight, (3, 4))  # type: ignore[index]
-        sender.write = lambda: add(trainer.model[2].weight, (5, 6))  # type: ignore[index]
+    sender.write = lambda: add(trainer.model.get_parameter("2.weight"), (5, 6))
     trainer.put()
     trainer.put()
     assert max(trainer.states) == 3
@@ -259,12 +224,11 @@ def test_a_write_after_the_comparison_is_of_the_next_version_or_of_none(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
-@pytest.mark.parametrize("inflight", [None, 0])
 def test_kernels_digest_what_they_pack_so_that_a_late_write_is_of_one_of_two_versions(
-    tmp_path: Path, inflight: int | None
+    tmp_path: Path,
 ) -> None:
     """They read each element that is packed once, and a reader gets what the digest says."""
-    trainer = raced(tmp_path, kernels="triton", max_inflight_bytes=inflight)
+    trainer = raced(tmp_path, kernels="triton", max_inflight_bytes=None)
     for version, share in enumerate([1.0, 1.0, 0.01, 0.01, 1.0], 1):
         change(trainer.model, share=share)
         if version in (2, 3):

@@ -114,18 +114,14 @@ def test_half_written_weights_are_written_as_a_whole_whatever_their_digest(
 
 
 def test_calls_in_the_wrong_order_are_refused(trainer: Publisher) -> None:
-    trainer.publish()
     with Follower(trainer.place) as reader:
-        for before in (lambda: None, reader.receiver.discard, lambda: reader.fetch(3)):
-            before()
-            with pytest.raises(CallOrderError, match="nothing is staged"):
-                reader.receiver.commit()
-            assert reader.stage(2)
-            assert reader.stage(2)
-            with pytest.raises(CallOrderError, match="another version is staged"):
-                reader.stage(3)
-            reader.receiver.discard()
-        assert reader.holds(trainer.states[3])
+        assert reader.stage(1)
+        with pytest.raises(CallOrderError, match="another version is staged"):
+            reader.stage(2)
+        reader.receiver.discard()
+        with pytest.raises(CallOrderError, match="nothing is staged"):
+            reader.receiver.commit()
+        assert reader.fetch(2) == 2
 
 
 def test_what_is_not_there_is_waited_for_and_then_reported() -> None:
@@ -351,9 +347,10 @@ def test_a_reader_8_versions_behind_merges_8_deltas_into_one_commit(coding: Codi
         assert reader.receiver.commit() == 9
         assert reader.holds(states[8])
     assert made.stats[9].compression == coding
-    if coding not in ("none", "zstd"):
-        assert any(name.startswith(coding) for name in made.stats[9].codecs)
-    assert sum(made.stats[9].codecs.values()) < made.stats[9].delta_bytes
+    run = Run.open(made.place.url)
+    (file,) = run.require(9).manifest.way.files
+    frames = bytes(run.objects.get_range(file.key, 0, file.bytes))
+    assert (b"coded" in frames) == (coding not in ("none", "zstd"))
 
 
 def test_few_manifests_are_read_of_versions_that_no_reader_can_hold(link: Link) -> None:

@@ -42,7 +42,7 @@ def collect(place: Place, **more: Any) -> GcStats:
 
 
 def orphan(place: Place, key: str = keys.frames_key(9)) -> str:
-    objects_of(place).put(key, b"half")
+    objects_of(place).write(key, lambda: [b"half"])
     return key
 
 
@@ -93,7 +93,7 @@ def test_s11_nothing_goes_that_is_young_or_that_a_manifest_may_need(trainer: Pub
     with pytest.raises(ManifestInvalid, match="manifests/0000000000000009"):
         collect(place, keep=5)
     assert keys_of(place) == before
-    objects_of(place).put(keys.manifest_key(9), second)
+    objects_of(place).write(keys.manifest_key(9), lambda: [second])
     assert collect(place, keep=99).unfinished == 2
     assert keys_of(place) == before - orphans
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from deltasync import SenderOptions
 from deltasync.errors import (
     ObjectDamaged,
     StoreError,
@@ -18,6 +19,7 @@ from deltasync.errors import (
 from deltasync.store import keys
 from deltasync.store.objects import Objects
 from deltasync.store.retention import GcStats, gc
+from deltasync.sync.source.streamed import StreamedWeights
 from deltasync.testing.links import within
 from tests.worlds.faults import FAULTS
 from tests.worlds.published import (
@@ -26,6 +28,7 @@ from tests.worlds.published import (
     Publisher,
     assert_published,
     change,
+    matrix,
     odd_model,
     small_model,
     state_of,
@@ -58,7 +61,7 @@ def collected(place: Place, path: str) -> None:
 
 
 def altered(place: Place, path: str) -> None:
-    objects_of(place).put(path.partition(f"/{RUN}/")[2], b"half")
+    objects_of(place).write(path.partition(f"/{RUN}/")[2], lambda: [b"half"])
 
 
 def passed(place: Place, path: str) -> None:
@@ -163,6 +166,28 @@ def test_s02_s03_what_fails_while_a_version_is_published_is_mended_by_the_next(
     assert_published(trainer, link.near)
 
 
+def test_s03_streamed_weights_are_all_sent_after_a_manifest_without_an_answer(link: Link) -> None:
+    """What has come since was compared with the version before it."""
+    weights = StreamedWeights(SenderOptions(stream_id=RUN))
+    trainer = Publisher(link.far.having(retries=0), model=matrix(64))
+    trainer.start(weights)
+    for version in range(1, 5):
+        change(trainer.model)
+        weights.take(trainer.model.state_dict().items())
+        if version != 3:
+            trainer.put()
+            continue
+        trainer.states[3] = state_of(trainer.model)
+        link.faults.choose = lambda method, path: (
+            "lost answer" if method in ("PUT", "GET") and "/manifests/" in path else None
+        )
+        with pytest.raises(StoreUnavailable):
+            trainer.put()
+        link.faults.choose = lambda method, path: None
+    assert trainer.stats[4].kind == "anchor"
+    assert_published(trainer, link.near)
+
+
 @pytest.mark.parametrize(
     ("methods", "happens", "why"),
     [("PUT POST", None, "StoreUnavailable"), ("HEAD", collected, "ObjectDamaged")],
@@ -194,7 +219,7 @@ def test_s08_an_anchor_that_fails_comes_later(
 def test_s03_an_upload_that_is_named_while_gc_runs_stays(link: Link) -> None:
     trainer = Publisher(link.far.having(retries=1))
     trainer.publish()
-    objects_of(link.near).put(keys.frames_key(1), b"half")  # which gc meets first
+    objects_of(link.near).write(keys.frames_key(1), lambda: [b"half"])  # which gc meets first
     change(trainer.model)
     link.faults.choose = lambda method, path: (
         "lost request" if method == "PUT" and "/manifests/" in path else None
