@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -59,24 +58,16 @@ def log(
         return
     newest, _ = entries[0]
     console.print(f"run {found.name}: v{newest.version}, {count(newest.numel)} elements")
-    table = make_table("version", "ways", "changed", "codecs", "written", "by", names=2)
+    table = make_table("version", "ways", "changed", "written", "by", names=2)
     for manifest, ways in entries:
         table.add_row(
             f"v{manifest.version}",
             ", ".join(f"{way.kind} {size(way.num_bytes)}" for way in ways),
             percent(manifest.nnz / manifest.numel),
-            _codecs_text(ways),
             manifest.written_at.replace("T", " ").removesuffix("+00:00"),
             manifest.writer.partition(" ")[2],
         )
     console.print(cut(table, older, "older versions: --limit 0 shows all"))
-
-
-def _codecs_text(ways: list[Way]) -> str:
-    """Shares of the delta's payload by codec, the largest first."""
-    codecs = next((Counter(way.codecs) for way in ways if way.kind == "delta"), Counter[str]())
-    shares = ((name, num_bytes / codecs.total()) for name, num_bytes in codecs.most_common())
-    return ", ".join(f"{name} {percent(share)}" for name, share in shares if share)
 
 
 def _entry_json(manifest: Manifest, ways: list[Way]) -> dict[str, Any]:
