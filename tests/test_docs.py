@@ -23,6 +23,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+import deltasync
 from deltasync import ReceiverOptions, WeightReceiver, WeightSender, sync_after_step
 from deltasync.delta.patch import CHUNK_NUMEL
 from deltasync.integrations.engine_sync import EngineSync
@@ -332,6 +333,7 @@ FIGURES = {
         f"{lobby._CATCH_UP_S + _READING_S:.1f} s of a call, and one greeting more",
         f"{newcomers._SPARE_DESCRIPTORS} descriptors, or a quarter of the limit",
     ],
+    "docs/index.md": [f"This is version {deltasync.__version__}"],
     "docs/guide.md": [
         f"`scrub_every` ({ReceiverOptions().scrub_every}:",
         f"at least {megabytes(bound._MIN_STAGED_BYTES)}",

@@ -10,9 +10,9 @@ from deltasync.cli.ending import exit_code
 from deltasync.cli.signals import handle_signals
 
 COMMANDS = {
-    "apply": ("deltasync.files.patch_file",),
+    "apply": ("deltasync.files.patch_file", "deltasync.store"),
     "demo": ("deltasync.demo.trainer", "deltasync.demo.report"),
-    "diff": ("deltasync.files.patch_file", "deltasync.delta.sparsity"),
+    "diff": ("deltasync.files.patch_file", "deltasync.delta.sparsity", "deltasync.store"),
     "doctor": ("deltasync.cli.probes.checks",),
     "fetch": ("deltasync.store.checkpoints",),
     "gc": ("deltasync.store.retention",),

@@ -34,8 +34,7 @@ def log(
 ) -> None:
     """Show the versions of a run, and how each can be fetched.
 
-    Also its size, and who wrote it when. Manifests are checked, and that each names the one before;
-    objects are not read.
+    Also its size, and who wrote it when. Manifests are checked; objects are not read.
     """
     from deltasync.store.catalogue import Run
 
@@ -44,8 +43,9 @@ def log(
     with phases(limit, counts=True) as phase:
         advance = phase("reading")
         entries: list[tuple[Manifest, list[Way]]] = []
-        for published in found.chain(versions[-limit:]):
-            entries.append((published.manifest, found.ways(published)))
+        for version in reversed(versions[-limit:]):
+            if (published := found.published(version)) is not None:  # else deleted meanwhile
+                entries.append((published.manifest, found.ways(published)))
             advance(1)
     older = len(versions) - len(entries)
     if as_json:
@@ -73,8 +73,5 @@ def log(
 def _entry_json(manifest: Manifest, ways: list[Way]) -> dict[str, Any]:
     kept = ("version", "digest", "layout_hash", "numel", "nnz", "writer", "written_at")
     found = {name: getattr(manifest, name) for name in kept}
-    found["parent"] = None if manifest.parent is None else manifest.parent.version
-    found["ways"] = [
-        {"kind": way.kind, "bytes": way.num_bytes, "codecs": dict(way.codecs)} for way in ways
-    ]
+    found["ways"] = [{"kind": way.kind, "bytes": way.num_bytes} for way in ways]
     return found

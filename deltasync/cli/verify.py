@@ -40,8 +40,8 @@ def verify(
     """Compare two checkpoints bit for bit, or check a patch or a store.
 
     Exits with 1 if they differ, or if it is damaged. FIRST and SECOND are safetensors files, or
-    folders of them. FIRST alone is a patch file, whose first damaged byte is named, or the URL of a
-    store: all of its manifests and objects are read, and each version is put together.
+    folders of them. FIRST alone is a patch file, whose first damaged frame is named, or the URL of
+    a store: all of its manifests and objects are read, and each version is put together.
     """
     from deltasync.files.checkpoint import Checkpoint
 
@@ -65,16 +65,14 @@ def _verify_frames(path: Path, *, as_json: bool) -> None:
     found = FrameCheck(path)
     if as_json:
         fault = None if found.fault is None else asdict(found.fault)
-        facts = {"bytes": found.num_bytes, "is_patch": found.is_patch, "frames": found.num_frames}
-        print_json(facts | {"fault": fault})
+        print_json({"bytes": found.num_bytes, "frames": found.num_frames, "fault": fault})
     else:
-        what = "patch file" if found.is_patch else "frames"
         frames = f"{count(found.num_frames)} sound frames"
-        make_console().print(f"{what}, {size(found.num_bytes)}, {frames}", soft_wrap=True)
+        make_console().print(f"patch file, {size(found.num_bytes)}, {frames}", soft_wrap=True)
     if found.fault is None:
         return
     if not as_json:
-        where = f"damaged at byte {count(found.fault.offset)}, rule {found.fault.rules}"
+        where = f"damaged frame at byte {count(found.fault.offset)}, rule {found.fault.rules}"
         line = f"{where}: {found.fault.error}: {found.fault.reason}"
         make_console().print(line, style="red", soft_wrap=True)
     raise typer.Exit(FAILED)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from deltasync.delta.digests import digest_text
 from deltasync.errors import ConfigError, DigestMismatch, LayoutMismatch
 from deltasync.files.checkpoint import Checkpoint
 from deltasync.files.comparing import Advance, measure_digests
-from deltasync.files.output import appearing, refuse_existing
+from deltasync.files.output import appearing, flush_to_disk, refuse_existing
 from deltasync.files.patch_file import Phase, no_phase
 from deltasync.files.shards import index_of, shards_of
 from deltasync.sync.receiver import WeightReceiver
@@ -123,7 +122,7 @@ def _write(
     if (index := index_of(shards, specs)) is not None:
         name, data = index
         _write_file(folder / name, [memoryview(data)], lambda num_bytes: None)
-    _sync(folder)
+    flush_to_disk(folder)
     return [shard.name for shard in shards]
 
 
@@ -132,7 +131,7 @@ def _write_file(path: Path, pieces: Iterable[memoryview], advance: Advance) -> N
         for piece in pieces:
             file.write(piece)
             advance(len(piece))
-    _sync(path)
+    flush_to_disk(path)
 
 
 def _check(made: Path, digest: int, *, advance: Advance) -> None:
@@ -144,15 +143,6 @@ def _check(made: Path, digest: int, *, advance: Advance) -> None:
             f"receiver proved has {digest_text(digest)}: something else wrote the weights, or the "
             "disk is damaged; call the receiver's invalidate"
         )
-
-
-def _sync(path: Path) -> None:
-    """Wait until it is on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 _ELSEWHERE = "export from an engine of one rank"

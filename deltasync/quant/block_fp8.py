@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from deltasync import dtypes
-from deltasync.delta.computation import KernelForm
-from deltasync.delta.kernels import reads
 from deltasync.errors import ConfigError
+from deltasync.quant import reads
+from deltasync.quant.computation import KernelForm
 from deltasync.quant.form import OfRows, Part, Shape, check_choice
 from deltasync.quant.rounding import (
     LARGEST_FP8,

@@ -8,9 +8,9 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor
 
-from deltasync.delta.computation import KernelForm
 from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError
+from deltasync.quant.computation import KernelForm
 
 Shape = tuple[int, int]
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from deltasync import dtypes
-from deltasync.delta.computation import KernelForm
-from deltasync.delta.kernels import reads
 from deltasync.errors import ConfigError
+from deltasync.quant import reads
+from deltasync.quant.computation import KernelForm
 from deltasync.quant.form import OfRows, Part, Shape, check_choice, check_columns
 from deltasync.quant.four_bits import packed
 from deltasync.quant.rounding import largest, with_one_nan

@@ -28,9 +28,10 @@ from deltasync.errors import (
 )
 from deltasync.files.checkpoint import Checkpoint
 from deltasync.files.frame_file import FrameFile
+from deltasync.files.patch_file import flats_of
 from deltasync.store.catalogue import Published
 from deltasync.store.manifest import StoredFile, Way, sha256_of
-from deltasync.store.merged import MergedDeltas, flats_of, plan_of_anchor
+from deltasync.store.merged import MergedDeltas, plan_of_anchor
 from deltasync.store.objects import ObjectFacts, Objects, started
 from deltasync.store.routes import Route, Step
 from deltasync.store.scratch import ScratchFolder
@@ -54,34 +55,25 @@ class Progress:
     Attributes:
         version: The version that is fetched; None before the first.
         fetched_bytes, total_bytes: Of its way; what an earlier attempt has left counts as fetched.
-        bytes_per_s: How fast they have come, without what was left.
         advanced: Called with the bytes that have come.
     """
 
     version: int | None = None
     fetched_bytes: int = 0
     total_bytes: int = 0
-    bytes_per_s: float = 0.0
     advanced: Advance = lambda num_bytes: None
-    _began: float = 0.0
-    _kept_bytes: int = 0
 
     def begin(self, version: int, total_bytes: int) -> None:
         """Count from 0."""
         self.version, self.fetched_bytes, self.total_bytes = version, 0, total_bytes
-        self.bytes_per_s, self._began, self._kept_bytes = 0.0, time.monotonic(), 0
 
-    def advance(self, num_bytes: int, *, kept_bytes: int = 0) -> None:
-        """So many bytes have come; and so many more were kept of an earlier attempt."""
-        self.fetched_bytes += num_bytes + kept_bytes
-        self._kept_bytes += kept_bytes
-        took_s = max(time.monotonic() - self._began, 1e-6)
-        self.bytes_per_s = (self.fetched_bytes - self._kept_bytes) / took_s
-        self.advanced(num_bytes + kept_bytes)
+    def advance(self, num_bytes: int) -> None:
+        """So many bytes have come, or were kept of an earlier attempt."""
+        self.fetched_bytes += num_bytes
+        self.advanced(num_bytes)
 
     def __str__(self) -> str:
-        came = f"{self.fetched_bytes} of {self.total_bytes} bytes"
-        return f"v{self.version}: {came}, {self.bytes_per_s / 1e6:.1f} MB/s"
+        return f"v{self.version}: {self.fetched_bytes} of {self.total_bytes} bytes"
 
 
 class Fetched:
@@ -168,7 +160,7 @@ class Fetched:
             sha256 = hashlib.file_digest(out, "sha256")
             kept_bytes = out.tell()
             if kept_bytes:
-                progress.advance(0, kept_bytes=kept_bytes)
+                progress.advance(kept_bytes)
             for part in self._parts(file, kept_bytes) if kept_bytes < file.bytes else ():
                 out.write(part)
                 sha256.update(part)
@@ -180,7 +172,7 @@ class Fetched:
         if not kept_bytes:
             self._altered[self._facts] = (now := time.monotonic()) + _SPARED * (now - began)
             raise ObjectDamaged(f"{file.key} was altered: its SHA-256 is another")
-        progress.advance(0, kept_bytes=-max(kept_bytes, file.bytes))
+        progress.advance(-max(kept_bytes, file.bytes))
         return False
 
     def _parts(self, file: StoredFile, start: int) -> Iterator[memoryview]:
@@ -246,9 +238,9 @@ class FetchedRoute:
     def _steps(self) -> Iterator[Step]:
         """One step after the other, each blamed while it is used. Afterwards all may be wrong."""
         for step in self.route.steps:
-            self.blamed = step.keys
+            self.blamed = step.way.keys
             yield step
-        self.blamed = frozenset().union(*(step.keys for step in self.route.steps))
+        self.blamed = frozenset().union(*(step.way.keys for step in self.route.steps))
 
     def folders(self) -> Iterator[tuple[Step, Path]]:
         """Each step with the folder of its files; whoever takes it may move that."""
@@ -293,7 +285,8 @@ class FetchedRoute:
 
 def take_cheapest(
     find: Callable[[set[str]], Route],
-    fetched_of: Callable[[Route], FetchedRoute],
+    objects: Fetched,
+    progress: Progress,
     take: Callable[[FetchedRoute], None],
     *,
     failed: Callable[[], None],
@@ -302,7 +295,8 @@ def take_cheapest(
 
     Args:
         find: Returns the cheapest route without objects of these keys. Raises StoreError.
-        fetched_of: Makes what fetches a route.
+        objects: Where they are kept.
+        progress: Counts what comes.
         take: Uses what was fetched.
         failed: Called when a route was of no use, before another one is found.
 
@@ -315,7 +309,7 @@ def take_cheapest(
     refused = set[str]()
     route = find(refused)
     while route.steps:
-        fetched = fetched_of(route)
+        fetched = FetchedRoute(route, objects, progress)
         try:
             fetched.load()
             take(fetched)

@@ -17,6 +17,7 @@ from deltasync.errors import (
     DeltaSyncError,
     DirtyReceiver,
     ObjectDamaged,
+    ProtocolViolation,
     StoreUnavailable,
     TransportClosed,
     TransportTimeout,
@@ -118,15 +119,6 @@ class StoreReceiver(BaseReceiver):
     def _forked(self) -> None:
         super()._forked()
         self._objects = self._staged = None  # the parent's
-
-    @property
-    def run(self) -> str | None:
-        """The id of the run; None until it was found."""
-        return None if self._run is None else self._run.name
-
-    def versions(self) -> list[int]:
-        """Return the versions in the store, in order. Raises StoreError."""
-        return self._opened().versions()
 
     def fetch(self, to: int | None = None, *, timeout_s: float = 600.0) -> int:
         """Bring a version into the weights. Returns the version held.
@@ -271,9 +263,8 @@ class StoreReceiver(BaseReceiver):
                     is_staged = self._bring(target)
                 self._poll.reset()
                 return is_staged
-            except (TransportTimeout, StoreUnavailable) as error:
-                came, is_off = self.progress, isinstance(error, TransportTimeout)
-                if to is None and (came.fetched_bytes if is_off else came.bytes_per_s):
+            except (TransportTimeout, StoreUnavailable):
+                if to is None and self.progress.fetched_bytes:
                     self._begun = target
                 raise
             except DeltaSyncError as error:
@@ -320,7 +311,8 @@ class StoreReceiver(BaseReceiver):
         oldest = target.version - _LOOK_BACK if self._held is None else self._held.version
         if take_cheapest(
             lambda refused: find_route(run, target, self._holds, oldest=oldest, refused=refused),
-            lambda route: FetchedRoute(route, objects, self.progress),
+            objects,
+            self.progress,
             self._take,
             failed=self._leave,
         ):
@@ -361,12 +353,15 @@ class StoreReceiver(BaseReceiver):
         """Stage what was fetched; if it has to be written in place, only begin."""
         route, backend = fetched.route, self._weights.backend
         frames = fetched.frames(backend.ledger.specs, backend.flats)
-        sync = StoredSync(route, frames, self._weights)
+        sync = StoredSync(route, frames)
         with self._lock, self._stream.entered() if self._stream else nullcontext():
             self._check_attached()
             is_full = route.base is None
             join(self._session, route.base or route.target, self._weights, is_full=is_full)
-            sync.begin(self._session)
+            while self._session.begun is None:
+                if (frame := next(frames, None)) is None:
+                    raise ProtocolViolation("frames end before `begin`")
+                sync.take(frame, self._session, self._weights)
             self._record.begin(self._session.begun, route.num_bytes)
             self._staged = sync
         staging = self._weights.staging
@@ -382,10 +377,9 @@ class StoreReceiver(BaseReceiver):
         for frame in sync.frames:
             with self._lock, self._stream.entered() if self._stream else nullcontext():
                 self._check_begun()
-                sync.take(frame, self._session)
+                sync.take(frame, self._session, self._weights)
         with self._lock, self._stream.entered() if self._stream else nullcontext():
             self._check_begun()
-            sync.check_sealed()
             check_digests(sync.route, self._weights, sync.reached)
             self._session.on(messages.Commit(version=sync.route.target.version))
         self._record.note("ready")

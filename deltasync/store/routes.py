@@ -24,11 +24,6 @@ class Step:
     to: Published
     way: Way
 
-    @property
-    def keys(self) -> frozenset[str]:
-        """The objects that it takes."""
-        return self.way.keys
-
 
 @dataclass(frozen=True, slots=True)
 class Route:
@@ -108,9 +103,8 @@ def _parent(run: Run, child: Published) -> Published | None:
 
     Raises ManifestInvalid if it is not the one that the child names.
     """
-    named = child.manifest.parent
-    parent = None if named is None else run.published(named.version)
-    if parent is None or named is None:
+    parent = None if child.manifest.parent is None else run.published(child.version - 1)
+    if parent is None:
         return None
     parent.check_child(child)
     return parent if parent.manifest.layout_hash == child.manifest.layout_hash else None

@@ -5,7 +5,6 @@ again, and counted and digested meanwhile.
 from __future__ import annotations
 
 import hashlib
-import weakref
 from collections.abc import Iterable, Iterator
 from tempfile import SpooledTemporaryFile
 
@@ -26,7 +25,6 @@ class Spool(Closing):
 
     def __init__(self) -> None:
         self._file = SpooledTemporaryFile(max_size=_IN_MEMORY_BYTES)  # noqa: SIM115 - closed below
-        weakref.finalize(self, self._file.close)  # whoever forgets it leaves no file behind
         self._sha256 = hashlib.sha256()
         self.num_bytes = 0
 

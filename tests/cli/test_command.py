@@ -156,9 +156,10 @@ def test_signals_leave_nothing(number: int, code: int, folder: Path) -> None:
     """Also a second one, while the first is cleaned up; a second Ctrl-C is meant to."""
     there = set(folder.iterdir())
     change = f"""
-kill, remove = lambda *_: os.kill(os.getpid(), {number}), output._remove
+kill, remove = lambda *_: os.kill(os.getpid(), {number}), output.shutil.rmtree
 checkpoint.Checkpoint.flush = kill
-output._remove = lambda folder: (kill() if {number != signal.SIGINT} else None, remove(folder))
+again = lambda: kill() if {number != signal.SIGINT} else None
+output.shutil.rmtree = lambda folder, **how: (again(), remove(folder, **how))
 """
     done = apply_with(change, folder)
     assert (done.returncode, done.stdout, done.stderr) == (code, "", "")

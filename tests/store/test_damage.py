@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from deltasync import ModuleTarget, StoreReceiver
 from deltasync.delta.codecs.coding import Coding
 from deltasync.errors import (
     DeltaSyncError,
@@ -25,27 +24,22 @@ from deltasync.errors import (
     ManifestInvalid,
     ObjectDamaged,
     ProtocolViolation,
-    RunUnknown,
     StoreError,
-    StoreUnavailable,
 )
 from deltasync.store.checkpoints import fetch_checkpoint
 from deltasync.store.retention import gc
 from deltasync.store.routes import find_route
 from deltasync.store.verifying import verify_run
-from deltasync.sync.target.copied import CopiedTarget
 from tests.store.raw import KEY, Stored, bytes_of, is_version, read, sha256
-from tests.worlds.programs import run as run_program
 from tests.worlds.published import (
     Follower,
     Publisher,
     blank,
     keyed,
     odd_model,
-    small_model,
     state_of,
 )
-from tests.worlds.stores import Link, local_place
+from tests.worlds.stores import local_place
 
 
 def flip(path: Path, at: int | None = None) -> None:
@@ -54,19 +48,7 @@ def flip(path: Path, at: int | None = None) -> None:
     path.write_bytes(data)
 
 
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def grow(path: Path) -> None:
-    path.write_bytes(path.read_bytes() + b"\0")
-
-
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-DAMAGES: list[Callable[[Path], object]] = [flip, cut, grow, empty, Path.unlink]
+DAMAGES: list[Callable[[Path], object]] = [flip, Path.unlink]
 DAMAGED: dict[str, tuple[list[str], int | None, dict[int, bool]]] = {
     # what is damaged, what the reader holds, and which versions it can fetch then
     "a delta": (["objects/*3-delta-*"], 1, {6: True, 2: True, 3: False}),
@@ -76,6 +58,7 @@ DAMAGED: dict[str, tuple[list[str], int | None, dict[int, bool]]] = {
     "a manifest that is passed": (["manifests/*2.json"], 3, {2: False, 6: True}),
     "a manifest that is needed": (["manifests/*5.json"], 3, {5: False, 6: False, 4: True}),
     "the newest manifest": (["manifests/*6.json"], None, {6: False, 5: True}),
+    "the layout": (["layouts/*"], 5, {6: False}),
 }  # fmt: skip
 
 
@@ -99,7 +82,7 @@ def test_s08_what_is_damaged_is_passed_by_where_there_is_another_way(
                 assert reader.receiver.fetch(to, timeout_s=0.2) == to
             else:
                 with pytest.raises(
-                    StoreError, match=r"objects/|manifests/|no v\d|not a child|leads to"
+                    StoreError, match=r"objects/|manifests/|layouts/|no v\d|not a child|leads to"
                 ):
                     reader.receiver.fetch(to, timeout_s=0.2)
             assert reader.holds(stored.states[to] if is_there else before)
@@ -199,7 +182,6 @@ LIES = {
         *(lacks_a_parameter, 4, DeltaSyncError, "scale", [(4, "anchor")]), held=None
     ),
     "s05 run, delta": Lie(is_of_another_run, 6, DeltaSyncError, "'run'", ALL, held=5),
-    "s05 run, deltas": Lie(is_of_another_run, 6, DeltaSyncError, "'run'", ALL, held=2),
     "s05 run, anchor": Lie(is_of_another_run, 6, DeltaSyncError, "'run'", ALL, held=None),
 }
 
@@ -230,7 +212,7 @@ def test_s04_past_a_parent_that_was_replaced_an_anchor_leads(stored: Stored) -> 
         assert reader.holds(stored.states[6])
 
 
-@pytest.mark.parametrize("compression", ["zstd", "gap", "block", "class"])
+@pytest.mark.parametrize("compression", ["zstd", "class"])
 def test_s05_frames_of_a_larger_layout_are_refused_before_they_are_decoded(
     tmp_path: Path, compression: Coding
 ) -> None:
@@ -260,44 +242,26 @@ def test_s05_frames_of_a_larger_layout_are_refused_before_they_are_decoded(
     ("entries", "why"),
     [
         ([[["a"], [1], 16], [["a"], [2], 16]], "a name stands twice"),
-        ([[["a", "a"], [1], 16]], "a name stands twice"),
         ([[["a"], [1 << 62, 1 << 62], 16]], "elements"),
-        ([[["a"], [1 << 62, 0, 4], 16]], "elements"),
         ([[["a"], [-1], 16]], "greater than or equal to 0"),
-        ([[["a"], [1.0], 16]], "valid integer"),
-        ([[["a"], [True], 16]], "valid integer"),
         ([[["a"], [1], 200]], "dtype code 200"),
         ([1] * 100_000, "not a layout"),
-        ({"a": 1}, "not a layout"),
     ],
-    ids=range(10),
+    ids=range(5),
 )
 def test_a_layout_that_no_sender_has_is_refused(stored: Stored, entries: Any, why: str) -> None:
     data = bytes_of(entries)
     (stored.run / f"layouts/{sha256(data)}.json").write_bytes(data)
     named = {"layout_hash": sha256(data)}
     stored.rewrite(lambda record: record | (named if "parent" in record else {}))
-    for target in (ModuleTarget(small_model(1)), CopiedTarget()):
-        with (
-            StoreReceiver(target, stored.run) as receiver,
-            pytest.raises(ManifestInvalid, match=why) as raised,
-        ):
-            receiver.fetch(timeout_s=5)
-        assert len(str(raised.value)) < 400
-
-
-@pytest.mark.parametrize("content", [b"[]", None])
-def test_a_layout_that_is_altered_or_gone_is_refused(stored: Stored, content: bytes | None) -> None:
-    (path,) = (stored.run / "layouts").iterdir()
-    path.write_bytes(content) if content else path.unlink()
-    with Follower(stored.place) as reader, pytest.raises(ObjectDamaged, match="layouts/"):
+    with Follower(stored.place) as reader, pytest.raises(ManifestInvalid, match=why) as raised:
         reader.fetch()
+    assert len(str(raised.value)) < 400
 
 
 def test_s01_another_run_is_not_followed(stored: Stored) -> None:
     shutil.copytree(stored.run, stored.run.with_name("other"))
-    refused = pytest.raises((RunUnknown, ManifestInvalid))
-    with Follower(stored.place, run="other") as reader, refused:
+    with Follower(stored.place, run="other") as reader, pytest.raises(ManifestInvalid):
         reader.receiver.fetch(timeout_s=0)
 
 
@@ -361,15 +325,6 @@ def test_s05_a_delta_from_another_layout_is_not_taken(signed_copy: Stored) -> No
     assert (route.base, [step.way.kind for step in route.steps]) == (None, ["anchor"])
 
 
-@pytest.mark.parametrize("written_at", ["", "1970-01-01T00:00:00+00:00", "9999-12-31", "soon"])
-def test_s10_times_of_writers_mean_nothing(stored: Stored, written_at: str) -> None:
-    stored.rewrite(lambda r: r | {"written_at": written_at} if "written_at" in r else r)
-    with Follower(stored.place) as reader:
-        assert reader.fetch() == 6
-        assert reader.holds(stored.states[6])
-    assert gc(stored.run, keep=1, keep_s=0).oldest == 4
-
-
 # What verify finds
 
 
@@ -400,17 +355,6 @@ def test_verify_reads_each_anchor_though_it_begins_as_another(
         assert reader.holds(trainer.states[5])
 
 
-def test_verify_says_of_a_full_disk_that_it_is_one(stored: Stored) -> None:
-    """In a process of its own: all files of this one would be limited."""
-    code = (
-        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)); "
-        "from deltasync.store.verifying import verify_run; verify_run(sys.argv[1])"
-    )
-    errors = run_program(code, stored.run).stderr
-    assert "ConfigError" in errors.splitlines()[-1]
-    assert "free some space" in errors
-
-
 def test_what_is_collected_while_it_is_verified_is_no_fault(stored: Stored) -> None:
     def phase(name: str, total: int) -> Callable[[int], None]:
         return lambda versions: seen.append(gc(stored.run, keep=1, keep_s=0).versions)
@@ -418,21 +362,6 @@ def test_what_is_collected_while_it_is_verified_is_no_fault(stored: Stored) -> N
     seen = list[int]()
     found = verify_run(stored.run, phase=phase)
     assert (found.faults, found.proved, seen) == ([], [1, 4, 5, 6], [3, 0, 0, 0, 0, 0])
-
-
-# Stores that vanish
-
-
-def test_a_store_that_goes_away_leaves_the_old_version(link: Link) -> None:
-    trainer = Publisher(link.near)
-    trainer.publish(2)
-    with Follower(link.far.having(retries=0)) as reader:
-        reader.fetch(1)
-        link.faults.choose = lambda method, path: "lost request"
-        with pytest.raises(StoreUnavailable):
-            reader.receiver.fetch(timeout_s=0.1)
-        assert reader.holds(trainer.states[1])
-        assert reader.receiver.version == 1
 
 
 def alter(files: dict[Path, bytes], path: Path, data: st.DataObject) -> None:
@@ -451,7 +380,7 @@ def alter(files: dict[Path, bytes], path: Path, data: st.DataObject) -> None:
             path.write_bytes(files[data.draw(st.sampled_from(sorted(files)))])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_whatever_is_altered_the_weights_are_a_version_or_nothing_was_written(
     made_again: Stored, data: st.DataObject

@@ -33,16 +33,15 @@ def test_s01_s09_records_are_canonical_signed_and_as_the_document_has_them(signe
         kind: set(re.findall(r"`(\w+)`", re.sub(r"\([^)]*\)", "", text))) for kind, text in rows
     }
     kinds = list[str]()
-    for path in [signed.run / "run.json", *signed.run.glob("[ma]*/*.json")]:
+    for path in signed.run.glob("[ma]*/*.json"):
         record = read(path)
         kinds.append(record["kind"])
         assert path.read_bytes() == bytes_of(record)
         assert (record["format"], record["run"]) == (1, "run")
         assert set(record) == named[record["kind"]], path
-        if record["kind"] != "run":
-            data = bytes_of(record | {"mac": None})
-            assert record["mac"] == hmac.new(KEY, data, hashlib.sha256).hexdigest()
-    assert {kind: kinds.count(kind) for kind in named} == {"run": 1, "version": 10, "anchor": 2}
+        data = bytes_of(record | {"mac": None})
+        assert record["mac"] == hmac.new(KEY, data, hashlib.sha256).hexdigest()
+    assert {kind: kinds.count(kind) for kind in named} == {"version": 10, "anchor": 2}
 
 
 def test_s04_s08_versions_are_a_chain_from_1_and_name_what_is_there(signed: Stored) -> None:
@@ -51,8 +50,7 @@ def test_s04_s08_versions_are_a_chain_from_1_and_name_what_is_there(signed: Stor
     for version in signed.versions():
         here = sha256(signed.manifest(version).read_bytes())
         if version < 10:
-            parent = signed.read(version + 1)["parent"]
-            assert parent == {"version": version, "sha256": here}
+            assert signed.read(version + 1)["parent"] == here
         if (path := signed.anchor(version)).exists():
             assert read(path)["manifest"] == here
         for file in (file for way in signed.ways(version) for file in way["files"]):
@@ -81,7 +79,6 @@ def test_s05_frames_are_of_the_run_and_of_their_versions(signed: Stored, tmp_pat
         assert layout["digest"] == signed.read(base)["digest"]
         assert sealed["digest"] == this["digest"]
         assert begin["layout_hash"] == signed.read(base)["layout_hash"] == this["layout_hash"]
-        assert sum(this["way"]["codecs"].values()) < this["way"]["files"][0]["bytes"]
         made = tmp_path / str(version)
         assert apply_patch_file(PatchFile(path), Checkpoint(held), made) == int(this["digest"], 16)
         held = made

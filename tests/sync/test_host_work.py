@@ -87,10 +87,8 @@ def lines_of_sending(module: nn.Module, source: WeightSource, options: SenderOpt
 
 
 SOURCES: dict[str, tuple[bool, Callable[[nn.Module], WeightSource], SenderOptions]] = {
-    "flat": (False, ModuleSource, SenderOptions()),
     "nested": (True, ModuleSource, SenderOptions()),
     "new entries": (True, Listing, SenderOptions()),
-    "something left out": (False, ModuleSource, SenderOptions(leave_out=["other"])),
     "held in part": (False, ModuleSource, SenderOptions(max_inflight_bytes=0)),
     "dense": (False, ModuleSource, SenderOptions(policy=Policy(dense_above=0))),
 }

@@ -338,16 +338,6 @@ def test_however_a_tensor_is_cut_its_parts_follow(
         assert is_as(rank, before)
 
 
-def test_receivers_of_parts_get_gaps_where_class_is_asked_for() -> None:
-    source, generator = trainer(0), torch.Generator().manual_seed(0)
-    ranks = [rank_of(trainer(1), n) for n in range(2)]
-    targets = [RoutedTarget(rank, CHECKPOINT) for rank in ranks]
-    with joined(source, *targets, options=SenderOptions(compression="class")) as here:
-        step(source, generator, 0.2)
-        assert [here.first.compression, here.sender.send_weights().compression] == ["gap"] * 2
-        assert all(bits_equal(rank, rank_of(source, rank.rank)) for rank in ranks)
-
-
 @pytest.mark.parametrize(
     ("ranks", "names", "why"),
     [

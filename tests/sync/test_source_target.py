@@ -21,7 +21,6 @@ from deltasync import (
     ReceiverOptions,
     SenderOptions,
     StoreSender,
-    WeightReceiver,
     WeightSource,
     WeightTarget,
 )
@@ -38,7 +37,7 @@ from deltasync.sync.source.streamed import StreamedWeights
 from deltasync.sync.source.tensors import Index, parts_of
 from deltasync.testing.target import TargetContract
 from tests.sync.interpreted import one_kernel_at_a_time
-from tests.worlds.links import Model, bits_equal, fleet, until
+from tests.worlds.links import Model, bits_equal, until
 from tests.worlds.toy_engines import joined, recovers
 
 __all__ = ["one_kernel_at_a_time"]  # pytest uses it
@@ -255,11 +254,6 @@ def move_over(model: Wider) -> None:
     model.head.bias, model.head.weight = bias, weight
 
 
-def replace_one(model: Wider) -> None:
-    model.one = nn.Parameter(model.one.detach().clone())
-    model.one.data += 1
-
-
 swap: Callable[[Tensor, Tensor], None] = torch.utils.swap_tensors
 
 MOVES: dict[str, Callable[[Wider], object]] = {
@@ -272,7 +266,6 @@ MOVES: dict[str, Callable[[Wider], object]] = {
     "dtype of one": lambda m: setattr(m.norm.weight, "data", m.norm.weight.data.half()),
     "bits of another dtype": lambda m: setattr(m.line, "data", m.line.data.view(torch.int32)),
     "parameter": lambda m: setattr(m.norm, "weight", nn.Parameter(torch.full((4,), 3.0))),
-    "parameter of one equal element": replace_one,
     "module": lambda m: setattr(m, "norm", nn.LayerNorm(4)),
     "buffer": lambda m: setattr(m, "saved", torch.full((3,), 3.0)),
     "not persistent": lambda m: m._non_persistent_buffers_set.add("saved"),
@@ -336,45 +329,22 @@ def test_whatever_moves_is_read_as_it_is_or_refused(kernels: Kernels, names: lis
             assert here.sender.send_weights().nnz == 0, name
 
 
+@pytest.mark.promise("Errors", "`SourceChanged`: members keep what they hold.")
 @pytest.mark.parametrize(
     ("name", "kernels"),
     [*((name, "torch") for name in OTHERS), ("removed", "triton"), ("memory released", "triton")],
 )
 def test_a_source_that_is_not_the_same_model_any_more(name: str, kernels: Kernels) -> None:
-    source, (move, words) = Wider(), OTHERS[name]
-    with joined(source, Wider(), options=SenderOptions(kernels=kernels)) as here:
+    source, engine, (move, words) = Wider(), Wider(), OTHERS[name]
+    with joined(source, engine, options=SenderOptions(kernels=kernels)) as here:
+        held = [tensor.clone() for tensor in engine.state_dict().values()]
         with torch.no_grad():
             move(source)
         for _ in range(2):
             with pytest.raises((SourceChanged, ConfigError), match=words or None):
                 here.sender.send_weights()
-
-
-class Listing:
-    """A module's tensors, in a list of its own each time, as views that did not exist before."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._source = ModuleSource(module)
-
-    def tensors(self) -> list[NamedTensor]:
-        return [NamedTensor(one.names, one.tensor.detach()) for one in self._source.tensors()]
-
-
-def test_parameters_are_counted_as_changed_unchanged_and_frozen() -> None:
-    for kind in (ModuleSource, Listing):
-        model = Net()
-        with joined(kind(model), Net()) as here:
-            counts = [here.first.parameters]
-            model.norm.requires_grad_(False)
-            counts.append(here.sender.send_weights().parameters)
-            model.norm.weight.data += 1
-            counts.append(here.sender.send_weights().parameters)
-        trained = 1 if kind is ModuleSource else 0
-        assert counts == [
-            {"changed": 4, "unchanged": 0, "frozen": 0},
-            {"changed": 0, "unchanged": trained, "frozen": 4 - trained},
-            {"changed": 1, "unchanged": trained, "frozen": 3 - trained},
-        ]
+        assert here.sender.num_receivers == 1
+        assert all(map(torch.equal, held, engine.state_dict().values()))
 
 
 # What must fit.
@@ -388,6 +358,7 @@ def widen(model: Net) -> None:
     model.norm.weight.data = torch.ones(5)
 
 
+@pytest.mark.promise("Errors", "`LayoutMismatch`: models that differ are refused by name.")
 @pytest.mark.parametrize(
     ("tied", "engine_tied", "change", "words"),
     [
@@ -418,8 +389,8 @@ def test_an_engine_that_does_not_fit_is_refused_by_name(
     "Checks",
     "The scrub checks all weights within 64 syncs and names what changed; a full sync repairs it.",
 )
-@pytest.mark.parametrize("every", [1, 3, 64])
-@pytest.mark.parametrize(("name", "position"), [("a", 0), ("a", 9), ("c", 0), ("d", 7), ("d", 24)])
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize(("name", "position"), [("a", 9), ("c", 0), ("d", 24)])
 def test_scrub_looks_at_everything_within_its_share_of_syncs(
     every: int, name: str, position: int
 ) -> None:
@@ -490,23 +461,14 @@ def released(num_bytes: int) -> Tensor:
     return tensor
 
 
-def nested(layout: torch.layout) -> Tensor:
-    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
-
-
 ODD: dict[str, tuple[Callable[[], Tensor], str]] = {
     "sparse": (lambda: torch.eye(4).to_sparse(), "layout sparse_coo"),
-    "csr": (lambda: torch.eye(4).to_sparse_csr(), "layout sparse_csr"),
     "mkldnn": (lambda: torch.eye(4).to_mkldnn(), "layout _mkldnn"),
-    "nested": (lambda: nested(torch.strided), "a nested tensor"),
-    "jagged": (lambda: nested(torch.jagged), "a nested tensor"),
     "meta": (lambda: torch.ones(4, 4, device="meta"), "meta device"),
     "lazy": (lambda: nn.UninitializedParameter(), "first forward pass"),
     "quantized": (lambda: torch.quantize_per_tensor(torch.eye(4), 0.1, 0, torch.qint8), "qint8"),
-    "complex128": (lambda: torch.ones(4, 4, dtype=torch.complex128), "complex128"),
     "conjugated": (lambda: torch.ones(4, 4, dtype=torch.complex64).conj(), "conjugated"),
     "released": (lambda: released(0), "0 of 64 bytes"),
-    "shrunk": (lambda: released(60), "60 of 64 bytes"),
     "dimensions": (lambda: torch.ones((1,) * 65), "65 dimensions, 64 at most can be sent"),
 }
 
@@ -546,14 +508,3 @@ def test_tensors_without_plain_storage_are_refused_by_name_or_left_out(
     target = ModuleTarget(model, rename=plain_only)
     with joined(source, target):
         target.check_unmoved()
-
-
-def test_a_name_that_no_message_can_carry_is_refused(tmp_path: Path) -> None:
-    words = "^'odd.{0,90}: its name has 6000 characters, 1 to 4096 can be sent"
-    with pytest.raises(ConfigError, match=words):
-        StoreSender(OneTensor(torch.ones(2), "odd" * 2000), tmp_path).publish()
-    target = ModuleTarget(module(plain=FOUR), rename=lambda _: "odd" * 2000)
-    with fleet(module(plain=FOUR)) as here:
-        receiver = WeightReceiver(target, here.transport.receiver())
-        with receiver, pytest.raises(ConfigError, match=words):
-            receiver.receive_weights(timeout_s=5)

@@ -154,11 +154,12 @@ def _try_triton() -> None:
     from deltasync.delta.batched.warm_up import sync_tiny_models
     from deltasync.dtypes import BY_NAME
     from deltasync.quant.block_fp8 import BlockFp8
+    from deltasync.quant.computation import Kind
     from deltasync.quant.fp8 import Fp8
 
     kernels = [form.kernel for form in (BlockFp8(), BlockFp8("ue8m0"), Fp8())]
     wire = BY_NAME["bfloat16"]
     formats = frozenset({(wire, wire), (BY_NAME["float32"], wire)})
-    quantized = frozenset((own, one) for own, _ in formats for one in kernels if one)
-    sync_tiny_models(formats, 1 << 20, torch.device("cuda", 0), quantized=quantized)
+    computed = frozenset(Kind(own, one) for own, _ in formats for one in kernels if one)
+    sync_tiny_models(formats, 1 << 20, torch.device("cuda", 0), computed=computed)
     torch.cuda.synchronize()

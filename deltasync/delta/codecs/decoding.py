@@ -23,7 +23,7 @@ from deltasync.delta.codecs.base import (
     unsigned_dtype,
 )
 from deltasync.delta.codecs.gap import decode_steps
-from deltasync.delta.codecs.known import ROW_CODECS, RowDigests, digest_at, digest_run
+from deltasync.delta.codecs.known import RowDigests, codec_of, digest_at, digest_run
 from deltasync.delta.codecs.old import Old, OldRows
 from deltasync.delta.kernels import host
 from deltasync.errors import (
@@ -31,7 +31,6 @@ from deltasync.errors import (
     InvalidTable,
     ProtocolViolation,
     TruncatedFrame,
-    UnknownCodec,
     WireError,
     WrongBase,
 )
@@ -228,13 +227,11 @@ class _Decoding:
     def _indices(self) -> Indices:
         if self._index_codec is _RAW_INDEX:
             return self._raw(self._row.index, np.dtype("<i4"))
-        return ROW_CODECS[self._index_codec].indices([self._row])[0]
+        return codec_of(self._index_codec).indices([self._row])[0]
 
     def _by_pair(self) -> tuple[Indices, Bits]:
         """By a codec whose index and value block belong together."""
-        codec = ROW_CODECS.get(self._index_codec)
-        if codec is None:
-            raise UnknownCodec(f"codec {self._index_codec.name} is not one that this build reads")
+        codec = codec_of(self._index_codec)
         row, span = self._row, None
         if codec.needs is Needs.SPAN:
             span = self._old.run(*self._place, self._start, self._start + self._span)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from deltasync.delta.codecs.base import Bits, Block, Indices, Needs, SparseRow, unsigned_dtype
 from deltasync.delta.codecs.gap import encode_gaps, encode_steps
-from deltasync.delta.codecs.known import ROW_CODECS, RowDigests, digest_run
+from deltasync.delta.codecs.known import RowDigests, codec_of, digest_run
 from deltasync.delta.codecs.old import OldRows
 from deltasync.wire.codecs import IndexCodec, ValueCodec
 from deltasync.wire.coded import CodedPayload
@@ -114,7 +114,7 @@ class _Encoding:
 
     def sparse(self, codec: IndexCodec) -> _Chosen:
         """By `codec` if that is possible and pays, otherwise by `gap` and `ulp`, or raw."""
-        if codec is not IndexCodec.GAP and codec in ROW_CODECS:
+        if codec is not IndexCodec.GAP:
             found = self._by(codec)
             if found is not None:
                 return found
@@ -131,7 +131,7 @@ class _Encoding:
         return found
 
     def _by(self, codec: IndexCodec) -> _Chosen | None:
-        by, stop = ROW_CODECS[codec], self._start + self._span
+        by, stop = codec_of(codec), self._start + self._span
         if by.needs is Needs.SPAN:
             old = self._old.run(*self._place, self._start, stop)
         else:

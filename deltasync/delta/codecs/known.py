@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from deltasync.delta.codecs.base import Bits, Indices, RowCodec
 from deltasync.delta.codecs.blocks import BlockCodec
-from deltasync.delta.codecs.classes import ClassCodec
 from deltasync.delta.codecs.gap import GapUlp
 from deltasync.delta.kernels import host
+from deltasync.errors import UnknownCodec
 from deltasync.wire.codecs import IndexCodec
 from deltasync.wire.digest import GOLDEN_RATIO, MASK, seed
 from deltasync.wire.messages import ParameterSpec
 
-_ALL: tuple[RowCodec, ...] = (GapUlp(), BlockCodec(), ClassCodec())
-ROW_CODECS: Mapping[IndexCodec, RowCodec] = MappingProxyType({c.index_codec: c for c in _ALL})
-"""By their index codec; beside them rows may be raw."""
+ROW_CODECS: dict[IndexCodec, RowCodec] = {
+    IndexCodec.GAP: GapUlp(),
+    IndexCodec.BLOCK: BlockCodec(),
+}
+"""By their index codec; beside them rows may be raw. `deltasync.store` adds `class`."""
 
 _SMALL, _TOGETHER = 256, 1024  # elements of a row, and rows
+
+
+def codec_of(number: IndexCodec) -> RowCodec:
+    """Raises UnknownCodec if nothing in this process reads and writes such rows."""
+    if (codec := ROW_CODECS.get(number)) is None:
+        raise UnknownCodec(
+            f"codec {number.name.lower()} is not known here: it is for stores and patch files; "
+            "import deltasync.store"
+        )
+    return codec
 
 
 def digest_at(spec: ParameterSpec, start: int, indices: Indices, old: Bits) -> int:

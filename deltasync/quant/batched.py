@@ -11,21 +11,16 @@ from torch import Tensor
 
 from deltasync.delta.batched.weights import ALIGNMENT, BatchedWeights, upload
 from deltasync.delta.bits import Flat
-from deltasync.delta.computation import Computation, KernelForm, Total
 from deltasync.delta.digests import Ints, cut
-from deltasync.delta.kernels import reads, triton_quantize
 from deltasync.delta.kernels.triton import BLOCK
 from deltasync.delta.kernels.triton_base import TYPES
+from deltasync.quant import reads, triton_forms, triton_quantize
+from deltasync.quant.computation import Computation, KernelForm, Total
 
 WORD = 32  # elements whose masks are one word
 _SIDE = 128
 _MAX_ROWS, _MAX_COLS = 1 << 31, (1 << 31) // _SIDE  # int32 counts rows, and the weights of 128
 _SPAN, _ROW_SPAN = triton_quantize.SPAN, triton_quantize.SPAN // 2
-
-
-def read_as(computation: Computation) -> int:
-    """What kernels do to read a matrix as its codes."""
-    return computation.form.number * reads.FORM + _is_wide(computation.weight) * reads.WIDE
 
 
 def can_compute(computation: Computation, device: torch.device) -> bool:
@@ -146,6 +141,8 @@ class Quantized:
         totals: Scales of whole matrices, by form.
         matrices: By what one launch compares.
     """
+
+    codes_at = triton_forms.codes_at
 
     def __init__(self, codes: Mapping[int, Computation], device: torch.device) -> None:
         """`codes`: how those are computed, by parameter."""

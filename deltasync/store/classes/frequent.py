@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from deltasync.delta.codecs.base import Bits, unsigned_dtype
-from deltasync.delta.codecs.bitstream import ByteReader, Words, varints
+from deltasync.delta.codecs.bitstream import Words
 from deltasync.dtypes import Dtype
 from deltasync.errors import InvalidTable
+from deltasync.store.classes.streams import ByteReader, varints
 
 MOST = 64
 """Steps that a row lists."""

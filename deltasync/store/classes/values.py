@@ -9,24 +9,15 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from deltasync.delta.codecs import class_keys
 from deltasync.delta.codecs.base import Bits, Block, unsigned_dtype
-from deltasync.delta.codecs.bitstream import (
-    MAX_WIDTH,
-    ByteReader,
-    FieldReader,
-    Ints,
-    UnaryReader,
-    Words,
-    pack_fields,
-    pack_unary,
-    varints,
-)
-from deltasync.delta.codecs.class_frequent import Frequent
-from deltasync.delta.codecs.class_keys import Keys
-from deltasync.delta.codecs.subsets import Segments
+from deltasync.delta.codecs.bitstream import MAX_WIDTH, FieldReader, Ints, Words, pack_fields
 from deltasync.dtypes import Dtype
 from deltasync.errors import InvalidTable, TruncatedFrame
+from deltasync.store.classes import keys as class_keys
+from deltasync.store.classes.frequent import Frequent
+from deltasync.store.classes.keys import Keys
+from deltasync.store.classes.streams import ByteReader, UnaryReader, pack_unary, varints
+from deltasync.store.classes.subsets import Segments
 
 COST_OF_CLASS = 40.0
 """Bits that a class takes in the header, about."""

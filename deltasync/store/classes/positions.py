@@ -9,21 +9,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from deltasync.delta.codecs import class_keys
 from deltasync.delta.codecs.base import Bits, Block, Indices
-from deltasync.delta.codecs.bitstream import (
-    ByteReader,
-    FieldReader,
-    Ints,
-    UnaryReader,
-    pack_fields,
-    pack_unary,
-    varints,
-)
-from deltasync.delta.codecs.class_order import orders
-from deltasync.delta.codecs.subsets import Segments
+from deltasync.delta.codecs.bitstream import FieldReader, Ints, pack_fields
 from deltasync.dtypes import Dtype
 from deltasync.errors import InvalidIndices, InvalidTable
+from deltasync.store.classes import keys as class_keys
+from deltasync.store.classes.order import orders
+from deltasync.store.classes.streams import ByteReader, UnaryReader, pack_unary, varints
+from deltasync.store.classes.subsets import Segments
 
 LANE_BITS = 18
 """Elements of a lane, as a power of two: the bits of their classes stay in a cache."""

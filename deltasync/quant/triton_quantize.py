@@ -17,9 +17,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from deltasync.delta.kernels.reads import MXFP8_VLLM
-from deltasync.delta.kernels.triton_base import aligned, popcount
-from deltasync.delta.kernels.triton_forms import (
+from deltasync.delta.kernels.triton_base import aligned
+from deltasync.quant.reads import MXFP8_VLLM
+from deltasync.quant.triton_forms import (
     code_of,
     divisor_of,
     four_e4m3,
@@ -32,9 +32,6 @@ from deltasync.delta.kernels.triton_forms import (
 
 SPAN = 4096
 """Weights that one program goes over at once."""
-
-BLOCKS = 8
-"""Blocks whose masks one program of `count` reads."""
 
 _SIDE = tl.constexpr(128)
 _INFINITY = tl.constexpr(0x7F80)
@@ -265,27 +262,3 @@ def find_peaks(
     to = peaks + tl.load(at + 3 * num_matrices)
     if peak > tl.load(to):  # it only grows
         tl.atomic_max(to, peak, sem="relaxed")
-
-
-@triton.jit(do_not_specialize=["begin", "end"])
-def count(
-    numels, first_block, chunk_of, words, counts, chunk_counts, begin, end,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """Counts of masks that are there, for each block from `begin` to `end`, added up by chunk.
-
-    Words beyond the end of a chunk are set to 0. A program has GROUP blocks.
-    """
-    block = begin + tl.program_id(0) * GROUP + tl.arange(0, GROUP)
-    live = block < end
-    chunk = tl.load(chunk_of + block, mask=live, other=0)
-    offset = (block - tl.load(first_block + chunk)) * BLOCK
-    left = tl.where(live, tl.load(numels + chunk) - offset, 0)
-    word = tl.arange(0, BLOCK // 32)[None, :]
-    at = words + (block.to(tl.int64)[:, None] * (BLOCK // 32) + word)
-    there = word * 32 < left[:, None]
-    found = tl.load(at, mask=there, other=0).to(tl.uint32, bitcast=True)
-    tl.store(at, 0, mask=live[:, None] & ~there)
-    number = tl.sum(popcount(found), axis=1)
-    tl.store(counts + block, number, mask=live)
-    tl.atomic_add(chunk_counts + chunk, number, mask=number > 0, sem="relaxed")

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from deltasync.delta.codecs import class_positions, class_values, steps
+from deltasync.delta.codecs import steps
 from deltasync.delta.codecs.base import Bits, CodedRow, Indices, Needs, SparseRow
+from deltasync.delta.codecs.known import ROW_CODECS
+from deltasync.store.classes import positions, values
 from deltasync.wire.codecs import IndexCodec, ValueCodec
 
 
@@ -27,7 +29,7 @@ class ClassCodec:
 
     def indices(self, rows: Sequence[CodedRow]) -> list[Indices]:
         """int32[count] for each row. Raises WireError."""
-        return [class_positions.decode(row.index, row.count, _old(row), row.dtype) for row in rows]
+        return [positions.decode(row.index, row.count, _old(row), row.dtype) for row in rows]
 
     def values(
         self, rows: Sequence[CodedRow], indices: Sequence[Indices], old: Sequence[Bits]
@@ -35,7 +37,7 @@ class ClassCodec:
         """unsigned[count] for each row. Raises WireError."""
         found = []
         for row, before in zip(rows, old, strict=True):
-            zigzag = class_values.decode(row.value, before, row.dtype)
+            zigzag = values.decode(row.value, before, row.dtype)
             found.append(steps.stepped(zigzag, before, row.dtype))
         return found
 
@@ -43,10 +45,13 @@ class ClassCodec:
 def _encoded(row: SparseRow) -> tuple[bytes, bytes]:
     before = row.old[row.indices]
     zigzag = steps.zigzag(row.new, before, row.dtype)
-    positions = class_positions.encode(row.indices, row.old, row.dtype)
-    return positions, class_values.encode(zigzag, before, row.dtype)
+    index = positions.encode(row.indices, row.old, row.dtype)
+    return index, values.encode(zigzag, before, row.dtype)
 
 
 def _old(row: CodedRow) -> Bits:
     assert row.old is not None
     return row.old
+
+
+ROW_CODECS[IndexCodec.CLASS] = ClassCodec()

@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.delta.codecs.base import Bits
-from deltasync.delta.codecs.bitstream import ByteReader, Bytes, Ints, varints
+from deltasync.delta.codecs.bitstream import Bytes, Ints
 from deltasync.dtypes import Dtype
 from deltasync.errors import InvalidTable
+from deltasync.store.classes.streams import ByteReader, varints
 
 MAX_CLASSES = 64
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from deltasync.delta.kernels import reads
 from deltasync.delta.kernels.triton_base import aligned, rounded
+from deltasync.quant import reads
 
 _WIDE, _FORM = tl.constexpr(reads.WIDE), tl.constexpr(reads.FORM)
 _BLOCK_FP8, _BLOCK_FP8_UE8M0, _FP8, _FP8_CHANNEL_VLLM, _FP8_TENSOR_VLLM = (
