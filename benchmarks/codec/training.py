@@ -1,6 +1,7 @@
 """A small language model, pre-trained, and then trained by policy gradient with AdamW.
 
-The model computes in float32 with bfloat16 weights. The optimizer's weights are float32 masters that begin at a bfloat16 checkpoint.
+The model computes in float32 with bfloat16 weights. The optimizer's weights are float32 masters
+that begin at a bfloat16 checkpoint.
 """
 
 from __future__ import annotations
