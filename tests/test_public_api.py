@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import deltasync
 
@@ -23,27 +22,6 @@ OPTIONAL = [
     *("matplotlib", "opentelemetry", "prometheus_client", "pydantic_settings", "rich"),
     *("safetensors", "triton", "typer"),
 ]
-
-
-def test_all_is_complete() -> None:
-    public = {
-        name
-        for name in dir(deltasync)
-        for value in [getattr(deltasync, name)]
-        if not name.startswith("_") and not isinstance(value, ModuleType) and name not in OWN
-    }
-    assert public == {name for name in deltasync.__all__ if not name.startswith("_")}
-
-
-def test_every_public_name_has_a_docstring_of_its_own() -> None:
-    values = {name: getattr(deltasync, name) for name in deltasync.__all__}
-    without = [
-        name
-        for name, value in values.items()
-        # dataclass fills in "Name(field: type)" where there is none.
-        if callable(value) and (value.__doc__ or f"{name}(").startswith(f"{name}(")
-    ]
-    assert without == []
 
 
 def test_import_does_not_load_optional_dependencies() -> None:
