@@ -11,13 +11,6 @@ import deltasync
 
 ROOT = Path(__file__).parents[1]
 IMPORT = re.compile(r"^ *from (deltasync[\w.]*) import (\([^)]*\)|[^\n(]*)", re.MULTILINE)
-OWN = {
-    "Path",
-    "TYPE_CHECKING",
-    "annotations",
-    "find_spec",
-    "import_module",
-}  # what the package uses
 OPTIONAL = [
     *("matplotlib", "opentelemetry", "prometheus_client", "pydantic_settings", "rich"),
     *("safetensors", "triton", "typer"),
