@@ -108,9 +108,11 @@ def test_what_kernels_cannot_reach_is_computed_all_the_same(form: Form) -> None:
     """Of one that they cannot reach, and of the other, which it does not disturb."""
     storage = torch.ones(2, 6, 256, dtype=torch.bfloat16)
     weights = [torch.ones(FORMS[form][-1], dtype=torch.bfloat16), storage[1, :, ::2]]
-    backend, readers = snapshot([Matrix(one, form, name="a.weight") for one in weights])
-    for one in weights:
+    matrices = [Matrix(one, form, name="a.weight") for one in weights]
+    backend, readers = snapshot(matrices)
+    for one, changed in zip(weights, matrices, strict=True):
         one.copy_(matrix("usual", (one.shape[0], one.shape[1]), 3))
+        changed.changed()
     compare(backend, readers, Policy(dense_above=1.0, chunk_numel=8192))
     agrees(backend, readers)
 
