@@ -91,6 +91,7 @@ def test_a_page_is_whole_and_loads_nothing(versions: int, tmp_path: Path) -> Non
     assert f"{versions:,}" in page.texts
     assert {"Bytes of each version", "Pauses"} <= page.charts()
     assert f"v1 to v{versions}" in page.texts
+    assert (f"<td>v{versions - versions % 7}</td>" in text) == (versions >= 7), "the newest"
 
 
 @pytest.mark.promise(
