@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import cycle
+from itertools import cycle, islice
 
 import numpy as np
 import pytest
@@ -42,7 +42,7 @@ every_form = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 @pytest.mark.parametrize("device", DEVICES)
 @every_form
 def test_kernels_compute_the_reference(form: Form, device: str) -> None:
-    shapes = [shape for shape, _ in zip(cycle(FORMS[form]), KINDS)]
+    shapes = list(islice(cycle(FORMS[form]), 5))
     weights = [
         torch.ones(shape, dtype=(torch.bfloat16, torch.float32)[number % 2], device=device)
         for number, shape in enumerate(shapes)
@@ -50,7 +50,7 @@ def test_kernels_compute_the_reference(form: Form, device: str) -> None:
     backend, readers = snapshot([Matrix(one, form, name="a.weight") for one in weights])
     for seed, dense_above in enumerate((1.0, 0.0)):
         for number, weight in enumerate(weights):
-            kind = KINDS[(number + seed) % len(KINDS)]
+            kind = KINDS[(number + 5 * seed) % len(KINDS)]
             weight.copy_(matrix(kind, shapes[number], 100 * seed + number))
         compare(backend, readers, Policy(dense_above=dense_above, chunk_numel=8192))
         agrees(backend, readers)
