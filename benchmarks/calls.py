@@ -1,7 +1,7 @@
 """What code a warm delta runs through: files of the package, and calls from one to another.
 
 `python -m benchmarks.calls [--list]` syncs two small parameters from a trainer with the hook
-`sync_after_step` to an engine in another thread: over shared memory on a CPU, and over gloo with
+`sync_after_step` to an engine in another process: over shared memory on a CPU, and over gloo with
 the batched back end under Triton's interpreter, as GPUs have it. The syncs from the fourth on are
 counted by `sys.setprofile` in the thread of either end; of these the one with the fewest calls is
 shown, since a wait may take another way.
@@ -12,6 +12,7 @@ where waits look again and again, a place in the code that calls counts once.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from argparse import ArgumentParser
@@ -20,7 +21,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Thread
 from types import FrameType
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are defined
@@ -38,6 +38,7 @@ from deltasync import (
     sync_after_step,
 )
 from deltasync.delta.backend import Kernels
+from deltasync.testing.processes import Child
 from deltasync.transports import collective, shared_memory
 from deltasync.transports.address import Address
 
@@ -104,35 +105,42 @@ def _file_of(frame: FrameType) -> str | None:
 
 def measured(path: str) -> dict[str, Calls]:
     """What the "sender" and the "receiver" call on a path in the least of the syncs counted."""
-    module, replica = _model(), _model()
+    module, found = _model(), dict[str, Calls]()
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-    kernels, found = _KERNELS[path], dict[str, Calls]()
+    options = SenderOptions(kernels=_KERNELS[path])
     with TemporaryDirectory(prefix="deltasync-") as folder:
         link: collective.Sender | shared_memory.Sender = (
             shared_memory.Sender(Path(folder) / "link")
             if path == "shared memory"
             else collective.Sender()
         )
-        address = Address.of(link)
+        address, answer = Address.of(link), Path(folder) / "answer"
         assert address is not None
-
-        def engine() -> None:
-            there = address.receiver(torch.device("cpu"))
-            options = ReceiverOptions(kernels=kernels)
-            with WeightReceiver(ModuleTarget(replica), there, options=options) as receiver:
-                found["receiver"] = _least(lambda _: receiver.receive_weights(timeout_s=_TIMEOUT_S))
-
-        thread = Thread(target=engine)
-        thread.start()
-        options = SenderOptions(kernels=kernels)
-        with WeightSender(ModuleSource(module), link, options=options) as sender:
+        with (
+            Child(_follow, path, address.model_dump_json(), answer) as engine,
+            WeightSender(ModuleSource(module), link, options=options) as sender,
+        ):
             sync_after_step(optimizer, sender, on_error="raise", timeout_s=_TIMEOUT_S)
             sender.wait_for_receivers(1, timeout_s=_TIMEOUT_S)
             found["sender"] = _least(lambda number: _step(optimizer, module, number))
-            thread.join()
-    if _weights(replica) != _weights(module):
+            engine.wait(timeout_s=_TIMEOUT_S)
+        weights, files, edges = json.loads(answer.read_text())
+    if weights != _weights(module):
         raise AssertionError("the ends differ")
+    found["receiver"] = Calls()
+    found["receiver"].files.update(files)
+    found["receiver"].edges.update({tuple(edge): count for edge, count in edges})
     return found
+
+
+def _follow(path: str, address: str, answer: Path) -> None:
+    """The engine's process."""
+    module = _model()
+    link = Address.model_validate_json(address).receiver(torch.device("cpu"))
+    options = ReceiverOptions(kernels=_KERNELS[path])
+    with WeightReceiver(ModuleTarget(module), link, options=options) as receiver:
+        found = _least(lambda _: receiver.receive_weights(timeout_s=_TIMEOUT_S))
+    answer.write_text(json.dumps([_weights(module), [*found.files], [*found.edges.items()]]))
 
 
 def _least(sync: Callable[[int], object]) -> Calls:

@@ -24,13 +24,11 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 import deltasync
-from deltasync import ReceiverOptions, WeightReceiver, WeightSender, sync_after_step
+from deltasync import ReceiverOptions, WeightSender
 from deltasync.delta.patch import CHUNK_NUMEL
 from deltasync.integrations.engine_sync import EngineSync
-from deltasync.integrations.sglang import SglangServer
 from deltasync.integrations.verl_ends import Options
-from deltasync.integrations.vllm import AsyncClient, HttpClient
-from deltasync.sync.group.rank import TrainerRank
+from deltasync.integrations.vllm import HttpClient
 from deltasync.sync.protocol import lobby
 from deltasync.sync.protocol.links import _READING_S
 from deltasync.sync.target import bound
@@ -244,14 +242,6 @@ def test_code_that_the_readme_names_exists() -> None:
     assert [path for path in paths if not (ROOT / "deltasync" / path).exists()] == []
 
 
-def test_packages_say_where_to_begin() -> None:
-    for path in sorted((ROOT / "deltasync").rglob("__init__.py")):
-        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-        assert text, path
-        named = re.findall(r"\b(\w+\.py)\b", text)
-        assert [name for name in named if not list(path.parent.rglob(name))] == [], path
-
-
 class Page(HTMLParser):
     """Links of a page, and what others can link to in it."""
 
@@ -347,14 +337,3 @@ def test_figures_are_those_of_the_code(page: str) -> None:
     text = " ".join((ROOT / page).read_text(encoding="utf-8").replace("%", " %").split())
     missing = [f for f in FIGURES[page] if f.replace("%", " %") not in text]
     assert not missing, "\n" + "\n".join(missing)
-
-
-def test_calls_that_wait_have_one_default() -> None:
-    calls = (
-        *(WeightSender.send_weights, WeightSender.wait_for_receivers, sync_after_step),
-        *(WeightReceiver.receive_weights, WeightReceiver.stage, EngineSync),
-        TrainerRank.send_weights,
-    )
-    assert {default(call, "timeout_s") for call in calls} == {ReceiverOptions().stall_timeout_s}
-    engines = (HttpClient, AsyncClient, SglangServer)
-    assert {default(call, "timeout_s") for call in engines} == {default(HttpClient, "timeout_s")}

@@ -6,44 +6,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import deltasync
 
 ROOT = Path(__file__).parents[1]
 IMPORT = re.compile(r"^ *from (deltasync[\w.]*) import (\([^)]*\)|[^\n(]*)", re.MULTILINE)
-OWN = {
-    "Path",
-    "TYPE_CHECKING",
-    "annotations",
-    "find_spec",
-    "import_module",
-}  # what the package uses
 OPTIONAL = [
     *("matplotlib", "opentelemetry", "prometheus_client", "pydantic_settings", "rich"),
     *("safetensors", "triton", "typer"),
 ]
-
-
-def test_all_is_complete() -> None:
-    public = {
-        name
-        for name in dir(deltasync)
-        for value in [getattr(deltasync, name)]
-        if not name.startswith("_") and not isinstance(value, ModuleType) and name not in OWN
-    }
-    assert public == {name for name in deltasync.__all__ if not name.startswith("_")}
-
-
-def test_every_public_name_has_a_docstring_of_its_own() -> None:
-    values = {name: getattr(deltasync, name) for name in deltasync.__all__}
-    without = [
-        name
-        for name, value in values.items()
-        # dataclass fills in "Name(field: type)" where there is none.
-        if callable(value) and (value.__doc__ or f"{name}(").startswith(f"{name}(")
-    ]
-    assert without == []
 
 
 def test_import_does_not_load_optional_dependencies() -> None:

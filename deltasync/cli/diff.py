@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 Codec = Literal["none", "zstd", "gap", "block", "class"]
-_SHOWN, _SHOWN_LAYERS = 10, 200
+_SHOWN = 200  # layers
 
 
 def diff(
@@ -44,7 +44,7 @@ def diff(
     codec: Annotated[Codec, typer.Option(help="How the patch becomes short.")] = "zstd",
     as_json: AsJson = False,
 ) -> None:
-    """Show how two checkpoints differ, by layer, tensor, ULP and byte.
+    """Show how two checkpoints differ, by layer, ULP and byte.
 
     OLD and NEW are safetensors files, or folders of them.
     """
@@ -73,7 +73,6 @@ def diff(
     console.print(f"int32 + value: {size(sparse)} of {size(before.num_bytes)}")
     if total.changed:
         console.print(_by_layer(console, found))
-        console.print(_by_tensor(found))
         console.print(_steps(console, total))
     if patch is not None:
         console.print(f"{out}: {size(patch.num_bytes)}, apply it with deltasync apply")
@@ -99,18 +98,10 @@ def _by_layer(console: Console, found: Mapping[str, Sparsity]) -> Table:
     layers = _layers(found)
     most = max(one.density for one in layers.values())
     table = make_table("layer", "elements", "changed", "density", "")
-    for layer, one in islice(layers.items(), _SHOWN_LAYERS):
+    for layer, one in islice(layers.items(), _SHOWN):
         drawn = bar(console, one.density / most)
         table.add_row(layer, count(one.numel), count(one.changed), percent(one.density), drawn)
-    return cut(table, len(layers) - _SHOWN_LAYERS, "more layers: --json has all")
-
-
-def _by_tensor(found: Mapping[str, Sparsity]) -> Table:
-    table = make_table("tensor", "elements", "changed", "density")
-    order = sorted(found.items(), key=lambda item: (-item[1].density, _natural(item[0])))
-    for name, one in order[:_SHOWN]:
-        table.add_row(name, count(one.numel), count(one.changed), percent(one.density))
-    return cut(table, len(found) - _SHOWN, "less dense: --json has all")
+    return cut(table, len(layers) - _SHOWN, "more layers: --json has all")
 
 
 def _steps(console: Console, total: Sparsity) -> Table:

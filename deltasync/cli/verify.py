@@ -32,9 +32,6 @@ _SHOWN = 10  # elements that differ
 def verify(
     first: Annotated[str, typer.Argument(metavar="FIRST", show_default=False)],
     second: Annotated[Path | None, typer.Argument(show_default=False)] = None,
-    digest: Annotated[
-        bool, typer.Option("--digest", help="Compare the state digests, and print them.")
-    ] = False,
     run: RunName = None,
     config: Config = None,
     key_file: KeyFile = None,
@@ -49,8 +46,6 @@ def verify(
     from deltasync.files.checkpoint import Checkpoint
 
     if second is None:
-        if digest:
-            raise typer.BadParameter("compares two checkpoints; give a second one")
         if Path(first).exists() and not Path(first).is_dir():
             _verify_frames(Path(first), as_json=as_json)
         else:
@@ -58,9 +53,7 @@ def verify(
         return
     if run or config or key_file:
         raise typer.BadParameter("--run, --config and --key-file are for a store: give one URL")
-    checkpoints = Checkpoint(Path(first)), Checkpoint(second)
-    compare = _by_digest if digest else _by_bits
-    if not compare(*checkpoints, as_json=as_json):
+    if not _compare(Checkpoint(Path(first)), Checkpoint(second), as_json=as_json):
         raise typer.Exit(FAILED)
 
 
@@ -119,26 +112,7 @@ def _print_faults(found: Verified) -> None:
         console.print(table)
 
 
-def _by_digest(first: Checkpoint, second: Checkpoint, *, as_json: bool) -> bool:
-    from deltasync.delta.digests import digest_text
-    from deltasync.files.comparing import measure_digests
-
-    with phases(max(first.num_bytes, second.num_bytes)) as phase:
-        digests = [
-            digest_text(measure_digests(one, advance=phase("reading")).total)
-            for one in (first, second)
-        ]
-    equal = digests[0] == digests[1]
-    if as_json:
-        print_json({"equal": equal, "digests": digests})
-        return equal
-    console = make_console()
-    for one, text in zip((first, second), digests, strict=True):
-        console.print(f"{text}  {one.path}", soft_wrap=True)
-    return equal
-
-
-def _by_bits(first: Checkpoint, second: Checkpoint, *, as_json: bool) -> bool:
+def _compare(first: Checkpoint, second: Checkpoint, *, as_json: bool) -> bool:
     from deltasync.files.comparing import compare_bits
 
     with phases(first.num_bytes) as phase:

@@ -97,14 +97,12 @@ class Happening(NamedTuple):
 
     Attributes:
         mark: What it is.
-        place: The row that it happened before or in.
         line: What says so.
         text: What happened.
         who: What it happened to.
     """
 
     mark: Mark
-    place: int
     line: Line
     text: str
     who: str = ""
@@ -141,15 +139,14 @@ class Run:
     @cached_property
     def happenings(self) -> list[Happening]:
         """What happened, in order. A success recovers the failures of the same end."""
-        found, failed, place = list[Happening](), Counter[tuple[str, str]](), 0
+        found, failed = list[Happening](), Counter[tuple[str, str]]()
         for line in self.lines:
-            found += (Happening(mark, place, line, text, who) for mark, text, who in _of(line))
+            found += (Happening(mark, line, text, who) for mark, text, who in _of(line))
             if line.event == "failed":
                 failed[line.end] += 1
             elif count := failed.pop(line.end, 0):
                 text = f"covers {count} failed sync{'s' if count > 1 else ''}"
-                found.append(Happening("recovered", place, line, text, line.name))
-            place += line.event == self.source
+                found.append(Happening("recovered", line, text, line.name))
         return found
 
     def count(self, mark: Mark) -> int:

@@ -68,14 +68,14 @@ def test_a_store_has_every_version_bit_for_bit(out: Path, tmp_path: Path) -> Non
 def test_its_log_is_drawn(out: Path, tmp_path: Path) -> None:
     log, page = out / "run.jsonl", out / "run.html"
     found = shown("report", log)
-    assert found == {"out": str(page), "bytes": page.stat().st_size, "lines": 5, "skipped": []}
+    assert found == {"out": str(page), "bytes": page.stat().st_size, "lines": 9, "skipped": []}
     parsed = Page(page.read_text(encoding="utf-8"))
     assert "Density by layer" in parsed.texts
     torn, page = tmp_path / "torn.jsonl", tmp_path / "page.html"
     torn.write_bytes(log.read_bytes()[:-20])
     done = call("report", torn, "--out", page)
-    assert (done.returncode, done.stderr) == (0, "line 5 was skipped: torn\n")
-    assert done.stdout.startswith(f"{page}: 4 lines, ")
+    assert (done.returncode, done.stderr) == (0, "line 9 was skipped: torn\n")
+    assert done.stdout.startswith(f"{page}: 8 lines, ")
     assert "No such file" in refused("report", tmp_path / "gone.jsonl")
     assert "no line of it is of a log" in refused("report", __file__, "--out", tmp_path / "x")
     assert "is the log itself" in refused("report", log, "--out", log)

@@ -53,13 +53,12 @@ def test_diff_then_apply_then_verify(tmp_path: Path) -> None:
     assert found["encodings"]["int32 + value"] == 6 * nnz
     assert found["patch"]["bytes"] == (tmp_path / "patch").stat().st_size
     text = call("diff", old, new).stdout
-    for words in (f"{nnz:,} of", "model.layers.1", UP, "step in ULP", "128 and more"):
+    for words in (f"{nnz:,} of", "model.layers.1", "step in ULP", "128 and more"):
         assert words in text
     made = shown("apply", tmp_path / "patch", old, "--out", tmp_path / "made")
     assert made["digest"] == found["patch"]["digest"]
     assert holds(tmp_path / "made", stepped(model()))
     assert shown("verify", new, tmp_path / "made")["equal"]
-    assert shown("verify", new, tmp_path / "made", "--digest")["digests"] == [made["digest"]] * 2
 
 
 def test_equal_checkpoints_have_no_difference(old: Path, tmp_path: Path) -> None:
@@ -86,14 +85,6 @@ def test_verify_names_the_first_differing_elements(old: Path, tmp_path: Path) ->
     text = call("verify", old, other).stdout
     for words in ("different: 2 of", "[3, 17]", "0x7fc00001"):
         assert words in text
-
-
-def test_verify_by_digest(old: Path, new: Path) -> None:
-    done = call("verify", old, new, "--digest")
-    assert done.returncode == 1
-    digests = [line.split()[0] for line in done.stdout.splitlines()]
-    assert len(set(digests)) == 2
-    assert all(len(digest) == 16 for digest in digests)
 
 
 def test_verify_says_what_of_a_patch_file_is_damaged_and_where(patch: Path) -> None:
@@ -170,7 +161,7 @@ def test_odd_names_are_shown_as_they_are_and_not_obeyed(tmp_path: Path) -> None:
         assert is_harmless(text)
         assert all(name in text for name in ODD.values())
     for shown_as, text in (
-        (r"\x1b[31m", call("verify", old, new, "--digest").stdout),
+        (r"\x1b[31m", refused("diff", old, new, "--out", old)),
         (r"[b]\x1b[2J", call("apply", patch, old, "--out", made).stdout),
         (r"[b]\x1b[2J", refused("diff", old, new, "--out", made)),
         (r"\udcff", refused("diff", old, new, "--out", patch)),
