@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from threading import local
 from typing import Any, TypeAlias
@@ -50,11 +49,6 @@ def changed(
     positions, news, olds = found
     positions = positions.astype(np.int32)
     return count, (torch.from_numpy(positions), torch.from_numpy(news), torch.from_numpy(olds))
-
-
-def are_increasing(lists: Sequence[Tensor], spans: Sequence[int]) -> bool:
-    """Whether each int32[n] of indices is strictly increasing within [0, its span)."""
-    return all(map(is_increasing, lists, spans))
 
 
 def is_increasing(indices: Tensor, span: int) -> bool:
