@@ -155,22 +155,16 @@ def check_indices(run: Run, *, name: str) -> None:
     raise InvalidIndices(f"{name}: indices out of range, unsorted or repeated")
 
 
-def check_runs(*deltas: Sequence[Run], numel: int, name: str) -> None:
-    """Raises InvalidIndices unless runs are disjoint and ordered, with a value for each index.
-
-    Those of each delta, that is, and indices are int32[n].
-    """
-    for runs in deltas:
-        end = 0
-        for run in runs:
-            if not end <= run.start <= run.stop <= numel:
-                raise InvalidIndices(f"{name}: chunks overlap, are unsorted or out of range")
-            given = run.indices
-            if given is not None and (given.dtype, given.dim()) != (torch.int32, 1):
-                raise InvalidIndices(
-                    f"{name}: indices are {given.dtype}{[*given.shape]}, not int32[n]"
-                )
-            if run.bits is None or run.bits.shape != (run.count,):
-                raise InvalidIndices(f"{name}: not one value for each index")
-            check_indices(run, name=name)
-            end = run.stop
+def check_runs(runs: Sequence[Run], *, numel: int, name: str) -> None:
+    """Raises InvalidIndices unless runs are disjoint and ordered, with a value for each index."""
+    end = 0
+    for run in runs:
+        if not end <= run.start <= run.stop <= numel:
+            raise InvalidIndices(f"{name}: chunks overlap, are unsorted or out of range")
+        given = run.indices
+        if given is not None and (given.dtype, given.dim()) != (torch.int32, 1):
+            raise InvalidIndices(f"{name}: indices are {given.dtype}{[*given.shape]}, not int32[n]")
+        if run.bits is None or run.bits.shape != (run.count,):
+            raise InvalidIndices(f"{name}: not one value for each index")
+        check_indices(run, name=name)
+        end = run.stop

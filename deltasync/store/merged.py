@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from deltasync.delta.bits import Flat, Live, Run
-from deltasync.delta.fold import fold_runs
 from deltasync.delta.host.packing import Bucket, buckets, bytes_of
 from deltasync.delta.patch import check_indices
 from deltasync.delta.region import Region
@@ -17,6 +16,7 @@ from deltasync.delta.shard import whole
 from deltasync.dtypes import Dtype
 from deltasync.errors import LayoutMismatch
 from deltasync.files.checkpoint import Checkpoint
+from deltasync.store.fold import fold_runs
 from deltasync.sync.protocol.one_way import OneWayReader
 from deltasync.transports.base import Frame
 from deltasync.wire.messages import ParameterSpec

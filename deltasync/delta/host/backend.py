@@ -49,8 +49,6 @@ class HostBackend:
         self.flats, self.ledger = flats, ledger
         self.ahead: set[int] = set()
         self.num_bytes = sum(flat.numel * flat.dtype.item_size for flat in flats.values())
-        self._policy: Policy | None = None
-        self._crossover: dict[str, float] = {}
 
     def capture(self, readers: Sequence[Reader]) -> None:
         """Take the source's bits as they are now, all of them."""
@@ -145,13 +143,8 @@ class HostBackend:
         if parameter in self.ahead:  # its old bits are gone: an aborted sync overwrote them
             return iter([(Run(0, reader.numel), reader.numel)])
         old = self.flats[parameter]
-        if policy is not self._policy:  # what follows from it is worked out once
-            self._policy, self._crossover = policy, {}
-        if (kind := old.line.device.type) not in self._crossover:
-            self._crossover[kind] = policy.crossover(kind)
-        return changed_runs(
-            reader, old, step=self.ledger.chunk_numel, crossover=self._crossover[kind]
-        )
+        crossover = policy.crossover(old.line.device.type)
+        return changed_runs(reader, old, step=self.ledger.chunk_numel, crossover=crossover)
 
     def full(self, *, bucket_bytes: int) -> FullPlan:
         """All of the weights."""
