@@ -64,12 +64,6 @@ def test_kernels_agree_on_long_runs(dtype: torch.dtype, offsets: tuple[int, int]
     assert other is not None
     assert all(map(torch.equal, found, other))
     assert host.changed(new, old, count - 1) == (count, None)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host, "_WRITTEN", 300)  # of which there are several
-        host.scatter(old, found[0], found[1])
-    assert torch.equal(old, new)
-    reference.scatter(old, found[0], found[2])
-    assert torch.equal(old.bitwise_xor(new), mask.to(dtype))
     assert host.digest_run(new, KEY, 5) == reference.digest_run(new, KEY, 5)
     for chunk_numel in (3, host.BLOCK, 1 << 30):
         (first, sums), (other_first, other_sums) = (

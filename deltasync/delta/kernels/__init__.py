@@ -6,7 +6,6 @@
 - `changed(new, old, limit)`: how many of int[n] differ, and their int32 positions, new and old
   bits unless they are more than `limit`.
 - `is_increasing(indices, span)`: whether int32[n] are strictly increasing within [0, span).
-- `scatter(line, indices, bits)`: overwrites a line at int32[n] that were checked so.
 - `digest_run(bits, key, start)`: the digest of consecutive elements, a Python integer.
 - `digest_chunks(positions, bits, key, chunk_numel)`: the digests of scattered elements by
   chunk, as (first chunk, uint64[chunks]).
@@ -33,8 +32,6 @@ class Kernels(Protocol):
     ) -> tuple[int, tuple[Tensor, Tensor, Tensor] | None]: ...
 
     def is_increasing(self, indices: Tensor, span: int) -> bool: ...
-
-    def scatter(self, line: Tensor, indices: Tensor, bits: Tensor) -> None: ...
 
     def digest_run(self, bits: Tensor, key: int, start: int) -> int: ...
 

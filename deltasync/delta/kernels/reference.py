@@ -36,16 +36,6 @@ def is_increasing(indices: Tensor, span: int) -> bool:
     return bool((indices[1:] > indices[:-1]).all() & inside)
 
 
-def scatter(line: Tensor, indices: Tensor, bits: Tensor) -> None:
-    """Overwrite int[...] `line` with int[n] bits at int32[n] `indices`, which are increasing.
-
-    Indices are widened in blocks, so that little memory is taken.
-    """
-    for begin in range(0, len(bits), _BLOCK):
-        block = slice(begin, begin + _BLOCK)
-        line.scatter_(0, indices[block].to(torch.int64), bits[block])
-
-
 def digest_run(bits: Tensor, key: int, start: int) -> int:
     """The digest of int[n] consecutive elements, the first at flat position `start`."""
     total = 0
