@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from deltasync.delta.bits import Flat, Live, Run
-from deltasync.delta.fold import fold_runs
 from deltasync.delta.host.packing import Bucket, buckets, bytes_of
 from deltasync.delta.patch import check_indices
 from deltasync.delta.shard import whole
 from deltasync.errors import LayoutMismatch
 from deltasync.files.checkpoint import Checkpoint
 from deltasync.files.patch_file import flats_of
+from deltasync.store.fold import fold_runs
 from deltasync.sync.protocol.one_way import OneWayReader
 from deltasync.transports.base import Frame
 from deltasync.wire.messages import ParameterSpec

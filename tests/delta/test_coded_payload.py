@@ -45,7 +45,7 @@ def coded(codec: IndexCodec) -> tuple[Change, bytes]:
     specs = specs_of((BY_NAME["bfloat16"], 5000))
     change = change_of(specs, near(specs, [0.02], 3), 3, "cpu")
     old = LiveOld(specs, change.flats)
-    return change, encode_payload(change.payload.numpy(), 1, old, codec).to_bytes()
+    return change, encode_payload(change.payload.numpy(), 1, old, codec).to_bytes(compressed=True)
 
 
 def tensor(data: bytes) -> Tensor:

@@ -7,8 +7,6 @@ exponents cost nothing. Both ends must go over all old values of a row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from deltasync.delta.codecs import steps
 from deltasync.delta.codecs.base import Bits, CodedRow, Indices, Needs, SparseRow
 from deltasync.delta.codecs.known import ROW_CODECS
@@ -17,41 +15,27 @@ from deltasync.wire.codecs import IndexCodec, ValueCodec
 
 
 class ClassCodec:
-    """Codes rows by classes of their old values; see `RowCodec`."""
+    """Codes a row by classes of their old values; see `RowCodec`."""
 
     index_codec = IndexCodec.CLASS
     value_codec = ValueCodec.CLASS
     needs = Needs.SPAN
 
-    def encode(self, rows: Sequence[SparseRow]) -> list[tuple[bytes, bytes]]:
-        """(index block, value block) of each row; `old` has the bits of the whole span."""
-        return [_encoded(row) for row in rows]
+    def encode(self, row: SparseRow) -> tuple[bytes, bytes]:
+        """(index block, value block) of a row; `old` has the bits of the whole span."""
+        before = row.old[row.indices]
+        zigzag = steps.zigzag(row.new, before, row.dtype)
+        index = positions.encode(row.indices, row.old, row.dtype)
+        return index, values.encode(zigzag, before, row.dtype)
 
-    def indices(self, rows: Sequence[CodedRow]) -> list[Indices]:
-        """int32[count] for each row. Raises WireError."""
-        return [positions.decode(row.index, row.count, _old(row), row.dtype) for row in rows]
+    def indices(self, row: CodedRow) -> Indices:
+        """int32[count]. Raises WireError."""
+        assert row.old is not None
+        return positions.decode(row.index, row.count, row.old, row.dtype)
 
-    def values(
-        self, rows: Sequence[CodedRow], indices: Sequence[Indices], old: Sequence[Bits]
-    ) -> list[Bits]:
-        """unsigned[count] for each row. Raises WireError."""
-        found = []
-        for row, before in zip(rows, old, strict=True):
-            zigzag = values.decode(row.value, before, row.dtype)
-            found.append(steps.stepped(zigzag, before, row.dtype))
-        return found
-
-
-def _encoded(row: SparseRow) -> tuple[bytes, bytes]:
-    before = row.old[row.indices]
-    zigzag = steps.zigzag(row.new, before, row.dtype)
-    index = positions.encode(row.indices, row.old, row.dtype)
-    return index, values.encode(zigzag, before, row.dtype)
-
-
-def _old(row: CodedRow) -> Bits:
-    assert row.old is not None
-    return row.old
+    def values(self, row: CodedRow, indices: Indices, old: Bits) -> Bits:
+        """unsigned[count]. Raises WireError."""
+        return steps.stepped(values.decode(row.value, old, row.dtype), old, row.dtype)
 
 
 ROW_CODECS[IndexCodec.CLASS] = ClassCodec()

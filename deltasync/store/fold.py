@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,66 +11,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltasync.delta.bits import Flat, Live, Run, are_equal
-from deltasync.delta.patch import Patch, check_runs, patch_from_runs, runs_of, values_of
-from deltasync.errors import LayoutMismatch
+from deltasync.delta.bits import Run
 from deltasync.wire.table import MAX_SPARSE_SPAN
 
 
-def fold(patches: Iterable[Patch | None], *, base: Tensor | None = None) -> Patch | None:
-    """Merge successive patches of one parameter into one patch. Later values win.
-
-    To apply the result has the same effect as to apply all patches in order. Work and memory grow
-    with the patches, not with the parameter.
-
-    Args:
-        patches: In the order in which they would be applied, on one device. None is a step that
-            changed nothing, as `diff` returns it.
-        base: What the first patch applies to; of the patches' shape, dtype and device. Elements
-            that end as they are in `base` are then left out, and the result changes what `diff` of
-            the two ends changes. Elements that a dense part covers stay, unless it changes nothing
-            at all. Without `base`, elements that end where they began stay in the result.
-
-    Returns:
-        The patch, or None if nothing is changed. It owns its memory, except that a single patch
-        may be returned as views of itself.
-
-    Raises:
-        LayoutMismatch: Patches, or `base`, differ in name, shape, dtype or device.
-        InvalidIndices: Indices of a patch are out of range, unsorted or repeated.
-    """
-    given = [patch for patch in patches if patch is not None]
-    if not given:
-        return None
-    first = given[0]
-    dtype, numel = _check_alike(given, base), math.prod(first.shape)
-    deltas = [runs_of(patch) for patch in given]
-    check_runs(*deltas, numel=numel, name=first.name)
-    old = None if base is None else Flat.of(base, name=first.name)
-    runs = fold_runs(deltas, numel, old=old)
-    return patch_from_runs(first.name, tuple(first.shape), runs, dtype) if runs else None
-
-
-def fold_runs(deltas: Sequence[Sequence[Run]], numel: int, *, old: Live | None = None) -> list[Run]:
+def fold_runs(deltas: Sequence[Sequence[Run]], numel: int) -> list[Run]:
     """The runs that write what all of `deltas`, one after another, write. Later bits win.
 
     Args:
         deltas: Each ordered, disjoint, checked, with all of its bits; all on one device.
         numel: Elements of the parameter.
-        old: What the first delta applies to, all of it held, on that device: what ends as it was is
-            left out, except elements of a dense run that changes others. None to keep all.
     """
     deltas = [[run for run in runs if run.count] for runs in deltas]
     deltas = [runs for runs in deltas if runs]
     if not deltas:
         return []
-    if len(deltas) == 1 and old is None:
+    if len(deltas) == 1:
         return list(deltas[0])
     dense = _Dense.of(deltas)
     folded = _merged([dense.take(runs, numel) for runs in deltas])
-    if old is not None:
-        folded = folded.differing(old)
-    return _in_order(folded, dense.runs(old), numel)
+    return _in_order(folded, dense.runs(), numel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +59,6 @@ class _Scattered:
     def where(self, kept: Tensor) -> _Scattered:
         """Those that bool[n] `kept` selects."""
         return _Scattered(self.positions[kept], self.bits[kept])
-
-    def differing(self, old: Live) -> _Scattered:
-        """Those whose bits are not those of `old`."""
-        return self.where(old.gather(self.positions.long()) != self.bits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,24 +108,16 @@ class _Dense:
         self.bits[covered.positions.long() + shift[interval]] = covered.bits
         return scattered.where(~inside)
 
-    def runs(self, old: Live | None) -> list[Run]:
-        """The intervals; of those that change nothing of `old`, none."""
-        found = [
+    def runs(self) -> list[Run]:
+        """The intervals."""
+        return [
             Run(start, stop - start, None, self.bits[begin:end])
             for (start, stop), (begin, end) in zip(self.bounds, pairwise(self.begins), strict=True)
         ]
-        if old is None:
-            return found
-        return [r for r in found if not are_equal(old.read(r.start, r.stop), _bits(r))]
 
     def _place(self, start: int) -> int:
         number = bisect_right(self.bounds, (start, 1 << 63)) - 1
         return self.begins[number] + start - self.bounds[number][0]
-
-
-def _bits(run: Run) -> Tensor:
-    assert run.bits is not None
-    return run.bits
 
 
 def _merged(deltas: Sequence[_Scattered]) -> _Scattered:
@@ -224,20 +171,3 @@ def _in_order(scattered: _Scattered, dense: list[Run], numel: int) -> list[Run]:
             indices = (scattered.positions[low:high] - start).to(torch.int32)
             found.append(Run(start, stop - start, indices, scattered.bits[low:high]))
     return sorted(found, key=lambda run: run.start)
-
-
-def _check_alike(patches: Sequence[Patch], base: Tensor | None) -> torch.dtype:
-    """The dtype of all values. Raises LayoutMismatch if something differs."""
-    first = patches[0]
-    kinds = {(v.dtype, v.device) for patch in patches for v in values_of(patch)}
-    shapes = {(patch.name, tuple(patch.shape)) for patch in patches}
-    if base is not None:
-        kinds.add((base.dtype, base.device))
-        shapes.add((first.name, tuple(base.shape)))
-    for what in (shapes, kinds):
-        if len(what) > 1:
-            one, other = sorted(map(str, what))[:2]
-            raise LayoutMismatch(f"{first.name}: {one} and {other} cannot be folded into one patch")
-    if not kinds:
-        raise LayoutMismatch(f"{first.name}: a patch without chunks has no dtype")
-    return kinds.pop()[0]
