@@ -14,13 +14,15 @@ from deltasync import ModuleSource, WeightSender
 from deltasync.delta.bits import as_bits
 from deltasync.errors import DeltaSyncError
 from deltasync.files.checkpoint import Checkpoint
+from deltasync.transports import collective, shared_memory
 from deltasync.transports.address import Address
+from deltasync.transports.base import SendTransport
 from tests.cli.command import refused, told
 from tests.worlds.links import Model, random_model, step
 
 
 @contextmanager
-def sending(source: Model, address: str, *, secret: bytes | None = None) -> Iterator[str]:
+def sending(source: Model, link: SendTransport) -> Iterator[str]:
     """A trainer that sends again and again, in a thread. Yields its address."""
     over = threading.Event()
 
@@ -31,7 +33,6 @@ def sending(source: Model, address: str, *, secret: bytes | None = None) -> Iter
                 sender.send_weights(timeout_s=20)
             over.wait(0.05)
 
-    link = Address.parse(address).sender(secret=secret)
     with WeightSender(ModuleSource(source), link) as sender:
         thread = threading.Thread(target=send)
         thread.start()
@@ -52,7 +53,7 @@ def test_a_live_sender_is_exported(tmp_path: Path) -> None:
     source = random_model({"a": (40, 7), "b": (300,)}, 0)
     step(source, torch.Generator().manual_seed(0), 0.5)
     address, out = f"shared_memory:{tmp_path / 'socket'}", tmp_path / "model"
-    with sending(source, address):
+    with sending(source, shared_memory.Sender(tmp_path / "socket")):
         assert told("export", address, "--out", out)["out"] == str(out)
     assert_same(out, source)
 
@@ -60,7 +61,7 @@ def test_a_live_sender_is_exported(tmp_path: Path) -> None:
 def test_a_live_sender_is_exported_over_a_network_with_a_secret(tmp_path: Path) -> None:
     source, secret = random_model({"a": (40, 7)}, 0), tmp_path / "secret"
     secret.write_text("of both\n")
-    with sending(source, "gloo://127.0.0.1:0", secret=b"of both") as address:
+    with sending(source, collective.Sender(secret=b"of both")) as address:
         out = tmp_path / "model"
         told("export", address, "--out", out, "--secret", secret)
     assert_same(out, source)
