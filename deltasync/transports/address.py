@@ -29,47 +29,30 @@ class Address(BaseModel):
 
     @classmethod
     def of(cls, transport: SendTransport) -> Self | None:
-        """That of `transport`, if it has one: none for back ends that others registered."""
+        """That of `transport`, if it has one."""
         from deltasync.transports import collective, cuda_ipc, nixl, shared_memory
 
         match transport:
-            case collective.Sender(backend=("gloo" | "nccl") as backend):
+            case collective.Sender() | nixl.Sender():
                 host, port = transport.address
-                return cls(link=backend, host=host, port=port)
-            case nixl.Sender():
-                host, port = transport.address
-                return cls(link="nixl", host=host, port=port)
+                link = transport.backend if isinstance(transport, collective.Sender) else "nixl"
+                return cls(link=link, host=host, port=port)  # type: ignore[arg-type]
             case cuda_ipc.Sender():
                 return cls(link="cuda_ipc", path=str(transport.path))
             case shared_memory.Sender():
                 return cls(link="shared_memory", path=str(transport.path))
         return None
 
-    def sender(self, *, secret: bytes | None = None) -> SendTransport:
-        """Listen there; port 0 chooses a free one. Links on a network share `secret`."""
-        from deltasync.transports import collective, cuda_ipc, nixl, shared_memory
-
-        match self.link:
-            case "nccl" | "gloo":
-                return collective.Sender(self.host, self.port, backend=self.link, secret=secret)
-            case "nixl":
-                return nixl.Sender(self.host, self.port, secret=secret)
-            case "cuda_ipc":
-                return cuda_ipc.Sender(self.path)
-            case "shared_memory":
-                return shared_memory.Sender(self.path)
-
     def receiver(self, device: torch.device, *, secret: bytes | None = None) -> ReceiveTransport:
         """The other end, of weights on `device`. Links on a network share `secret`."""
         from deltasync.transports import collective, cuda_ipc, nixl, shared_memory
 
         match self.link:
-            case "nccl":
+            case "nccl" | "gloo":
+                where = device if self.link == "nccl" else None
                 return collective.Receiver(
-                    self.host, self.port, backend="nccl", device=device, secret=secret
+                    self.host, self.port, backend=self.link, device=where, secret=secret
                 )
-            case "gloo":
-                return collective.Receiver(self.host, self.port, secret=secret)
             case "nixl":
                 return nixl.Receiver(self.host, self.port, device=device, secret=secret)
             case "cuda_ipc":
