@@ -195,55 +195,6 @@ def test_parts_in_any_order_do_what_the_loader_does(
         assert [piece.source for piece in recording.pieces["w"]] == [whole]
 
 
-def heads(given: Iterable[tuple[str, Tensor]], live: Weights) -> None:
-    """As loaders do that take fused heads apart: view, permute, reshape."""
-    for _, tensor in given:
-        live["live"].copy_(tensor.view(2, 3, 2, 2).transpose(0, 1).reshape(12, 2).contiguous())
-
-
-def freed(given: Iterable[tuple[str, Tensor]], live: Weights) -> None:
-    """Parts of a join go before it is copied."""
-    parts = [tensor for _, tensor in given]
-    whole = torch.cat(parts)
-    for part in parts:
-        part.data = torch.empty(0, device=part.device)
-    live["live"].copy_(whole)
-
-
-def nothing_filled(given: Iterable[tuple[str, Tensor]], live: Weights) -> None:
-    for _, tensor in given:
-        live["live"].copy_(tensor)
-        live["live"][12:].zero_()
-        live["live"][12:].normal_()
-
-
-FOLLOWED = {
-    "heads": (heads, torch.float32),
-    "freed parts": (freed, torch.float32),
-    "nothing is filled": (nothing_filled, torch.float32),
-    "kept in another dtype": (
-        lambda given, live: [live["live"].copy_(t) for _, t in given],
-        torch.bfloat16,
-    ),
-    "cast": (lambda given, live: [live["live"].copy_(t.float()) for _, t in given], torch.bfloat16),
-}
-
-
-@pytest.mark.parametrize("how", FOLLOWED)
-def test_copies_of_all_kinds_are_followed(how: str) -> None:
-    way, dtype = FOLLOWED[how]
-    shapes = {"a": (5, 2), "b": (7, 2)} if way is freed else {"w": (12, 2)}
-    weights = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
-    live = {"live": torch.zeros(12, 2)}
-    recording = watched(lambda given: way(given, live), weights, live)
-    assert recording.refused == recording.uncovered == {}
-    assert set(recording.pieces) == set(weights)
-    made = scattered(recording, weights, live)["live"]
-    way([(name, tensor.clone()) for name, tensor in weights.items()], live)
-    assert torch.equal(made, live["live"])
-    assert {found.name for found in recording.dtypes.values()} == {"float32"}
-
-
 def test_empty_tensors_are_not_taken_for_each_other() -> None:
     live = {name: torch.zeros(0, 4) for name in "ab"}
     recording = watched(lambda given: [live[n].copy_(t) for n, t in given], dict(live), live)

@@ -21,11 +21,10 @@ from deltasync.quant.served import ServedSource
 from deltasync.sync.source.streamed import StreamedWeights
 from deltasync.sync.target.copied import CopiedTarget
 from tests.worlds.links import fleet
-from tests.worlds.trainers import Rounded, matrices, rows_of, trainer_of
+from tests.worlds.trainers import matrices, rows_of, trainer_of
 
 LIMIT = 5
 OPTIONS = SenderOptions(warn_unchanged_syncs=LIMIT)
-HALF = OPTIONS.model_copy(update={"wire_dtypes": {"*": "bfloat16"}})  # what engines hold
 
 
 class Policy(nn.Module):
@@ -63,14 +62,12 @@ def reinforce(policy: nn.Module, seed: int) -> None:
 
 
 def warnings_of(
-    optimizer: torch.optim.Optimizer,
-    policy: nn.Module,
-    source: WeightSource | None = None,
-    options: SenderOptions = HALF,
+    optimizer: torch.optim.Optimizer, policy: nn.Module, source: WeightSource | None = None
 ) -> list[str]:
     """What is warned of in 3 * LIMIT steps of a policy, after each of which a source is sent."""
     found: list[str] = []
-    with fleet(source or ModuleSource(policy), options=options) as here:
+    options = OPTIONS if source else OPTIONS.model_copy(update={"wire_dtypes": {"*": "bfloat16"}})
+    with fleet(source or policy, options=options) as here:
         here.add(CopiedTarget())
         here.wait(1)
         hook = sync_after_step(optimizer, here.sender, on_error="raise", timeout_s=20)
@@ -130,7 +127,7 @@ def test_scales_of_quantized_weights_are_not_warned_of() -> None:
     """They follow the largest elements, which small steps do not change."""
     policy = policy_of()
     source = ServedSource(ModuleSource(policy), matrices)
-    assert warnings_of(adamw(policy.parameters()), policy, source, OPTIONS) == []
+    assert warnings_of(adamw(policy.parameters()), policy, source) == []
 
 
 @pytest.mark.parametrize(
@@ -150,14 +147,6 @@ def test_a_tensor_that_the_optimizer_lacks_is_named(dtype: torch.dtype, stale: s
     others = [parameter for name, parameter in policy.named_parameters() if name != stale]
     (warning,) = warnings_of(adamw(others), policy)
     assert warning.startswith(f"'{stale}' require grad and have not changed in {LIMIT} deltas: ")
-
-
-def test_training_that_reaches_nothing_of_what_is_computed_for_engines_is_warned_of_once() -> None:
-    """The source does not say what it computes from: nothing can be known before it is sent."""
-    trained = policy_of(torch.float32)
-    optimizer = torch.optim.AdamW(trained.parameters(), lr=0.1)
-    (warning,) = warnings_of(optimizer, trained, Rounded(policy_of(torch.float32)), OPTIONS)
-    assert warning.startswith(f"nothing has changed in {LIMIT} deltas: ")
 
 
 def test_silence_is_warned_of_again_after_a_change() -> None:
