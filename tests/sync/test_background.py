@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -28,7 +26,6 @@ from deltasync.errors import PeerLost, SourceChanged, StepApplied, SyncAborted
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame, ReceiveTransport
 from deltasync.wire.frame import decode
-from tests.cli.command import hearing_signals
 from tests.worlds.links import (
     Model,
     Receivers,
@@ -267,24 +264,6 @@ def test_waiting_in_the_callback_of_a_background_sync_is_refused(opened: Open, c
     training.callback = lambda _: None
     training.hook.wait()
     assert ["callback" in str(error) for error in raised] == [True]
-
-
-def test_an_interrupted_wait_lets_no_optimizer_step(
-    opened: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training = opened("wait")
-    reading, go_on = held_back(monkeypatch)
-    training.step()
-    assert reading.wait(20)
-    with hearing_signals():
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-        with pytest.raises(KeyboardInterrupt):
-            training.hook.wait()
-    threading.Timer(0.3, go_on.set).start()
-    was: list[bool] = []
-    training.optimizers[0].register_step_pre_hook(lambda *_: was.append(go_on.is_set()))
-    training.step()
-    assert was == [True]
 
 
 def test_nothing_is_captured_once_the_weights_may_have_changed() -> None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 
 from deltasync.errors import CallOrderError
-from tests.sync.interrupted import Sending, change
-from tests.sync.interrupts import Strike, Struck, Tracer
+from tests.sync.interrupted import change
 from tests.worlds.links import bits_equal, fleet, random_model, until
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -54,21 +51,3 @@ def test_threads_that_call_a_sender_beside_its_own_do_not_disturb_it() -> None:
         assert not wrong
         here.sender.send_weights()
         until(lambda: bits_equal(source, replica))
-
-
-def test_no_interrupt_of_a_context_leaves_the_caller_without_gradients() -> None:
-    """Where contexts begin and end, CPython looks for signals in code of `contextlib`."""
-    world, tracer = Sending(1), Tracer(opcodes=True)
-    with contextlib.closing(world):
-        world.prepare()
-        tracer.places(world.act)
-        places = [place for place in tracer.hits if place[0].co_filename == contextlib.__file__]
-        assert len(places) > 20
-        for number, place in enumerate(places[::4]):
-            visit = (1, 3, 5)[number % 3]
-            world.prepare()
-            with contextlib.suppress(Struck):
-                tracer.strike(world.act, Strike(place, min(visit, tracer.hits[place])))
-            assert torch.is_grad_enabled(), place
-            assert not torch.is_inference_mode_enabled(), place
-        world.calm()

@@ -16,7 +16,6 @@ from deltasync import (
     ModuleSource,
     ModuleTarget,
     NamedTensor,
-    Policy,
     ReceiverOptions,
     SenderOptions,
     WeightReceiver,
@@ -90,11 +89,9 @@ SOURCES: dict[str, tuple[bool, Callable[[nn.Module], WeightSource], SenderOption
     "nested": (True, ModuleSource, SenderOptions()),
     "new entries": (True, Listing, SenderOptions()),
     "held in part": (False, ModuleSource, SenderOptions(max_inflight_bytes=0)),
-    "dense": (False, ModuleSource, SenderOptions(policy=Policy(dense_above=0))),
 }
 CASES: list[tuple[str, Kernels]] = [
     *((name, "torch") for name in SOURCES),
-    ("new entries", "triton"),
     ("held in part", "triton"),
 ]
 

@@ -254,18 +254,6 @@ def test_a_rank_that_was_dirty_is_dirty_after_a_sync_that_is_undone() -> None:
         assert hold_the_same(source, halves)
 
 
-def test_strided_parameters_that_interleave_are_synced() -> None:
-    w = torch.zeros(8, 10)
-    views = {"a": w[::2, :6], "b": w[1::2, :6], "c": w[:, 6:]}
-    source, replica = Model({n: torch.randn(v.shape) for n, v in views.items()}), Model(views)
-    with fleet(source) as here:
-        here.join(replica)
-        nudge(source)
-        assert here.sender.send_weights().kind == "delta"
-        assert bits_equal(source, replica)
-    assert w.all()
-
-
 @pytest.mark.promise("Bits", "float32 masters are compared as torch casts them.")
 def test_fp32_masters_are_compared_as_their_bf16_cast() -> None:
     source, replica = model(dtype=torch.float32), model(1)
