@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
 
-from deltasync import SenderOptions, WeightTarget
+from deltasync import ReceiverOptions, SenderOptions, WeightTarget
+from deltasync.delta.bits import as_bits
 from deltasync.engines.routed import RoutedTarget
 from deltasync.engines.routes.recorder import CheckpointTensor
 from deltasync.errors import ConfigError, DigestMismatch, SyncAborted
@@ -23,10 +27,12 @@ from tests.worlds.toy_engines import (
     Wide,
     fails,
     fixed,
+    is_as,
     joined,
     rank_of,
     routed,
     specs,
+    state_of,
     trainer,
 )
 
