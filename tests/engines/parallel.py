@@ -25,7 +25,6 @@ from deltasync.transports import shared_memory
 from tests.engines import quantized
 from tests.engines.checkpoints import Weights, changed, checkpoint, write_config
 from tests.engines.offline import started, stop, tokens
-from tests.engines.sleeping import make_known
 
 SETUPS: dict[str, dict[str, Any]] = {
     "one": {},
@@ -40,7 +39,6 @@ WIDE = {"num_key_value_heads": 4, "moe_intermediate_size": 256}
 
 
 def main(folder: Path, architecture: str, setup: str, form: str | None = None) -> None:
-    make_known(folder)
     write_config(architecture, folder, None if form is None else WIDE)
     old = {name: tensor * 0.05 for name, tensor in checkpoint(folder, 0).items()}
     middle = changed(old, 0.3, seed=1)

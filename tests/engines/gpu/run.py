@@ -50,9 +50,7 @@ def main() -> int:
     chosen = parser.parse_args()
     count = max(1, torch.cuda.device_count())
     names = chosen.names or [
-        name
-        for name, case in CASES.items()
-        if case.workers <= count and find_spec("sglang" if case.way == "SGLang" else "vllm")
+        name for name, case in CASES.items() if case.workers <= count and find_spec(case.engine)
     ]
     if unknown := [name for name in names if name not in CASES]:
         parser.error(f"there is no case {unknown[0]!r}; there are {', '.join(CASES)}")
