@@ -19,29 +19,13 @@ from tests.worlds.ranks import free_port
 # Latent attention, and no experts: SGLang's run on CPUs with AMX alone.
 _MLA: dict[str, Any] = checkpoints.CONFIGS["DeepseekV3ForCausalLM"] | {
     "num_key_value_heads": 4,
-    "q_lora_rank": None,
+    "q_lora_rank": 64,
     "first_k_dense_replace": 2,
     "attention_bias": False,
 }
-# The first layer has linear attention, the second latent attention.
-_KIMI: dict[str, Any] = _MLA | {
-    "model_type": "kimi_linear",
-    "num_experts": None,
-    "mla_use_nope": True,
-    "rope_scaling": None,
-    "linear_attn_config": {
-        "kda_layers": [1],
-        "full_attn_layers": [2],
-        "num_heads": 4,
-        "head_dim": 64,
-        "short_conv_kernel_size": 4,
-    },
-}
 CONFIGS: dict[str, dict[str, Any]] = {
     # Two matrices of the checkpoint are one here, and its loader wants both in one call.
-    "DeepseekV3ForCausalLM": _MLA | {"q_lora_rank": 64},
-    # Its loader replaces what it computes from weights.
-    "KimiLinearForCausalLM": _KIMI,
+    "DeepseekV3ForCausalLM": _MLA,
 }
 
 
@@ -63,16 +47,11 @@ def write_config(architecture: str, folder: Path) -> Specs:
         "model.norm.weight": (hidden,),
         "lm_head.weight": table,
     }
-    linear = config.get("linear_attn_config", {"kda_layers": []})
+    attention = _latent_attention(config)
+    layer = {f"self_attn.{name}": shape for name, shape in attention.items()} | others
     for number in range(config["num_hidden_layers"]):
-        is_linear = number + 1 in linear["kda_layers"]
-        attention = _linear_attention(hidden, linear) if is_linear else _latent_attention(config)
-        layer = {f"self_attn.{name}": shape for name, shape in attention.items()} | others
         found |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
-    return {
-        name: (torch.bfloat16 if name.endswith(".weight") else torch.float32, shape)
-        for name, shape in found.items()
-    }
+    return {name: (torch.bfloat16, shape) for name, shape in found.items()}
 
 
 def _latent_attention(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -85,35 +64,9 @@ def _latent_attention(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         "kv_b_proj": (heads * (config["qk_nope_head_dim"] + config["v_head_dim"]), latent),
         "o_proj": (hidden, heads * config["v_head_dim"]),
     }
-    if config["q_lora_rank"] is None:
-        shapes["q_proj"] = (query, hidden)
-    else:
-        rank = config["q_lora_rank"]
-        shapes |= {
-            "q_a_proj": (rank, hidden),
-            "q_a_layernorm": (rank,),
-            "q_b_proj": (query, rank),
-        }
+    rank = config["q_lora_rank"]
+    shapes |= {"q_a_proj": (rank, hidden), "q_a_layernorm": (rank,), "q_b_proj": (query, rank)}
     return {f"{name}.weight": shape for name, shape in shapes.items()}
-
-
-def _linear_attention(hidden: int, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """What Kimi's layers have whose attention keeps a state of one size."""
-    heads, head, kernel = config["num_heads"], config["head_dim"], config["short_conv_kernel_size"]
-    inner = heads * head
-    shapes: dict[str, tuple[int, ...]] = {
-        "b_proj": (heads, hidden),
-        "f_a_proj": (head, hidden),
-        "f_b_proj": (inner, head),
-        "g_a_proj": (head, hidden),
-        "g_b_proj": (inner, head),
-        "o_norm": (head,),
-        "o_proj": (hidden, inner),
-    }
-    for name in "qkv":
-        shapes |= {f"{name}_proj": (inner, hidden), f"{name}_conv1d": (inner, 1, kernel)}
-    found = {f"{name}.weight": shape for name, shape in shapes.items()}
-    return found | {"A_log": (1, 1, heads, 1), "dt_bias": (inner,)}
 
 
 def write_weights(folder: Path, weights: dict[str, Tensor]) -> None:

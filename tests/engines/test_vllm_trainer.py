@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,13 +30,8 @@ from deltasync.errors import (
     TransportClosed,
 )
 from deltasync.integrations.trainer_info import TrainerInfo
-from deltasync.integrations.vllm import OfflineClient
 from deltasync.integrations.vllm_trainer import DeltaSyncTrainer, DeltaSyncTrainerInitInfo
 from deltasync.integrations.worker import Worker
-from tests.engines.checkpoints import checkpoint, write_config
-from tests.engines.environment import use_cpu
-from tests.engines.offline import started, tokens
-from tests.engines.programs import Program
 from tests.worlds.links import Model, random_model
 from tests.worlds.ranks import free_port, run_ranks
 
@@ -320,74 +313,3 @@ def test_two_calls_at_once_do_not_mix() -> None:
         leave.set()
         first.result()
         assert fleet.hold(model)
-
-
-def follow(folder: Path) -> None:
-    """Two whole engines behind one client, and masters in float32."""
-    old = {name: tensor * 0.05 for name, tensor in checkpoint(folder, 0).items()}
-    clients = [OfflineClient(started(folder, old)) for _ in range(2)]
-    from transformers import AutoModelForCausalLM
-
-    policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    engine = WeightTransferTrainerFactory.trainer_init(
-        info(caches="clear", workers=2, timeout_s=60.0),
-        client=Together(clients),
-        source=ModuleSource(policy),
-    )
-    engine.send_weights()
-    assert engine.last_stats.full_synced == 0  # they were started on the same weights
-    before = [tokens(client._llm) for client in clients]
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
-    for version in range(2, 4):
-        batch = torch.arange(10, 30)[None]
-        policy(input_ids=batch, labels=batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        engine.send_weights()
-        stats = engine.last_stats
-        assert (stats.kind, stats.version, stats.receivers) == ("delta", version, 2)
-    after = [tokens(client._llm) for client in clients]
-    assert [client._llm.get_weight_version() for client in clients] == ["3", "3"]
-    engine.shutdown()
-    bits = {name: tensor.bfloat16() for name, tensor in policy.state_dict().items()}
-    expected = tokens(started(folder, bits))
-    assert before[0] == before[1] != expected
-    assert after == [expected, expected]
-
-
-class Together:
-    """Calls several clients at the same time, as vLLM's own does for actors of Ray."""
-
-    def __init__(self, clients: list[OfflineClient]) -> None:
-        self._clients, self._threads = clients, ThreadPoolExecutor(len(clients))
-
-    def __getattr__(self, name: str) -> Callable[..., list[Any]]:
-        if name.startswith("_") or name in ("collective_rpc", "paused", "workers"):
-            raise AttributeError(name)
-
-        def call(*arguments: Any, **named: Any) -> list[Any]:
-            calls = [
-                self._threads.submit(getattr(client, name), *arguments, **named)
-                for client in self._clients
-            ]
-            return [each.result() for each in calls]
-
-        return call
-
-
-@pytest.mark.promise(
-    "Engines and trainers of several ranks",
-    "Loops that drive vLLM's own trainer interface get the same: engines hold the trainer's "
-    "bits after each `send_weights`, which raises if one does not, and the next call covers "
-    "that.",
-)
-@pytest.mark.timeout(500)
-def test_whole_engines_follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_cpu(monkeypatch, packs=False)
-    folder = write_config("Qwen3ForCausalLM", tmp_path)  # whose head is tied
-    with Program("-m", "tests.engines.test_vllm_trainer", folder) as program:
-        program.wait(timeout_s=480)
-
-
-if __name__ == "__main__":
-    follow(Path(sys.argv[1]))
