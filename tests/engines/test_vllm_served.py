@@ -58,13 +58,7 @@ def model(tmp_path: Path) -> Path:
     "Requests continue while versions arrive.",
 )
 def test_requests_go_on_while_versions_come(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_cpu(monkeypatch, packs=False)
-    output_of("-m", "tests.engines.served", model)
-
-
-def test_steps_in_flight_end_before_a_version_is_written(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    """Steps in flight end before a version is written, with the old weights."""
     use_cpu(monkeypatch, packs=False)
     monkeypatch.setenv("VLLM_PLUGINS", f"{os.environ['VLLM_PLUGINS']},two_batches")
     monkeypatch.setenv("DELTASYNC_TESTS_FAIL", str(model / "fail"))

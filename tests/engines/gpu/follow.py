@@ -92,8 +92,7 @@ class Trial:
             for rank, then in zip(before, again, strict=True)
         ]
         with self.started(0) as live:
-            kernels = live.collective_rpc("kernels_used")
-            found: dict[str, Any] = {"kernels": sorted(set().union(*kernels))}
+            found: dict[str, Any] = {}
             for mode in ("refuse", "reload"):
                 try:
                     return found | self.follow(live, mode, expected, before, idle)
