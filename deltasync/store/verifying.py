@@ -61,7 +61,8 @@ def verify_run(
 ) -> Verified:
     """Read every manifest and every object of a run, and put each version together.
 
-    Takes space in the system's temporary folder for the largest version twice. What `gc` deletes meanwhile is no fault.
+    Takes space in the system's temporary folder for the largest version twice. What `gc` deletes
+    meanwhile is no fault.
 
     Args:
         url: The store, or a run in it.
