@@ -291,7 +291,7 @@ def fewest_bytes(run: Run, held: int | None, to: int) -> int:
     "A reader of a store fetches the fewest bytes that lead to a version, in whatever codec: "
     "the deltas that it has missed, as one commit, or an anchor and what follows.",
 )
-@settings(deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     versions=histories(),
     coding=st.sampled_from(CODINGS),
