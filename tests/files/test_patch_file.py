@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -47,7 +47,6 @@ def made(tmp_path: Path) -> tuple[Path, Path, Path]:
     return old, new, tmp_path / "patch"
 
 
-@settings(max_examples=30)
 @given(
     versions=versions(),
     is_sharded=st.booleans(),
