@@ -86,24 +86,8 @@ def gc(
     if not (isinstance(keep_s, Real) and keep_s >= 0):
         raise ConfigError(f"keep_s={keep_s!r}: give 0 seconds or more")
     found = Run.open(url, run, options)
-    manifests, named = _manifests(found), cache(lambda version: _named(found, version))
-    objects = [
-        *found.objects.listed(keys.ANCHORS),
-        *found.objects.listed(keys.OBJECTS),
-        *_leftovers(found),
-    ]
-    before_s = max(map(_written_s, (*manifests.values(), *objects)), default=0.0) - keep_s
-    floor = _floor(found, manifests, keep, before_s)
-    old = [facts for version, facts in manifests.items() if version < floor]
-    versions, unnamed = len(old), list[ObjectFacts]()
-    for facts in objects:
-        if (version := keys.version_of(facts.key)) is None:
-            continue
-        is_due = facts.key.startswith(keys.OBJECTS) and _written_s(facts) <= before_s
-        if version < floor:
-            old.append(facts)
-        elif is_due and facts.key not in named(version):
-            unnamed.append(facts)
+    manifests = _manifests(found)
+    floor, old, unnamed = _due(found, manifests, keep, keep_s)
     if not dry_run:
         for facts in (*old, *unnamed):  # manifests first, the oldest one first
             version = keys.version_of(facts.key) or 0
@@ -114,11 +98,35 @@ def gc(
         run=found.name,
         oldest=floor if manifests else None,
         newest=max(manifests, default=None),
-        versions=versions,
+        versions=sum(version < floor for version in manifests),
         objects=len(old) + len(unnamed),
         num_bytes=sum(facts.num_bytes for facts in (*old, *unnamed)),
         unfinished=len(unnamed),
     )
+
+
+def _due(
+    run: Run, manifests: dict[int, ObjectFacts], keep: int, keep_s: float
+) -> tuple[int, list[ObjectFacts], list[ObjectFacts]]:
+    """(the oldest version that stays, what belongs to older ones, what no manifest names)."""
+    named = cache(lambda version: _named(run, version))
+    objects = [
+        *run.objects.listed(keys.ANCHORS),
+        *run.objects.listed(keys.OBJECTS),
+        *_leftovers(run),
+    ]
+    before_s = max(map(_written_s, (*manifests.values(), *objects)), default=0.0) - keep_s
+    floor = _floor(run, manifests, keep, before_s)
+    old, unnamed = [one for v, one in manifests.items() if v < floor], list[ObjectFacts]()
+    for facts in objects:
+        if (version := keys.version_of(facts.key)) is None:
+            continue
+        is_due = facts.key.startswith(keys.OBJECTS) and _written_s(facts) <= before_s
+        if version < floor:
+            old.append(facts)
+        elif is_due and facts.key not in named(version):
+            unnamed.append(facts)
+    return floor, old, unnamed
 
 
 def _written_s(facts: ObjectFacts) -> float:

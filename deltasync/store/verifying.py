@@ -57,18 +57,17 @@ def verify_run(
     run: str | None = None,
     *,
     options: StoreOptions | None = None,
-    spool: str | Path | None = None,
     phase: Phase = no_phase,
 ) -> Verified:
     """Read every manifest and every object of a run, and put each version together.
 
-    Takes disk space for the largest version twice. What `gc` deletes meanwhile is no fault.
+    Takes space in the system's temporary folder for the largest version twice. What `gc` deletes
+    meanwhile is no fault.
 
     Args:
         url: The store, or a run in it.
         run: The run below `url`; needed if there are several.
         options: How the store is reached. With a key, every manifest must be signed with it.
-        spool: Folder for what is fetched; None for the system's.
         phase: Called to report progress, in versions.
 
     Raises:
@@ -78,7 +77,7 @@ def verify_run(
     found = Run.open(url, run, options)
     versions = found.versions()
     advance, result = phase("verifying", len(versions)), Verified(found.name, len(versions))
-    objects = Fetched(found.objects, spool)
+    objects = Fetched(found.objects)
     try:
         check = _Check(found, objects, result)
         for version in versions:

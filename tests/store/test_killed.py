@@ -81,7 +81,7 @@ def live(folder: Path) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "versions"), [("local", 60), ("s3", 20)])
+@pytest.mark.parametrize(("kind", "versions"), [("local", 30), ("s3", 10)])
 def test_a_store_survives_the_death_of_all_who_use_it(
     kind: str, versions: int, request: pytest.FixtureRequest
 ) -> None:

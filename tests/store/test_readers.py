@@ -253,7 +253,7 @@ def histories(draw: st.DrawFn) -> list[State]:
     first = {f"w{n}": draw(tensors()) for n in range(draw(st.integers(1, 4)))}
     assume(any(tensor.numel() for tensor in first.values()))  # others are refused
     versions: list[State] = [first]
-    for _ in range(draw(st.integers(2, 8))):
+    for _ in range(draw(st.integers(2, 5))):
         state = dict[str, Tensor]()
         for name, tensor in versions[-1].items():
             if draw(st.booleans()):
@@ -295,7 +295,7 @@ def fewest_bytes(run: Run, held: int | None, to: int) -> int:
 @given(
     versions=histories(),
     coding=st.sampled_from(CODINGS),
-    anchor_every=st.integers(2, 9),
+    anchor_every=st.integers(2, 6),
     policy=st.builds(
         Policy,
         chunk_numel=st.integers(1, 40),
@@ -311,7 +311,7 @@ def test_readers_of_any_history_take_the_fewest_bytes(
     run = Run.open(made.place.url)
     with Follower(made.place, model=Bag(versions[0])) as reader:
         held = reader.fetch(1)
-        for to in data.draw(st.lists(st.integers(1, len(versions)), min_size=1, max_size=3)):
+        for to in data.draw(st.lists(st.integers(1, len(versions)), min_size=1, max_size=2)):
             reader.fetch(to)
             assert reader.holds(versions[to - 1])
             if to > held:
