@@ -166,6 +166,20 @@ output.shutil.rmtree = lambda folder, **how: (again(), remove(folder, **how))
     assert set(folder.iterdir()) == there
 
 
+def test_an_interrupt_that_became_another_error_is_none(folder: Path) -> None:
+    """As in C code, and while modules are imported."""
+    change = """
+def flush(*_):
+    try:
+        os.kill(os.getpid(), 2)
+    except KeyboardInterrupt:
+        raise ValueError("lost") from None
+checkpoint.Checkpoint.flush = flush
+"""
+    done = apply_with(change, folder)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 @pytest.mark.parametrize("turn", range(3))
 def test_ctrl_c_at_any_moment_ends_quietly(turn: int, folder: Path) -> None:
     """In a terminal it reaches all processes."""
