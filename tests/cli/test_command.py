@@ -37,8 +37,8 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "folder/one/two/notes").write_text("kept")
     with RunLog(tmp_path / "log") as log:
         log(sync())
-    words = [tmp_path / "old", tmp_path / "new", "--out", tmp_path / "patch"]
-    assert call("diff", *words).returncode == 0
+    made = call("diff", tmp_path / "old", tmp_path / "new", "--out", tmp_path / "patch")
+    assert made.returncode == 0
     return tmp_path
 
 
