@@ -37,13 +37,13 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "folder/one/two/notes").write_text("kept")
     with RunLog(tmp_path / "log") as log:
         log(sync())
-    words = [tmp_path / "old", tmp_path / "new", "--out", tmp_path / "patch"]
-    assert call("diff", *words).returncode == 0
+    made = call("diff", tmp_path / "old", tmp_path / "new", "--out", tmp_path / "patch")
+    assert made.returncode == 0
     return tmp_path
 
 
-def apply(folder: Path) -> list[str | Path]:
-    return ["apply", folder / "patch", folder / "folder", "--out", folder / "made"]
+def apply(folder: Path, base: str = "folder") -> list[str | Path]:
+    return ["apply", folder / "patch", folder / base, "--out", folder / "made"]
 
 
 def test_help_fits_a_terminal_and_costs_no_torch() -> None:
@@ -166,6 +166,20 @@ output.shutil.rmtree = lambda folder, **how: (again(), remove(folder, **how))
     assert set(folder.iterdir()) == there
 
 
+def test_an_interrupt_that_became_another_error_is_none(folder: Path) -> None:
+    """As in C code, and while modules are imported."""
+    change = """
+def flush(*_):
+    try:
+        os.kill(os.getpid(), 2)
+    except KeyboardInterrupt:
+        raise ValueError("lost") from None
+checkpoint.Checkpoint.flush = flush
+"""
+    done = apply_with(change, folder)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 @pytest.mark.parametrize("turn", range(3))
 def test_ctrl_c_at_any_moment_ends_quietly(turn: int, folder: Path) -> None:
     """In a terminal it reaches all processes."""
@@ -218,9 +232,11 @@ def handles_signals(process: int) -> bool:
 def test_a_lack_of_something_is_one_line_and_leaves_nothing(
     kind: int, limits: Iterable[int], said: str, folder: Path
 ) -> None:
+    """To remove nested folders takes descriptors: without, a file is made."""
     there, lines = set(folder.rglob("*")), set()
+    base = "old" if kind == resource.RLIMIT_NOFILE else "folder"
     for limit in limits:
-        done = call(*apply(folder), limits={kind: limit})
+        done = call(*apply(folder, base), limits={kind: limit})
         if kind == resource.RLIMIT_AS and done.returncode == -signal.SIGABRT:
             continue  # libraries in C++ and Rust abort where an allocation fails
         assert done.returncode in (0, 2), (limit, done.stderr)

@@ -25,8 +25,7 @@ QUICK = ["demo", "--quick", "--json"]
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a demo of four versions wrote, with its store and what it printed."""
     folder = tmp_path_factory.mktemp("run")
-    words = [*QUICK, "--steps", "3", "--out", folder, "--store", folder / "store"]
-    done = run_forked(*words)
+    done = run_forked(*QUICK, "--steps", "3", "--out", folder, "--store", folder / "store")
     assert done.returncode == 0, done.stderr
     assert "equal in both processes" in done.stderr
     (folder / "stdout").write_text(done.stdout)

@@ -61,20 +61,26 @@ def test_without_any_link_the_exit_code_is_1(tmp_path: Path) -> None:
     assert len(ADVICE.findall(done.stdout)) >= len(re.findall(r"^\S.* no  ", done.stdout, re.M)) > 2
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+)
 def test_what_ends_within_a_trial_leaves_no_process(number: int, code: int) -> None:
+    """Ctrl-C comes when trials begin, and to all processes."""
     with tempfile.TemporaryDirectory(prefix="") as folder:
         process = start("doctor", TMPDIR=folder)
-        while not list(Path(folder).rglob("weights.sock")):
+        while not (found := descendants(process.pid)) or (
+            number != signal.SIGINT and not list(Path(folder).rglob("weights.sock"))
+        ):
             assert process.poll() is None
             time.sleep(0.05)
-        found = descendants(process.pid)
-        assert len(found) >= 2
-        process.send_signal(number)
+        (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
         assert process.wait() == code
-        process.close()
         for one in found:
             wait_until_gone(one)
+        errors = process.stderr.read()
+        assert "Traceback" not in errors
+        assert "KeyboardInterrupt" not in errors
+        process.close()
         if number != signal.SIGKILL:
             assert not list(Path(folder).iterdir())
 

@@ -70,8 +70,12 @@ def test_what_is_made_anew_takes_the_place_of_nothing(tmp_path: Path) -> None:
     for kind, make in (KINDS | {"file": Path.touch}).items():
         make(tmp_path / kind)
     before = {name: found for name, found in state(tmp_path).items() if name != "store"}
-    commands = ["diff", old, new], ["apply", tmp_path / "patch", old], ["fetch", tmp_path / "store"]
-    for words, kind in zip(commands, ("dangling link", "file", "link"), strict=True):
+    commands: dict[str, tuple[str | Path, ...]] = {
+        "dangling link": ("diff", old, new),
+        "file": ("apply", tmp_path / "patch", old),
+        "link": ("fetch", tmp_path / "store"),
+    }
+    for kind, words in commands.items():
         out = tmp_path / kind
         assert f"{out} exists" in refused(*words, "--out", out)
     assert before.items() <= state(tmp_path).items()

@@ -126,8 +126,8 @@ def test_what_cannot_be_used_is_refused(trainer: Publisher, tmp_path: Path) -> N
     assert "--to" in refused("fetch", url, "--to", "nine", "--out", out)
     assert "VersionMissing" in refused("fetch", url, "--to", "9", "--out", out)
     (tmp_path / "none").mkdir()
-    for words in (["fetch", "--out", out], ["log"], ["gc"], ["verify"]):
-        command, *more = words
+    for command in ("fetch", "log", "gc", "verify"):
+        more = ("--out", str(out)) if command == "fetch" else ()
         assert "no such folder" in refused(command, tmp_path / "gone", *more)
         assert "no run here" in refused(command, tmp_path / "none", *more)
         assert "RunUnknown" in refused(command, url, "--run", "other", *more)

@@ -172,11 +172,26 @@ def test_what_is_served_under_names_that_do_not_fit_is_refused() -> None:
 
 
 def test_stacked_experts_are_refused_until_they_are_split() -> None:
+    experts = torch.randn(3, 256, 128, dtype=torch.bfloat16)
     source = nn.Module()
-    source.experts = nn.Parameter(torch.randn(3, 256, 128, dtype=torch.bfloat16))
+    source.experts = nn.Parameter(experts)
     every: Callable[[str, tuple[int, ...]], Form | None] = lambda *_: FORM  # noqa: E731
     with pytest.raises(ConfigError, match=r"experts: .*\(3, 256, 128\); split.*name_map"):
         ServedSource(ModuleSource(source), every).tensors()
+    places = {
+        f"experts.{expert}.{half}.weight": (expert, rows)
+        for expert in range(3)
+        for half, rows in {"gate": slice(0, 128), "up": slice(128, None)}.items()
+    }
+    weights = {name: experts[place] for name, place in places.items()}
+    replica = engine(dict(served_weights(weights.items(), every)))
+    with fleet(ServedSource(ModuleSource(source, name_map=lambda *_: places), every)) as here:
+        here.add(replica)
+        here.wait(1)
+        for number, share in enumerate([0, 0.1, 1]):
+            step(source, share, number)
+            here.sender.send_weights(timeout_s=5)
+            assert_holds(replica, dict(served_weights(weights.items(), every)))
 
 
 # Nothing is served out of date

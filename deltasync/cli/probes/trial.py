@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Self
@@ -40,12 +39,17 @@ class Trial:
 
     def __init__(self, name: str) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="deltasync-")
+        self._said = Path(self._folder.name, "stderr")
+        self._said.touch()
         self._process = _NEW.Process(target=_run, args=(name, self._folder.name))
         self._not_started = ""
+        heard = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for this process alone
         try:
             self._process.start()
         except OSError as error:  # no descriptor or no process is left
             self._not_started = str(error)
+        finally:
+            signal.signal(signal.SIGINT, heard)
 
     def __enter__(self) -> Self:
         return self
@@ -67,7 +71,7 @@ class Trial:
             return None
         if self._process.exitcode is None:
             return "it did not end in time"
-        lines = Path(self._folder.name, "stderr").read_text(errors="replace").split("\n")
+        lines = self._said.read_text(errors="replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
         return last.removeprefix("deltasync.errors.") or f"it ended with {self._process.exitcode}"
 
@@ -75,9 +79,8 @@ class Trial:
 def _run(name: str, folder: str) -> None:
     """Run a trial. What it writes is in `folder`, so that a killed process leaves nothing."""
     os.setsid()
-    _end_with_parent()
     os.environ["TMPDIR"] = tempfile.tempdir = folder
-    os.dup2(os.open(f"{folder}/stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    os.dup2(os.open(f"{folder}/stderr", os.O_WRONLY | os.O_APPEND), 2)
     match name:
         case "triton":
             _try_triton()
@@ -87,18 +90,6 @@ def _run(name: str, folder: str) -> None:
             _try_link("cuda_ipc", ("cuda:0", "cuda:0"))
         case "nccl":
             _try_link("nccl", ("cuda:0", "cuda:1"))
-
-
-def _end_with_parent() -> None:
-    """End this process as soon as the one that started it has ended, however that happens."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def _model(device: str) -> nn.Module:
@@ -141,7 +132,6 @@ def _try_link(link: LinkName, devices: tuple[str, str]) -> None:
 
 def _follow(address: str, device: str) -> None:
     """In the second process: follow the sender until it has left."""
-    _end_with_parent()
     link = Address.model_validate_json(address).receiver(torch.device(device))
     target, options = ModuleTarget(_model(device)), ReceiverOptions(kernels="torch")
     with WeightReceiver(target, link, options=options) as receiver, contextlib.suppress(PeerLost):
