@@ -64,22 +64,18 @@ class InterruptedAt:
 
 
 class Kernel:
-    """Has no dict, and refuses to be set by others than itself."""
+    """Has no dict."""
 
     __slots__ = ("__packed",)
 
     def __init__(self, packed: Tensor) -> None:
         self.pack(packed)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise TypeError("closed")
-
     def pack(self, packed: Tensor) -> None:
-        object.__setattr__(self, "_Kernel__packed", packed)
+        self.__packed = packed
 
     def packed(self) -> Tensor:
-        found: Tensor = self.__packed  # type: ignore[attr-defined]
-        return found
+        return self.__packed
 
 
 def layer(work: Callable[[Any], object], **has: Callable[[Any], object]) -> type[Projection]:
@@ -476,7 +472,7 @@ def in_a_dict_once(own: Any) -> None:
         ("all", layer(in_a_dict), None),
         ("nothing", Projection, "'embed', 'head', 'layers.0.sinks'"),
         ("no sinks", Projection, "'layers.0.sinks', 'layers.1.sinks', 'layers.2.sinks'"),
-        ("beside", layer(of_view, part=lambda own: own.weight), r"'layers.0.absorbed'"),
+        ("beside", layer(of_view, part=lambda own: own.weight.data), r"'layers.0.absorbed'"),
         ("all", CAST, r"'layers.0.impl.sinks', 'layers.1.impl.sinks'"),
         ("all", SINKS_ONCE, r"'layers\.\d\.kept'"),
         ("all", layer(in_a_dict_once), "'layers.0.state.largest'"),
