@@ -311,6 +311,10 @@ PACKS: tuple[Callable[[Any], Tensor], ...] = (
 )
 
 
+def packing(pack: Callable[[Any], Tensor]) -> type[Layered]:
+    return engine_of(lambda own: setattr(own, "packed", pack(own.weight.float())))
+
+
 def with_a_number(own: Any) -> None:
     """Its tensors are written to where they were; the object that is used keeps its number."""
     weight = own.weight.data.float()
@@ -354,13 +358,7 @@ OUTSIDE = "'table' is written by the start of another layer"
         ),
         (of(CAST, Engine), f"'layers.0.impl.sinks'{STALE}"),
         (of(SINKS_ONCE, Engine), rf"'layers\.0\.kept'.*{STALE}"),
-        *(
-            (
-                engine_of(lambda own, pack=pack: setattr(own, "packed", pack(own.weight.float()))),
-                "'layers.0.packed' is sparse, quantised or packed by",
-            )
-            for pack in PACKS
-        ),
+        *((packing(pack), "'layers.0.packed' is sparse, quantised or packed by") for pack in PACKS),
         (engine_of(with_a_number), "'layers.0.kernel.packed', 'layers.0.kernel.scale'"),
         (Pushed, OUTSIDE),
         (of(Pushed.made, Pushed, common=torch.zeros(3, 6, 4)), OUTSIDE),  # of both instances

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from deltasync import SenderOptions, WeightTarget
+from deltasync.delta.bits import as_bits
 from deltasync.engines.routed import RoutedTarget
 from deltasync.engines.routes.recorder import CheckpointTensor
 from deltasync.errors import ConfigError, DigestMismatch, SyncAborted
@@ -23,10 +24,12 @@ from tests.worlds.toy_engines import (
     Wide,
     fails,
     fixed,
+    is_as,
     joined,
     rank_of,
     routed,
     specs,
+    state_of,
     trainer,
 )
 
@@ -262,6 +265,16 @@ def test_ranks_that_do_not_add_up_are_refused_by_name(
     targets = [RoutedTarget(Rank(rank), checkpoint) for rank in ranks]
     with pytest.raises(SyncAborted, match=why), joined(source, *targets):
         pass
+
+
+def test_a_rank_takes_what_it_holds_of_the_end_of_a_tensor() -> None:
+    source, rank = trainer(0), rank_of(trainer(0), 1)
+    before, target = state_of(rank), RoutedTarget(rank, CHECKPOINT)
+    layout = target.parameters()
+    for number, live in target.bind(layout).items():
+        bits = as_bits(source.get_parameter(layout[number].name).data.bfloat16()).reshape(-1)
+        live.write(len(bits) // 3, bits[len(bits) // 3 :])
+    assert is_as(rank, before)
 
 
 # Loaders that need some tensors in one call get them in one call.
