@@ -43,11 +43,8 @@ class LearntTarget(RoutedTarget):
 
     def routes(self) -> dict[str, Routes]:
         """As of `RoutedTarget`, but those of fixed tensors, which are read back each time."""
-        return {name: one for name, one in super().routes().items() if name not in self._fixed}
-
-    @property
-    def _fixed(self) -> set[str]:
-        return {other for name in self.learnt.fixed for other in self.learnt.given[name]}
+        fixed = {other for name in self.learnt.fixed for other in self.learnt.given[name]}
+        return {name: one for name, one in super().routes().items() if name not in fixed}
 
     def _live(self) -> dict[str, Tensor]:
         return super()._live() | self.learnt.recomputed.beside

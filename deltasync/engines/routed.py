@@ -309,18 +309,13 @@ class RoutedTarget:
     @contextmanager
     def _kept(self) -> Iterator[None]:
         """Restore what the loader replaces. Raise ConfigError if it replaced a tensor."""
-        watch, reach, before = (
-            ModuleWatch(self._module),
-            Reach([("", self._module)]),
-            self._live(),
-        )
+        reach, before = Reach([("", self._module)]), self._live()
         replaced: list[str] = []
         try:
             yield
         finally:
-            if not watch.is_unmoved():
-                now = self._live()
-                replaced = sorted(n for n in before | now if before.get(n) is not now.get(n))
+            now = self._live()
+            replaced = sorted(n for n in before | now if before.get(n) is not now.get(n))
             reach.put_back()
         if replaced:
             raise ConfigError(

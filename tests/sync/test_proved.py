@@ -64,22 +64,18 @@ class InterruptedAt:
 
 
 class Kernel:
-    """Has no dict, and refuses to be set by others than itself."""
+    """Has no dict."""
 
     __slots__ = ("__packed",)
 
     def __init__(self, packed: Tensor) -> None:
         self.pack(packed)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise TypeError("closed")
-
     def pack(self, packed: Tensor) -> None:
-        object.__setattr__(self, "_Kernel__packed", packed)
+        self.__packed = packed
 
     def packed(self) -> Tensor:
-        found: Tensor = self.__packed  # type: ignore[attr-defined]
-        return found
+        return self.__packed
 
 
 def layer(work: Callable[[Any], object], **has: Callable[[Any], object]) -> type[Projection]:
@@ -315,6 +311,10 @@ PACKS: tuple[Callable[[Any], Tensor], ...] = (
 )
 
 
+def packing(pack: Callable[[Any], Tensor]) -> type[Layered]:
+    return engine_of(lambda own: setattr(own, "packed", pack(own.weight.float())))
+
+
 def with_a_number(own: Any) -> None:
     """Its tensors are written to where they were; the object that is used keeps its number."""
     weight = own.weight.data.float()
@@ -358,13 +358,7 @@ OUTSIDE = "'table' is written by the start of another layer"
         ),
         (of(CAST, Engine), f"'layers.0.impl.sinks'{STALE}"),
         (of(SINKS_ONCE, Engine), rf"'layers\.0\.kept'.*{STALE}"),
-        *(
-            (
-                engine_of(lambda own, pack=pack: setattr(own, "packed", pack(own.weight.float()))),
-                "'layers.0.packed' is sparse, quantised or packed by",
-            )
-            for pack in PACKS
-        ),
+        *((packing(pack), "'layers.0.packed' is sparse, quantised or packed by") for pack in PACKS),
         (engine_of(with_a_number), "'layers.0.kernel.packed', 'layers.0.kernel.scale'"),
         (Pushed, OUTSIDE),
         (of(Pushed.made, Pushed, common=torch.zeros(3, 6, 4)), OUTSIDE),  # of both instances
@@ -476,7 +470,7 @@ def in_a_dict_once(own: Any) -> None:
         ("all", layer(in_a_dict), None),
         ("nothing", Projection, "'embed', 'head', 'layers.0.sinks'"),
         ("no sinks", Projection, "'layers.0.sinks', 'layers.1.sinks', 'layers.2.sinks'"),
-        ("beside", layer(of_view, part=lambda own: own.weight), r"'layers.0.absorbed'"),
+        ("beside", layer(of_view, part=lambda own: own.weight.data), r"'layers.0.absorbed'"),
         ("all", CAST, r"'layers.0.impl.sinks', 'layers.1.impl.sinks'"),
         ("all", SINKS_ONCE, r"'layers\.\d\.kept'"),
         ("all", layer(in_a_dict_once), "'layers.0.state.largest'"),

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
-from deltasync import ReceiverOptions, SenderOptions, WeightTarget
+from deltasync import SenderOptions, WeightTarget
 from deltasync.delta.bits import as_bits
 from deltasync.engines.routed import RoutedTarget
 from deltasync.engines.routes.recorder import CheckpointTensor
@@ -158,7 +155,7 @@ def replacing(model: Model, weights: Given) -> None:
 
 def exchanging(model: Model, weights: Given) -> None:
     for name, tensor in weights:
-        model.get_parameter(name).data = tensor
+        model.get_parameter(name).data = torch.ones(tensor.shape)
 
 
 def lazy(model: Model, weights: Given) -> Any:
@@ -252,76 +249,6 @@ class TestRoutedTarget(TargetContract):
 # Ranks, none of which holds the whole checkpoint.
 
 
-class Cut(nn.Module):
-    """One of two ranks: it keeps some bands of a tensor, each in a tensor of its own.
-
-    Attributes:
-        bands: What it keeps: indices of one dimension.
-    """
-
-    def __init__(self, shape: tuple[int, ...], bands: list[tuple[slice, ...]], turn: bool) -> None:
-        super().__init__()
-        self.bands, self.turn = bands, turn
-        for number, band in enumerate(bands):
-            part = self._turned(torch.zeros(shape, dtype=torch.bfloat16)[band])
-            self.register_parameter(f"part{number}", fixed(part.clone()))
-
-    def _turned(self, part: Tensor) -> Tensor:
-        return part.mT if self.turn and part.dim() > 1 else part
-
-    def load_weights(self, weights: Given) -> None:
-        for _, tensor in weights:
-            for number, band in enumerate(self.bands):
-                self.get_parameter(f"part{number}").data.copy_(self._turned(tensor[band]))
-
-
-@st.composite
-def cuts(draw: st.DrawFn) -> tuple[tuple[int, ...], list[list[tuple[slice, ...]]]]:
-    """A shape, and the bands of it that each of two ranks has, which take turns."""
-    shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple))
-    dim = draw(st.integers(0, len(shape) - 1))
-    inner = draw(st.sets(st.integers(1, 9), max_size=3))
-    ends = sorted({0, shape[dim]} | {end for end in inner if end < shape[dim]})
-    before = (slice(None),) * dim
-    bands = [(*before, slice(*two)) for two in pairwise(ends)]
-    return shape, [bands[::2], bands[1::2]]
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    cut=cuts(),
-    turn=st.booleans(),
-    staged_bytes=st.sampled_from([0, None]),
-    share=st.sampled_from([0.3, 1.0]),
-    seed=st.integers(0, 99),
-)
-def test_however_a_tensor_is_cut_its_parts_follow(
-    cut: tuple[tuple[int, ...], list[list[tuple[slice, ...]]]],
-    turn: bool,
-    staged_bytes: int | None,
-    share: float,
-    seed: int,
-) -> None:
-    shape, (bands, others) = cut
-    source = random_model({"w": shape}, seed)
-    ranks = [Cut(shape, held, turn) for held in (bands, others) if held]
-    targets = [RoutedTarget(one, [CheckpointTensor("w", shape, torch.bfloat16)]) for one in ranks]
-    options = ReceiverOptions(max_staged_bytes=staged_bytes, stall_timeout_s=5)
-    with joined(source, *targets, receiving=options) as here:
-        for _ in range(2):
-            for rank in ranks:
-                fresh = Cut(shape, rank.bands, turn)
-                fresh.load_weights([("w", source.get_parameter("w").data)])
-                assert bits_equal(rank, fresh)
-            step(source, torch.Generator().manual_seed(seed), share)
-            assert here.sender.send_weights().receivers == len(ranks)
-    bits = as_bits(source.get_parameter("w").data.bfloat16()).reshape(-1)
-    for rank, target in zip(ranks, targets, strict=True):
-        before, start = state_of(rank), seed % len(bits)
-        target.bind(target.parameters())[0].write(start, bits[start:])  # of what it holds already
-        assert is_as(rank, before)
-
-
 @pytest.mark.parametrize(
     ("ranks", "names", "why"),
     [
@@ -338,6 +265,16 @@ def test_ranks_that_do_not_add_up_are_refused_by_name(
     targets = [RoutedTarget(Rank(rank), checkpoint) for rank in ranks]
     with pytest.raises(SyncAborted, match=why), joined(source, *targets):
         pass
+
+
+def test_a_rank_takes_what_it_holds_of_the_end_of_a_tensor() -> None:
+    source, rank = trainer(0), rank_of(trainer(0), 1)
+    before, target = state_of(rank), RoutedTarget(rank, CHECKPOINT)
+    layout = target.parameters()
+    for number, live in target.bind(layout).items():
+        bits = as_bits(source.get_parameter(layout[number].name).data.bfloat16()).reshape(-1)
+        live.write(len(bits) // 3, bits[len(bits) // 3 :])
+    assert is_as(rank, before)
 
 
 # Loaders that need some tensors in one call get them in one call.

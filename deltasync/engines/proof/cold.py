@@ -307,7 +307,7 @@ class WithoutMemory(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Watch(Alone):
+class _Watch(Alone):  # type: ignore[no-untyped-call]
     """Records which storage is written, and which tensor the loader was given then."""
 
     def __init__(self) -> None:

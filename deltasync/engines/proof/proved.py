@@ -19,15 +19,15 @@ from deltasync.engines.proof.proving import (
     Bits,
     Fresh,
     Group,
-    Kept,
     Proof,
+    Snapshot,
     Step,
     Upkeep,
     groups_of,
     under,
 )
 from deltasync.engines.proof.reach import Reach, is_handle, named, settle
-from deltasync.engines.proof.recomputed import KeptBeside, Recomputed
+from deltasync.engines.proof.recomputed import Recomputed, SnapshotBeside
 from deltasync.engines.routes.operations import Alone
 from deltasync.engines.routes.recorder import CheckpointTensor, Recording, record
 from deltasync.errors import ConfigError, DirtyReceiver, EngineFailed
@@ -217,7 +217,7 @@ def prove_reload(
         with in_place(proof.model), Alone():
             reload(under(given, _other_weights(weights)))
         stale: list[str] = []
-        own: list[tuple[Kept, dict[str, Any]]] = []
+        own: list[tuple[Snapshot, dict[str, Any]]] = []
         for group, here in kept.items():
             own_weights = {name: weights[name] for name in group.names}
             fresh = proof.started(
@@ -334,7 +334,7 @@ def in_place(model: nn.Module | None) -> Iterator[None]:
 
 
 @contextmanager
-def putting_back(*kept: Kept | Reach | KeptBeside) -> Iterator[None]:
+def putting_back(*kept: Snapshot | Reach | SnapshotBeside) -> Iterator[None]:
     """Restore everything at the end. Raises DirtyReceiver if that fails."""
     try:
         yield
@@ -347,7 +347,7 @@ def putting_back(*kept: Kept | Reach | KeptBeside) -> Iterator[None]:
             ) from error
 
 
-def _put_back(kept: Sequence[Kept | Reach | KeptBeside]) -> None:
+def _put_back(kept: Sequence[Snapshot | Reach | SnapshotBeside]) -> None:
     """Restore all. An interrupt is raised only after all was restored from the beginning."""
     try:
         for one in kept:

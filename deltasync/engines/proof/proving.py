@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from deltasync.delta.bits import are_equal, as_bits, identity, storage_of
 from deltasync.engines.proof.cold import ColdModel, Startup, Weights
-from deltasync.engines.proof.reach import Found, Reach, is_handle, settle
+from deltasync.engines.proof.reach import Place, Reach, is_handle, settle
 from deltasync.engines.routes.recorder import Recording
 from deltasync.errors import ConfigError
 
@@ -71,7 +71,7 @@ class Scopes:
         return self._stop - {id(module) for module in modules}
 
 
-class Kept:
+class Snapshot:
     """A copy of what was reached, on the host, to compare with and to restore.
 
     Args:
@@ -183,7 +183,7 @@ class Upkeep:
     model: nn.Module
     given: Mapping[str, tuple[str, ...]]
     steps: dict[frozenset[str], Step] = field(default_factory=dict)
-    moved: dict[str, Found] = field(default_factory=dict)
+    moved: dict[str, Place] = field(default_factory=dict)
 
     def run(self, read: Callable[[str], Tensor], changed: Set[str] | None = None) -> bool:
         """Update what is derived from checkpoint tensors. Returns whether there was any.
@@ -294,7 +294,7 @@ class Proof:
                 "what a fresh engine would hold there cannot be found out"
             )
 
-    def keep(self, scopes: Collection[str], weights: Iterable[Tensor] = ()) -> Kept:
+    def keep(self, scopes: Collection[str], weights: Iterable[Tensor] = ()) -> Snapshot:
         """Copy what some layers hold.
 
         Raises ConfigError, which names the path, for a tensor that cannot be compared, and for one
@@ -313,7 +313,7 @@ class Proof:
                 raise ConfigError(
                     f"{path!r} is a copy of weights, which the engine made while it ran"
                 )
-        return Kept(reach, self._shared, late)
+        return Snapshot(reach, self._shared, late)
 
     def started(
         self,
@@ -322,7 +322,7 @@ class Proof:
         *,
         others: Given,
         own: Given,
-        kept: Kept,
+        kept: Snapshot,
     ) -> Fresh:
         """Start a part of the second instance with other weights, and return what it is then.
 
@@ -368,7 +368,7 @@ class Proof:
             for name, one in modules.items()
         )
 
-    def _started(self, group: Group, weights: Weights, kept: Kept) -> Fresh:
+    def _started(self, group: Group, weights: Weights, kept: Snapshot) -> Fresh:
         """The part after its start; `values` has all that changed and differ from the live ones."""
         self.cold.mend()
         empty = self._cold_scopes.reach(group.scopes)

@@ -55,7 +55,7 @@ def named(model: nn.Module) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Place:
     """A tensor, or a numpy array, and where it was found.
 
     Attributes:
@@ -116,7 +116,7 @@ class Reach:
     def __init__(
         self, roots: Iterable[tuple[str, nn.Module]], *, stop: Collection[int] = ()
     ) -> None:
-        self.tensors: dict[str, Found] = {}
+        self.tensors: dict[str, Place] = {}
         self.opaque: dict[str, Tensor] = {}
         self._roots, self._stop = tuple(roots), frozenset(stop)
         self._links = dict[int, tuple[Link, ...]]()
@@ -252,7 +252,7 @@ class Reach:
         if isinstance(one, torch._subclasses.FakeTensor):
             return
         if (tensor := as_tensor(one)) is not None:
-            self.tensors[path] = Found(one, way, tensor.detach())
+            self.tensors[path] = Place(one, way, tensor.detach())
         elif isinstance(one, Tensor) and not _has_parts(one):
             self.opaque[path] = one
 
@@ -277,7 +277,7 @@ def is_handle(tensor: Tensor) -> bool:
     return tensor.dtype == torch.int64 and tensor.numel() == 1
 
 
-def settle(founds: Mapping[str, Found]) -> None:
+def settle(founds: Mapping[str, Place]) -> None:
     """Copy what has replaced these tensors into their storage, and put the tensors back.
 
     New handles stay: what they refer to belongs to the object that made them.

@@ -24,7 +24,7 @@ from deltasync.delta.bits import as_bits
 from deltasync.delta.route import Piece
 from deltasync.engines.proof.again import Again
 from deltasync.engines.proof.proving import Bits, Proof, same_bits, scope_of
-from deltasync.engines.proof.reach import Found, named
+from deltasync.engines.proof.reach import Place, named
 from deltasync.engines.proof.units import Unit
 from deltasync.engines.routes.recorder import Recording
 from deltasync.errors import ConfigError, DeltaSyncError, EngineFailed, TargetMoved
@@ -73,7 +73,7 @@ class Recomputed:
         self.beside, self._sources = beside, sources
         self._fixed = {name: beside[as_fixed(name)].clone() for name in fixed}
         self._names = {unit: {n for g in unit.given for n, _ in sources[g]} for unit in units}
-        self._live: dict[Unit, dict[str, Found]] = {}
+        self._live: dict[Unit, dict[str, Place]] = {}
         for unit in units:
             there = proof.scopes.reach((scope_of(unit.module),)).tensors
             if missing := set(unit.made) - there.keys():
@@ -169,9 +169,9 @@ class Recomputed:
         if name in self._fixed:
             self._fixed[name] = self.beside[as_fixed(name)].clone()
 
-    def keep(self, scopes: Collection[str]) -> KeptBeside:
+    def keep(self, scopes: Collection[str]) -> SnapshotBeside:
         """A copy of what is kept beside some layers."""
-        return KeptBeside(one for n, one in self.beside.items() if scope_of(n) in scopes)
+        return SnapshotBeside(one for n, one in self.beside.items() if scope_of(n) in scopes)
 
     def _made(self, unit: Unit, given: Bits) -> dict[str, Tensor]:
         try:
@@ -206,7 +206,7 @@ class Recomputed:
         return given
 
 
-class KeptBeside:
+class SnapshotBeside:
     """A copy of tensors that are kept beside an engine, to restore them."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:

@@ -74,7 +74,7 @@ class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
 
-class Alone(Watching):
+class Alone(Watching):  # type: ignore[no-untyped-call]
     """Raises ConfigError if code would wait for other ranks of its engine."""
 
     def __torch_dispatch__(

@@ -195,7 +195,7 @@ def _left_out(given: Mapping[str, list[str]], last: str, error: ConfigError) -> 
     return False
 
 
-class _Recorder(Watching):
+class _Recorder(Watching):  # type: ignore[no-untyped-call]
     """Notes copies from checkpoint tensors into live ones, and lets no live tensor be written.
 
     Attributes:
