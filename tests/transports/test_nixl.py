@@ -193,24 +193,6 @@ def test_reads_that_are_overtaken_are_never_returned(link: Link) -> None:
     assert got[0] > 0
 
 
-def test_nothing_grows_over_many_frames_and_receivers(link: Link) -> None:
-    link.add(2)
-    link.open()
-    seen = []
-    for number in range(101):
-        if number % 20 == 0:
-            link.peers[0] = link.connect(link.receivers[0])
-            link.open()
-        frame = Frame(b"%d" % number, payload_of(1 + (7919 * number) % (1 << 20), seed=number))
-        assert all(same_frame(got, frame) for got in link.exchange(frame))
-        if number in (50, 100):
-            gc.collect()
-            seen.append((num_descriptors(), resident_bytes()))
-    (descriptors, resident), last = seen
-    assert last[0] == descriptors
-    assert last[1] < resident + (16 << 20)
-
-
 def test_closing_frees_memory_descriptors_and_threads() -> None:
     with ExitStack() as stack:  # what the library keeps for good
         Link(make_ends(), stack)
@@ -309,26 +291,6 @@ def test_a_forked_child_leaves_both_ends_alone(link: Link) -> None:
     assert fork_and_check([link.sender, link.receivers[0]]) == 0  # type: ignore[list-item]
     frame = Frame(b"after", payload_of(100_000))
     assert same_frame(link.exchange(frame)[0], frame)
-
-
-def connect_fork_and_die(port: int) -> None:
-    with closing(Receiver("127.0.0.1", port)) as receiver:
-        receiver.connect(b"forks", timeout_s=PATIENCE_S)
-        receiver.receive(timeout_s=PATIENCE_S)
-        if os.fork() == 0:
-            time.sleep(20)
-            os._exit(0)
-        os.kill(os.getpid(), 9)
-
-
-def test_a_parent_that_dies_is_lost_although_its_child_lives(link: Link) -> None:
-    port = link.sender.address[1]  # type: ignore[attr-defined]
-    with Child(connect_fork_and_die, port):
-        (peer,) = greeted(link.sender, 1)
-        assert link.sender.open_epoch([peer], timeout_s=1) == {}
-        link.sender.send(Frame(b"x", payload_of(1000)), timeout_s=1)
-        with within(PROMPT_S):
-            assert isinstance(link.sender.collect_replies(timeout_s=PATIENCE_S)[peer], PeerLost)
 
 
 # Strangers, and peers that lie

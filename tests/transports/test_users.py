@@ -10,7 +10,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -77,17 +76,6 @@ def greet(folder: Path) -> None:
             pass
 
 
-def take_private_folder(folder: Path, user: int) -> None:
-    (folder / f"deltasync-{user}").mkdir(mode=0o777)
-
-
-def use_private_path(folder: Path) -> None:
-    tempfile.tempdir = str(folder)
-    with closing(shared_memory.Sender()) as sender:
-        assert sender.path.parent == folder / f"deltasync-{SOMEBODY}"
-        assert stat.S_IMODE(sender.path.parent.stat().st_mode) == 0o700
-
-
 @pytest.mark.promise(
     "Security",
     "On one host only processes of the same user, or of root, can connect.",
@@ -123,49 +111,43 @@ def test_a_sender_lets_no_other_user_in(shared: Path) -> None:
             assert [data for _, data in sender.poll(timeout_s=PATIENCE_S)] == [b"mine"]
 
 
-@as_root
-def test_a_private_directory_of_another_user_is_refused(
-    shared: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(shared))
-    take = partial(take_private_folder, user=os.geteuid())
-    with Child(as_somebody, take, shared) as child:
-        done(child, shared)
-        with pytest.raises(ConfigError, match=f"belongs to user {SOMEBODY}"):
-            shared_memory.Sender()
-
-
 @pytest.mark.promise(
     "Security",
     "On one host only processes of the same user, or of root, can connect.",
 )
-@as_root
-def test_a_path_by_default_is_private(shared: Path) -> None:
-    with Child(as_somebody, use_private_path, shared) as child:
-        done(child, shared)
-
-
-def test_sender_and_receiver_meet_on_a_path_by_default() -> None:
+def test_ends_meet_on_a_private_path_by_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with (
         closing(shared_memory.Sender()) as sender,
         closing(shared_memory.Receiver(sender.path)) as receiver,
     ):
+        assert sender.path.parent == tmp_path / f"deltasync-{os.geteuid()}"
+        assert stat.S_IMODE(sender.path.parent.stat().st_mode) == 0o700
         receiver.connect(b"hello", timeout_s=PATIENCE_S)
         assert [data for _, data in sender.poll(timeout_s=PATIENCE_S)] == [b"hello"]
     assert private_path("name") == private_path("name")
 
 
-@pytest.mark.parametrize("mode", [0o755, 0o770, 0o701, None])
+OF_SOMEBODY = pytest.param("somebody's", f"belongs to user {SOMEBODY}", marks=as_root)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [(0o755, "not 0700"), (0o770, "not 0700"), ("link", "not a directory"), OF_SOMEBODY],
+)
 def test_a_directory_that_is_not_private_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: int | str, why: str
 ) -> None:
-    """One that others can enter, or a link to one."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     folder = tmp_path / f"deltasync-{os.geteuid()}"
-    if mode is None:
+    if kind == "link":
         folder.symlink_to(tmp_path)
     else:
         folder.mkdir()
-        folder.chmod(mode)
-    with pytest.raises(ConfigError, match="not a directory" if mode is None else "not 0700"):
+        folder.chmod(kind if isinstance(kind, int) else 0o700)
+    if kind == "somebody's":
+        os.chown(folder, SOMEBODY, SOMEBODY)
+    with pytest.raises(ConfigError, match=why):
         private_path()

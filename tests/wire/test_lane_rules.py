@@ -1,4 +1,7 @@
-"""Rules W19 and W20 of docs/wire-format.md: what a receiver takes from the ranks of a trainer."""
+"""Rules W19, W20 and W26 of docs/wire-format.md: lanes of a trainer's ranks, and the two tables.
+
+What a receiver refuses by its table is in tests/sync/test_bad_input.py.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltasync.errors import PeerLost, ProtocolViolation, TransportTimeout
+from deltasync.errors import CallOrderError, PeerLost, ProtocolViolation, TransportTimeout
 from deltasync.sync.protocol.links import ReceiverLinks
+from deltasync.sync.protocol.sender_session import Member, SenderSession
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame
 from deltasync.wire.frame import decode, encode
@@ -26,6 +30,7 @@ from deltasync.wire.messages import (
     Message,
     Prepare,
 )
+from tests.golden.make_tables import DOCUMENT, page_with
 
 HELLO = Hello(
     engine="e",
@@ -79,14 +84,11 @@ def connected(world: int) -> Iterator[tuple[list[Rank], ReceiverLinks]]:
     lanes = ReceiverLinks([rank.link.receiver() for rank in ranks], max_payload_bytes=100)
     lanes.connect(HELLO, timeout_s=1)
     greetings = [rank.greeted() for rank in ranks]
-    if world == 1:
-        assert greetings == [HELLO]
-    else:
-        hello = greetings[0]
-        assert isinstance(hello, Hello)
-        assert hello.lanes == world - 1
-        assert hello.connection is not None
-        assert set(greetings[1:]) == {Lane(connection=hello.connection)}
+    hello = greetings[0]
+    assert isinstance(hello, Hello)
+    assert hello.lanes == world - 1
+    assert hello.connection is not None
+    assert set(greetings[1:]) == {Lane(connection=hello.connection)}
     yield ranks, lanes
     lanes.close()
 
@@ -99,12 +101,6 @@ def taken(lanes: ReceiverLinks) -> list[tuple[int, Message]]:
         except TransportTimeout:
             return found
         found.append((lane, message))
-
-
-def test_w19_without_lanes_nothing_is_added() -> None:
-    with connected(1) as ([rank], lanes):
-        rank.send(bucket(0), PREPARE, Commit(version=2))
-        assert taken(lanes) == [(0, bucket(0)), (0, PREPARE), (0, Commit(version=2))]
 
 
 def test_w20_a_lane_is_heard_from_the_attempt_on_until_it_has_prepared() -> None:
@@ -217,3 +213,24 @@ def test_w19_w20_a_lane_carries_nothing_else_and_losing_it_is_losing_the_trainer
             ranks[1].send(said)
         with pytest.raises(PeerLost if said is None else ProtocolViolation):
             taken(lanes)
+
+
+def test_w26_what_a_sender_checks_before_it_goes_on() -> None:
+    session = SenderSession(version=3, members={0: Member(0, "a")})
+    both = [Member(0, "a"), Member(1, "a")]
+    with pytest.raises(CallOrderError, match="members would miss"):
+        session.captured(4)
+    with pytest.raises(CallOrderError, match="v2 after v3"):
+        session.begin(both, version=2)
+    session.begin(both, version=4)
+    for peer in (0, 1):
+        with pytest.raises(CallOrderError, match="not every participant"):
+            session.decide()
+        session.prepared(peer)
+    session.decide()
+    assert session.version == 4
+
+
+def test_the_page_shows_the_tables() -> None:
+    page = DOCUMENT.read_text()
+    assert page == page_with(page), "python -m tests.golden.make_tables"

@@ -6,12 +6,11 @@ more than its share. With a secret a connection is heard only once it has proved
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import resource
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from deltasync.transports import forks
 from deltasync.transports.control.connection import Connection, Deadline, Kind
@@ -24,32 +23,9 @@ _MAX_ACCEPTED = 16  # in a row, before those that are here are served
 _SPARE_DESCRIPTORS = 64  # left to the rest of the process
 _REST_S = 0.1  # without accepting, when there are no descriptors
 _LONGEST_TICK_S = 1.0
-_MOMENT_S = 0.2
-_LEAST_S = 0.005
-_SHARE = 0.02
-SILENCE_S = 0.02  # after which half a greeting is not waited for
+MOMENT_S = 0.01  # of a call, beyond its timeout, for greetings that have begun to arrive
 
 logger = logging.getLogger(__name__)
-
-
-class Patience:
-    """How long calls go on for newcomers: briefly each time, for `_MOMENT_S` now and then.
-
-    So an engine that has begun to greet comes in with this call, and whoever keeps sending takes
-    `_SHARE` of the time, or `_LEAST_S` a call.
-    """
-
-    def __init__(self) -> None:
-        self._saved_s, self._at = _MOMENT_S, time.monotonic()
-
-    @contextlib.contextmanager
-    def spent(self) -> Iterator[Deadline]:
-        """Until when this call may go on."""
-        began = time.monotonic()
-        saved_s = min(_MOMENT_S, self._saved_s + _SHARE * (began - self._at))
-        yield Deadline(max(_LEAST_S, saved_s))
-        self._at = time.monotonic()
-        self._saved_s = max(0.0, saved_s - (self._at - began))
 
 
 class Newcomers:
@@ -73,7 +49,6 @@ class Newcomers:
         self._listener, self._gate, self._secret = listener, gate, secret
         self._timeout_s, self._admit = timeout_s, admit
         self._ends_at: dict[Connection, float] = {}  # on our clock, in order of arrival
-        self._stalled: set[Connection] = set()
         self._clock_s, self._ticked_at = 0.0, time.monotonic()
         self._rest: Deadline | None = None
         self._has_warned = False
@@ -84,8 +59,8 @@ class Newcomers:
 
     @property
     def is_greeting(self) -> bool:
-        """Whether part of a greeting is here, and the rest is likely to come at once."""
-        return any(c.has_part for c in self._ends_at if c not in self._stalled)
+        """Whether part of a greeting is here."""
+        return any(c.has_part for c in self._ends_at)
 
     @property
     def patience_s(self) -> float:
@@ -119,16 +94,11 @@ class Newcomers:
 
     def heard(self, connection: Connection) -> bytes | None:
         """The greeting of one that was just read, if it is whole: it is no newcomer then."""
-        self._stalled.discard(connection)
         greeting = connection.take(Kind.GREETING)
         if greeting is None:
             return None
         del self._ends_at[connection]
         return greeting.data
-
-    def stalled(self) -> None:
-        """Nothing came for a while: do not wait for those again that have not gone on."""
-        self._stalled = {c for c in self._ends_at if c.has_part}
 
     def tend(self, bytes_elsewhere: int) -> None:
         """Turn away who is late and, oldest first, what takes too many bytes; listen again.
@@ -154,7 +124,6 @@ class Newcomers:
     def turn_away(self, connection: Connection) -> None:
         """End the connection of a newcomer."""
         del self._ends_at[connection]
-        self._stalled.discard(connection)
         self._gate.forget(connection)
         connection.close()
 
