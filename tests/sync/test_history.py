@@ -396,12 +396,12 @@ def play(world: World, history: list[Event]) -> None:
 
 
 CELLS = {
-    "staged": Cell(80),
-    "in place": Cell(80, max_staged_bytes=0),
-    "by size": Cell(20, max_staged_bytes=3000),
-    "streamed": Cell(60, source="streamed"),
-    "shared memory": Cell(20, "shared memory", max_staged_bytes=3000),
-    "gloo": Cell(6, "gloo"),
+    "staged": Cell(40),
+    "in place": Cell(40, max_staged_bytes=0),
+    "by size": Cell(10, max_staged_bytes=3000),
+    "streamed": Cell(30, source="streamed"),
+    "shared memory": Cell(10, "shared memory", max_staged_bytes=3000),
+    "gloo": Cell(4, "gloo"),
 }
 KERNELS = {
     "kernels": Cell(0, kernels="triton"),

@@ -138,30 +138,16 @@ def test_small_gradients_under_sgd_are_not_warned_of_in_float32() -> None:
     assert warnings_of(torch.optim.SGD(policy.parameters(), lr=0.01), policy) == []
 
 
-@pytest.mark.parametrize(
-    ("dtype", "stale"),
-    [
-        (torch.bfloat16, "head.weight"),
-        (torch.bfloat16, "blocks.0.1.weight"),
-        (torch.bfloat16, "blocks.1.1.bias"),
-        (torch.float32, "norm.weight"),
-        (torch.float32, "blocks.0.0.weight"),
-        (torch.float32, "head.weight"),
-    ],
-    ids=str,
-)
-def test_a_tensor_that_the_optimizer_lacks_is_named(dtype: torch.dtype, stale: str) -> None:
-    """Large ones in bfloat16, and in float32 whatever their size."""
-    policy = policy_of(dtype)
-    if dtype is torch.bfloat16:
-        policy.get_parameter(stale).data *= 0.5
+@pytest.mark.parametrize("stale", ["norm.weight", "blocks.0.0.weight", "head.weight"])
+def test_a_tensor_that_the_optimizer_lacks_is_named(stale: str) -> None:
+    policy = policy_of(torch.float32)
     others = [parameter for name, parameter in policy.named_parameters() if name != stale]
     (warning,) = warnings_of(adamw(others), policy)
     assert warning.startswith(f"'{stale}' require grad and have not changed in {LIMIT} deltas: ")
 
 
 def test_a_tensor_that_is_replaced_during_training_is_named() -> None:
-    policy = policy_of()
+    policy = policy_of(torch.float32)
     optimizer = adamw(policy.parameters())
     policy.head.weight = nn.Parameter(policy.head.weight.detach().clone())
     (warning,) = warnings_of(optimizer, policy)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deltasync.delta.backend import Backend, Delta, Digests, Plan, snapshot_of
 from deltasync.delta.batched.streams import OwnStream, own_stream
-from deltasync.delta.bits import identity, torch_dtype
+from deltasync.delta.bits import identity
 from deltasync.delta.bucket import MIN_BUCKET_BYTES
 from deltasync.delta.codecs.coding import policy_for
 from deltasync.delta.digests import Ints
@@ -51,8 +51,6 @@ from deltasync.sync.source.tensors import (
 from deltasync.wire.messages import ParameterSpec
 
 _NAMES, _IS_TRAINED = attrgetter("names"), attrgetter("requires_grad")
-
-_SAMPLED = 1 << 16  # elements of a parameter
 
 Agree = Callable[[Mapping[str, Maxima]], None]
 """Tells computed tensors what ranks have agreed on."""
@@ -109,17 +107,10 @@ class Weights(Protocol):
         """bool[parameters], which of the layout the optimizer changes; all if that is not known."""
         ...
 
-    def magnitudes(self, number: int) -> Tensor:
-        """float[n], of some elements of a parameter as members hold it.
-
-        Empty if it is not known what steps do to them: what is sent is computed, or not held here.
-        """
-        ...
-
     def masters(self, number: int) -> tuple[bool, int] | None:
         """Whether a parameter is rounded for members, and the sum of its bits here.
 
-        None if it has less than 32 bits here, in which not every step shows, or as `magnitudes`.
+        None if not every step shows in it: it has less than 32 bits, is computed, or not held here.
         """
         ...
 
@@ -188,9 +179,6 @@ class LocalWeights(Weights):
 
     def refresh_source(self) -> None:
         """Look the source up, which the next `delta` then need not. Raises SourceChanged."""
-
-    def magnitudes(self, number: int) -> Tensor:
-        return torch.zeros(0, device="cpu")
 
     def masters(self, number: int) -> tuple[bool, int] | None:
         return None
@@ -313,16 +301,6 @@ class OwnWeights(LocalWeights):
     def trained(self) -> NDArray[np.bool_]:
         assert self.layout is not None
         return self.layout.trained
-
-    def magnitudes(self, number: int) -> Tensor:
-        held, layout = self._held, self.layout
-        assert layout is not None
-        for share in np.flatnonzero(held.ledger.numbers == number).tolist():
-            flat = held.flats[share]
-            if layout.readers[share].flat is not None and flat.dtype.is_floating:
-                bits = flat.read(0, min(flat.numel, _SAMPLED))
-                return bits.view(torch_dtype(flat.dtype)).float().abs()
-        return super().magnitudes(number)
 
     def masters(self, number: int) -> tuple[bool, int] | None:
         layout, sums, is_rounded = self.layout, list[int](), False
