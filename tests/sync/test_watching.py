@@ -16,7 +16,9 @@ from torch import nn
 
 from deltasync import SenderOptions
 from deltasync.delta.bits import as_bits
+from tests.sync.test_group import change, model
 from tests.worlds.links import Fleet, Model, fleet
+from tests.worlds.trainers import rows_of, trainer_of
 
 
 def tree(shapes: dict[str, tuple[int, ...]]) -> nn.Module:
@@ -174,3 +176,18 @@ def test_densities_are_those_of_what_changed(
                 counts[name] = len(bits)
             stats = here.sender.send_weights(timeout_s=5)
             assert stats.density_by == pytest.approx(densities(counts, kind))
+
+
+def test_densities_of_sharded_trainers_are_those_of_all_ranks() -> None:
+    source, target = model(1), model(2)
+    options = SenderOptions(report_density="parameter")
+    with trainer_of(source, rows_of(source, 2), options=options) as here:
+        here.add(target)
+        here.wait(1)
+        assert here.send().density_by == {}
+        before = {name: p.detach().clone() for name, p in source.named_parameters()}
+        change(here, 0)
+        stats = here.send()
+        for name, parameter in source.named_parameters():
+            share = (as_bits(parameter.data) != as_bits(before[name])).float().mean().item()
+            assert stats.density_by[name] == pytest.approx(share), name
