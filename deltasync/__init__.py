@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # each public name, written once: what follows reads this block
     from deltasync.delta.diff import apply_patch as apply_patch
     from deltasync.delta.diff import diff as diff
-    from deltasync.delta.fold import fold as fold
     from deltasync.delta.patch import Patch as Patch
     from deltasync.delta.policy import Policy as Policy
     from deltasync.delta.shard import ShardSpec as ShardSpec

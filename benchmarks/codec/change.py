@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from benchmarks.codec.pairs import Pair
 from deltasync.delta.bits import Flat, Run, as_bits
 from deltasync.delta.codecs.base import Bits, Indices, unsigned_dtype
-from deltasync.delta.diff import find_runs
+from deltasync.delta.diff import diff
+from deltasync.delta.patch import runs_of
 from deltasync.delta.policy import Policy
-from deltasync.delta.readers import WireReader
 from deltasync.dtypes import Dtype
 from deltasync.wire.messages import ParameterSpec
 
@@ -80,7 +80,8 @@ def change_of(pair: Pair) -> Change:
         flat = flats[number] = Flat.of(old, name=name)
         specs.append(ParameterSpec(names=(name,), shape=tuple(old.shape), dtype=flat.dtype))
         new = pair.new[name]
-        found, _ = find_runs(WireReader.of(new, flat.dtype, name=name), flat, _SPARSE)
+        patch = diff(old, new, name=name, policy=_SPARSE)
+        found = [] if patch is None else runs_of(patch)
         runs += [(number, run) for run in found]
         if found:
             tensors.append(_changed(number, flat, new, found))

@@ -273,10 +273,8 @@ def backend_for(
         frozenset(formats or {(flat.dtype, flat.dtype) for flat in flats.values()}),
         ledger.chunk_numel,
         device,
-        quantized=frozenset(
-            (one.weight.dtype, one.form)
-            for one in (reader.computation for reader in readers)
-            if one is not None
+        computed=frozenset(
+            reader.computation.kind for reader in readers if reader.computation is not None
         ),
         box_dims=backend.weights.boxes.dims,
         has_codes=backend.weights.boxes.has_codes,

@@ -12,7 +12,6 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from deltasync import dtypes
-from deltasync.delta.kernels import KERNELS
 from deltasync.delta.modes import in_plain_mode, writable
 from deltasync.delta.region import Region
 from deltasync.dtypes import Dtype
@@ -293,14 +292,10 @@ class Run:
 
         Its indices must have been checked: strictly increasing within the span.
         """
-        device = flat.line.device
         if self.indices is None:
             flat.write(self.start, bits)
             return
-        if flat.is_contiguous and bits.device == device == self.indices.device:
-            line = flat.line[self.start : self.stop]
-            KERNELS[device.type].scatter(line, self.indices, bits)
-            return
+        device = flat.line.device
         for begin in range(0, len(bits), _BLOCK):
             block = slice(begin, begin + _BLOCK)
             positions = Run(self.start, self.span, self.indices[block]).positions()

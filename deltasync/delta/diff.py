@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from deltasync.delta.bits import Flat, Run, dtype_of
+from deltasync.delta.bits import Flat, dtype_of
 from deltasync.delta.host.backend import changed_runs, merged
 from deltasync.delta.patch import Patch, check_runs, patch_from_runs, runs_of, values_of
 from deltasync.delta.policy import Policy
@@ -31,7 +31,10 @@ def diff(old: Tensor, new: Tensor, *, name: str = "", policy: Policy | None = No
     if new.shape != old.shape:
         raise LayoutMismatch(f"{name}: shape {tuple(new.shape)} against {tuple(old.shape)}")
     reader = WireReader.of(new, dtype_of(old), name=name)
-    runs, _ = find_runs(reader, Flat.of(old, name=name), policy or Policy())
+    held, policy, kind = Flat.of(old, name=name), policy or Policy(), old.device.type
+    step, crossover = policy.chunk_numel_on(kind), policy.crossover(kind)
+    found = [run for run, _ in changed_runs(reader, held, step=step, crossover=crossover)]
+    runs = merged(found, old.numel())
     if not runs:
         return None
     filled = [
@@ -39,14 +42,6 @@ def diff(old: Tensor, new: Tensor, *, name: str = "", policy: Policy | None = No
         for run in runs
     ]
     return patch_from_runs(name, tuple(old.shape), filled, old.dtype)
-
-
-def find_runs(reader: WireReader, old: Flat, policy: Policy) -> tuple[list[Run], int]:
-    """The runs in which `reader` differs from `old`, and the number of differing elements."""
-    device_type = old.line.device.type
-    step, crossover = policy.chunk_numel_on(device_type), policy.crossover(device_type)
-    found = list(changed_runs(reader, old, step=step, crossover=crossover))
-    return merged([run for run, _ in found], old.numel), sum(count for _, count in found)
 
 
 def apply_patch(parameter: Tensor, patch: Patch) -> None:

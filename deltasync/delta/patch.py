@@ -149,33 +149,22 @@ def _values(run: Run, dtype: torch.dtype) -> Tensor:
 
 def check_indices(run: Run, *, name: str) -> None:
     """Raises InvalidIndices unless a sparse run's indices rise strictly within its span."""
-    _check_all_indices([run], name=name)
+    indices = run.indices
+    if indices is None or KERNELS[indices.device.type].is_increasing(indices, run.span):
+        return
+    raise InvalidIndices(f"{name}: indices out of range, unsorted or repeated")
 
 
-def check_runs(*deltas: Sequence[Run], numel: int, name: str) -> None:
-    """Raises InvalidIndices unless runs are disjoint and ordered, with a value for each index.
-
-    Those of each delta, that is, and indices are int32[n]. All are on one device, which is
-    waited for once.
-    """
-    for runs in deltas:
-        end = 0
-        for run in runs:
-            if not end <= run.start <= run.stop <= numel:
-                raise InvalidIndices(f"{name}: chunks overlap, are unsorted or out of range")
-            given = run.indices
-            if given is not None and (given.dtype, given.dim()) != (torch.int32, 1):
-                raise InvalidIndices(
-                    f"{name}: indices are {given.dtype}{[*given.shape]}, not int32[n]"
-                )
-            if run.bits is None or run.bits.shape != (run.count,):
-                raise InvalidIndices(f"{name}: not one value for each index")
-            end = run.stop
-    _check_all_indices([run for runs in deltas for run in runs], name=name)
-
-
-def _check_all_indices(runs: Sequence[Run], *, name: str) -> None:
-    lists = [run.indices for run in runs if run.indices is not None]
-    spans = [run.span for run in runs if run.indices is not None]
-    if lists and not KERNELS[lists[0].device.type].are_increasing(lists, spans):
-        raise InvalidIndices(f"{name}: indices out of range, unsorted or repeated")
+def check_runs(runs: Sequence[Run], *, numel: int, name: str) -> None:
+    """Raises InvalidIndices unless runs are disjoint and ordered, with a value for each index."""
+    end = 0
+    for run in runs:
+        if not end <= run.start <= run.stop <= numel:
+            raise InvalidIndices(f"{name}: chunks overlap, are unsorted or out of range")
+        given = run.indices
+        if given is not None and (given.dtype, given.dim()) != (torch.int32, 1):
+            raise InvalidIndices(f"{name}: indices are {given.dtype}{[*given.shape]}, not int32[n]")
+        if run.bits is None or run.bits.shape != (run.count,):
+            raise InvalidIndices(f"{name}: not one value for each index")
+        check_indices(run, name=name)
+        end = run.stop

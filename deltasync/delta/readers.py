@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from deltasync import dtypes
-from deltasync.delta.bits import (
-    Flat,
-    Live,
-    as_bits,
-    torch_dtype,
-)
-from deltasync.delta.computation import Computation
+from deltasync.delta.bits import Flat, Live, as_bits, torch_dtype
+from deltasync.delta.digests import Ints
 from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError
 
@@ -51,6 +47,83 @@ class Reader(Protocol):
 
     def read(self, start: int, stop: int) -> Tensor:
         """int[stop - start]: the bits there, on `device`; read only."""
+        ...
+
+
+class Kind(Hashable, Protocol):
+    """What kernels are compiled for: computations of one kind are compiled once."""
+
+    def example(self, device: torch.device) -> Reader:
+        """A reader of a tiny matrix on a device."""
+        ...
+
+
+class Computation(Protocol):
+    """How kernels compute what a reader reads: `deltasync.quant` has one.
+
+    Attributes:
+        kind: What is compiled for it.
+        kept_dtype: Of what kernels read for it; None for codes.
+        address: Of the weights that codes are computed from.
+        read: A number for each way to read codes; at least `kernels.reads.COMPUTED`.
+        source_bytes: Of the weights that one element is computed from.
+    """
+
+    @property
+    def kind(self) -> Kind: ...
+
+    @property
+    def kept_dtype(self) -> Dtype | None: ...
+
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def read(self) -> int: ...
+
+    @property
+    def source_bytes(self) -> int: ...
+
+    def has_kernels(self, device: torch.device) -> bool:
+        """Whether kernels compute codes of it on `device`."""
+        ...
+
+    def together(self, codes: Mapping[int, Any], device: torch.device) -> Computed:
+        """All codes that a source has, by parameter, this one among them."""
+        ...
+
+
+class Computed(Protocol):
+    """What kernels compute of one source.
+
+    Attributes:
+        codes_at: A Triton function `(address, offsets, mask, start, numbers, TYPE, READ)` that
+            reads codes; `numbers` points to the parameter's row of `columns`, the others are those
+            of `kernels.triton.read`.
+    """
+
+    codes_at: Any
+
+    def source_of(self, computation: Any) -> tuple[int, bool] | None:
+        """(address, whether it is float32) of scales; None if kernels do not compute them."""
+        ...
+
+    def compare(self, words: Tensor) -> None:
+        """Compute all scales, and write masks of the codes that differ to int32[...] words."""
+        ...
+
+    def columns(self, num_parameters: int) -> Ints:
+        """int64[parameters, 3]: what `codes_at` needs to know of each."""
+        ...
+
+    def place(self, reads_of: Ints, snapshot: Any, first_block: Ints) -> None:
+        """Take note of what codes are compared with.
+
+        Args:
+            reads_of: int64[parameters], how kernels read them.
+            snapshot: The `BatchedWeights` that they are compared with.
+            first_block: int64[chunks], the first block of masks of each.
+        """
         ...
 
 
@@ -166,9 +239,5 @@ def kept_dtype(reader: Reader) -> Dtype:
     """The dtype of what kernels read for it, codes aside."""
     if reader.flat is not None:
         return reader.flat.dtype
-    computation = reader.computation
-    if computation is None or computation.part == "codes":
-        return reader.dtype
-    if computation.part == "scales" and computation.scales is not None:
-        return computation.scales.dtype
-    return dtypes.BY_NAME["float32"]
+    kept = None if reader.computation is None else reader.computation.kept_dtype
+    return kept or reader.dtype

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from deltasync import dtypes
 from deltasync.delta.bits import Flat, as_bits, integer_dtype, torch_dtype
-from deltasync.delta.computation import Computation
 from deltasync.delta.readers import WireReader
 from deltasync.delta.shard import ShardSpec
 from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError
+from deltasync.quant.computation import Computation
 from deltasync.quant.cuts import Cut, Line
 from deltasync.quant.form import Form, Part
 from deltasync.quant.sharing import Shared

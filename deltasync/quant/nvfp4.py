@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from deltasync import dtypes
-from deltasync.delta.computation import KernelForm
-from deltasync.delta.kernels import reads
+from deltasync.quant import reads
+from deltasync.quant.computation import KernelForm
 from deltasync.quant.form import Part, Shape, check_columns
 from deltasync.quant.four_bits import e2m1, packed
 from deltasync.quant.rounding import as_fp8, divided, with_one_nan

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from deltasync.delta.bits import Flat
-from deltasync.delta.computation import Total
 from deltasync.errors import ConfigError
+from deltasync.quant.computation import Total
 from deltasync.quant.form import Form
 from deltasync.quant.rounding import largest
 from deltasync.sync.source.tensors import Maxima, Place

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from deltasync.errors import ConfigError
 from deltasync.sync.options import ReceiverOptions, SenderOptions
@@ -52,13 +52,12 @@ def check_options(options: object, kind: type) -> None:
         raise ConfigError(f"options is a {_kind(options)}; give {kind.__name__}(...)")
 
 
-def check_coding(options: SenderOptions, devices: Sequence[str]) -> None:
-    """Raises ConfigError for a codec that has no kernels, on a link of these device types."""
-    if options.compression == "class" and "cpu" not in devices:
+def check_coding(options: SenderOptions | None) -> None:
+    """Raises ConfigError for a codec that links do not take."""
+    if options is not None and options.compression == "class":
         raise ConfigError(
-            f"compression='class' is coded in host memory, and payloads of this link are in "
-            f"{' or '.join(devices)} memory: use 'block', or 'none'; 'class' is for stores, patch "
-            "files, and links between hosts"
+            "compression='class' is for stores and patch files: it is coded in host memory, and "
+            "receivers of parts cannot read it; for a link use 'gap', on GPUs 'block'"
         )
 
 

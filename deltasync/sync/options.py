@@ -35,8 +35,7 @@ class SenderOptions(OptionsModel):
     compression: Coding = Field(
         default="none",
         description="of payloads: none, zstd, or a codec of changes, which needs fewer bytes and "
-        "more time: gap, block without an entropy coder, class with one that knows the old "
-        "weights, for stores and links between hosts",
+        "more time: gap, block without an entropy coder; for stores also class, by old weights",
     )
     wire_dtypes: dict[str, str] = Field(
         default_factory=dict,

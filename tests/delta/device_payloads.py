@@ -29,11 +29,12 @@ from deltasync.testing.bits import random_bits
 from deltasync.testing.payloads import payloads
 from deltasync.wire.messages import ParameterSpec
 from deltasync.wire.table import ROW, RowKind, Rows
-from tests.delta.codec_contract import Runs, Specs
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 Flats = dict[int, Live]
+Runs = list[tuple[int, Run]]
+Specs = tuple[ParameterSpec, ...]
 
 
 @dataclass(frozen=True)
@@ -58,16 +59,16 @@ class Change:
         return self.payload.cpu().numpy().tobytes()
 
 
-def change_of(specs: Specs, runs: Runs, seed: int) -> Change:
+def change_of(specs: Specs, runs: Runs, seed: int, device: torch.device | str = DEVICE) -> Change:
     [(payload, num_rows)] = payloads(runs, specs)
-    return Change(specs, flats_of(specs, seed), runs, payload.to(DEVICE), num_rows)
+    return Change(specs, flats_of(specs, seed, device), runs, payload.to(device), num_rows)
 
 
-def flats_of(specs: Specs, seed: int) -> Flats:
+def flats_of(specs: Specs, seed: int, device: torch.device | str = DEVICE) -> Flats:
     """The same old weights at both ends."""
     rng = np.random.default_rng(seed)
     return {
-        n: Flat.of(random_bits(s.dtype, s.numel, rng).view(torch_dtype(s.dtype)).to(DEVICE))
+        n: Flat.of(random_bits(s.dtype, s.numel, rng).view(torch_dtype(s.dtype)).to(device))
         for n, s in enumerate(specs)
     }
 

@@ -117,16 +117,6 @@ def test_in_place_a_bucket_is_checked_whole_before_its_first_element_is_written(
     assert not said or kernels == "triton"  # which does not wait for what it finds
 
 
-def test_in_place_nothing_is_said_of_what_is_held_elsewhere() -> None:
-    receiver = Receiver({n: torch.zeros(10, dtype=torch.int16) for n in "ab"}, held=[0])
-    said = list[bool]()
-    staging = staging_of(receiver, in_place=True, said=said)
-    ones = torch.ones(10, dtype=torch.int16)
-    runs = [(1, Run(0, 5, indices(1, 2), ones[:2])), (1, Run(5, 5, None, ones[:5]))]
-    written(staging, opened(receiver, runs))
-    assert not said
-
-
 @given(model=own.models(), data=st.data(), lie=st.integers(1, 1 << 20))
 def test_a_sync_larger_than_declared_is_refused_before_any_write(
     model: Model, data: st.DataObject, lie: int

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -153,22 +152,3 @@ def test_kernels_write_boxes_as_torch_does(
     if not in_place:
         batched.undo()
         assert all(map(torch.equal, ours, map(bits_for, helds)))
-
-
-@pytest.mark.parametrize("width", [1 << 33, (1 << 32) + 5, (1 << 31) + 5])
-def test_a_box_of_long_rows_is_found(width: int) -> None:
-    """Positions are below 2^31, but the distance of rows is not."""
-    spec = ParameterSpec(("w",), (2, width), dtypes.BY_NAME["uint8"])
-    live = torch.zeros(2, 10, dtype=torch.uint8, device=DEVICE)
-    part = Part.of(
-        [Piece.of("w", *unpaired(0, 0, [(2, width, 10), (10, 1, 1)]))], {"w": live}, name="w"
-    )
-    ledger = DigestLedger(whole((spec,)), chunk_numel=1 << 20)
-    bits = torch.tensor([1, 2, 3], dtype=torch.uint8)
-    run = Run(0, 100, torch.tensor([0, 7, 50], dtype=torch.int32), bits)
-    [(payload, num_rows)] = payloads([(0, run)], (spec,), bucket_bytes=1000)
-    staging = BatchedStaging(BatchedWeights({0: part}, ledger, DEVICE), ledger)
-    staging.stage_bucket(BucketReader((spec,)).open(payload.to(DEVICE), num_rows))
-    staging.commit()
-    assert live[0].tolist() == [1, 0, 0, 0, 0, 0, 0, 2, 0, 0]
-    assert not live[1].any()

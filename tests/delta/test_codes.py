@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from deltasync.delta.bits import dtype_of
-from deltasync.delta.codes import CODE_BITS, Codes
+from deltasync.delta.codes import Codes
 from deltasync.delta.region import Region
 from deltasync.delta.route import Piece
-from deltasync.engines.routes.learning import Moves
 
 
 def unpacked(tensor: Tensor) -> Tensor:
@@ -54,22 +50,3 @@ def test_neighbours_in_a_word_keep_their_bits(seed: int) -> None:
     assert torch.equal(both[0].read(0, 8), new[0])
     assert torch.equal(both[1].gather(torch.tensor([2, 7])), new[1][[2, 7]])
     assert live[-1] == 7
-
-
-@pytest.mark.parametrize(
-    "process",
-    [
-        lambda t: t ^ -0x77777778,  # codes become signed
-        lambda t: t & 0x77777777,
-        lambda t: t + 0x11111111,
-        lambda t: packed(unpacked(t).flip(0).maximum(unpacked(t)), torch.int32),
-        lambda t: packed(unpacked(t) ^ unpacked(t).roll(1), torch.int32),
-        lambda t: packed(unpacked(t).sort().values, torch.int32),
-        lambda t: packed(15 - unpacked(t), torch.int32),
-    ],
-)
-def test_codes_that_are_computed_have_no_place(process: Callable[[Tensor], Tensor]) -> None:
-    source = torch.empty(512, dtype=torch.int32)
-    moves = Moves(lambda given: {"live": process(given["in"])}, {"in": source}, CODE_BITS)
-    found = moves.places("in", {"live": source})
-    assert sum(len(elements) for elements, _ in found.values()) < 8 * 512

@@ -5,9 +5,7 @@ Without a GPU kernels run under Triton's interpreter.
 
 from __future__ import annotations
 
-import struct
 from dataclasses import replace
-from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -21,7 +19,6 @@ from torch import Tensor
 from deltasync.delta.batched.decoding import DeviceDecoder
 from deltasync.delta.bits import Flat, Live, Run, as_bits, torch_dtype
 from deltasync.delta.bucket import BucketReader
-from deltasync.delta.codecs.blocks import HEADER_BYTES, Shape, encode_indices, field_bytes
 from deltasync.delta.codecs.coding import Coded
 from deltasync.delta.codecs.encoding import encode_payload
 from deltasync.delta.codecs.old import LiveOld
@@ -29,16 +26,13 @@ from deltasync.delta.policy import Policy
 from deltasync.delta.shard import ShardSpec
 from deltasync.dtypes import BY_NAME, Dtype
 from deltasync.errors import (
-    InvalidIndices,
     InvalidTable,
     LimitExceeded,
 )
 from deltasync.testing.bits import random_bits
 from deltasync.testing.payloads import payloads
-from deltasync.wire.codecs import IndexCodec, ValueCodec
-from deltasync.wire.coded import CodedPayload
+from deltasync.wire.codecs import IndexCodec
 from deltasync.wire.messages import Bucket, ParameterSpec
-from deltasync.wire.table import ROW, RowKind, Rows, block_offsets
 from tests.delta.device_payloads import (
     DEVICE,
     Change,
@@ -72,10 +66,10 @@ def typical(seed: int = 0) -> Change:
     return change([*kinds, (BF16, 0.1)], seed)
 
 
-def host_coded(given: Change, codec: IndexCodec = IndexCodec.BLOCK) -> bytes:
+def host_coded(given: Change, *, compressed: bool = False) -> bytes:
     old = LiveOld(given.specs, given.flats)
-    raw = given.payload.cpu().numpy()
-    return encode_payload(raw, given.num_rows, old, codec).to_bytes(compressed=False)
+    made = encode_payload(given.payload.cpu().numpy(), given.num_rows, old, IndexCodec.BLOCK)
+    return made.to_bytes(compressed=compressed)
 
 
 def coded(given: Change) -> bytes:
@@ -102,26 +96,6 @@ def test_either_end_decodes_what_either_has_coded(
     assert by_host(there, *args(here)) == here.raw
 
 
-def test_rows_for_which_blocks_do_not_pay_stay_raw() -> None:
-    made = on_device(typical())
-    assert made is not None
-    assert {"raw", "block", "dense"} < made.bytes_by_codec.keys()
-
-
-def test_a_payload_that_gets_no_shorter_is_not_coded() -> None:
-    assert on_device(change([(BF16, 0.0), (BF16, 1.0)], 1)) is None
-    assert on_device(change([(BF16, 1.0)], 1)) is None
-
-
-def test_of_what_is_not_held_there_are_indices_alone() -> None:
-    here = typical()
-    data = coded(here)
-    for missing in ({1}, {1, 3}, {0, 1, 2, 3, 4}, {2, 0}):
-        flats: dict[int, Live] = {n: f for n, f in here.flats.items() if n not in missing}
-        found = decoded_alike(data, here.num_rows, len(here.payload), here.specs, flats)
-        assert isinstance(found, bytes)
-
-
 @pytest.mark.promise(
     "Errors",
     "A GPU decodes and refuses the payloads that the host decodes and refuses, before "
@@ -129,52 +103,14 @@ def test_of_what_is_not_held_there_are_indices_alone() -> None:
 )
 @few
 @given(seed=SEEDS, data=st.data())
-def test_damage_and_blocks_that_lie_end_alike(seed: int, data: st.DataObject) -> None:
-    """Bytes that are wrong, and blocks that fit the table, whatever is in them."""
+def test_damage_ends_alike(seed: int, data: st.DataObject) -> None:
+    """Blocks that lie: `tests/wire/test_lies`."""
     here = typical(seed % 5)
     damaged = bytearray(coded(here))
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(damaged) - 1) | st.integers(0, 48 + 56 * here.num_rows))
         damaged[at] = data.draw(st.integers(0, 255))
     decoded_alike(bytes(damaged), *args(here))
-    taken = CodedPayload.from_bytes(
-        memoryview(coded(here)), num_rows=here.num_rows, raw_bytes=len(here.payload)
-    )
-    rng = np.random.default_rng(seed)
-    index, value = (lie(blocks, data, rng) for blocks in blocks_of(taken))
-    rows = taken.rows.copy()
-    rows["index_bytes"], rows["value_bytes"] = [len(b) for b in index], [len(b) for b in value]
-    sections = (np.frombuffer(b"".join(blocks), np.uint8) for blocks in (index, value))
-    lied = CodedPayload(rows, taken.digests, *sections).to_bytes(compressed=False)
-    decoded_alike(lied, *args(here))
-
-
-def blocks_of(taken: CodedPayload) -> tuple[list[bytes], list[bytes]]:
-    index, value = (cuts.tolist() for cuts in taken.blocks())
-    return (
-        [taken.index[a:b].tobytes() for a, b in pairwise(index)],
-        [taken.value[a:b].tobytes() for a, b in pairwise(value)],
-    )
-
-
-def lie(blocks: list[bytes], data: st.DataObject, rng: np.random.Generator) -> list[bytes]:
-    """One of them with words, or a header, that are not what was written."""
-    found, n = list(blocks), data.draw(st.integers(0, len(blocks) - 1))
-    block = bytearray(found[n])
-    match data.draw(st.sampled_from(["none", "header", "words", "shorter", "longer", "swapped"])):
-        case "header" if len(block) >= 4:
-            block[:2] = bytes(rng.integers(0, 19, 2).tolist())
-        case "words" if block:
-            for at in rng.integers(0, len(block), 3).tolist():
-                block[at] = int(rng.choice(np.array([0, 255, rng.integers(256)])))
-        case "shorter":
-            del block[-data.draw(st.sampled_from([1, 2, 4, 8])) :]
-        case "longer":
-            block += bytes(data.draw(st.sampled_from([1, 2, 4, 8])))
-        case "swapped" if len(block) >= 16:
-            block[8:12], block[12:16] = block[12:16], block[8:12]
-    found[n] = bytes(block)
-    return found
 
 
 @pytest.mark.promise(
@@ -254,30 +190,12 @@ def test_shards_with_gaps_are_coded_in_the_coordinates_of_the_layout(
         assert got == payload.cpu().numpy().tobytes()
 
 
-@pytest.mark.parametrize("offset", [0xFFFE, 0xFFFF])
-def test_rows_as_long_as_indices_can_count(offset: int) -> None:
-    """Nothing of the parameter is held here, so that it takes no memory."""
-    span, shape = (1 << 31) - 1, Shape(16, 1)
-    specs, blocks = specs_of((BY_NAME["uint8"], span)), shape.num_blocks(span)
-    indices = (np.arange(5, blocks, 20, dtype=np.int64) << 16).astype(np.int32)
-    indices[-1], count = span - 1, len(indices)
-    index = bytearray(encode_indices(indices, shape, span))
-    struct.pack_into("<H", index, HEADER_BYTES + field_bytes(blocks, 1) + 2 * (count - 1), offset)
-    rows: Rows = np.zeros(1, ROW)
-    rows["kind"], rows["index_codec"] = RowKind.SPARSE, IndexCodec.BLOCK
-    rows["value_codec"], rows["span"], rows["count"] = ValueCodec.BLOCK, span, count
-    value = np.zeros(field_bytes(count, 2), np.uint8)
-    rows["index_bytes"], rows["value_bytes"] = len(index), len(value)
-    sections = np.frombuffer(index, np.uint8), value
-    made = CodedPayload(rows, np.zeros(1, np.uint64), *sections).to_bytes(compressed=False)
-    raw = rows.copy()
-    raw["index_bytes"], raw["value_bytes"] = 4 * count, count
-    found = decoded_alike(made, 1, block_offsets(raw)[2], specs, {})
-    assert isinstance(found, InvalidIndices if offset == 0xFFFF else bytes)
-
-
-def test_payloads_may_begin_anywhere_and_come_in_order_and_as_declared() -> None:
+def test_a_reader_takes_what_devices_decode_and_what_they_leave_to_the_host() -> None:
+    """Payloads that begin anywhere, raw rows among them; in order, and as declared."""
     here = typical()
+    made = on_device(here)
+    assert made is not None
+    assert {"raw", "block", "dense"} < made.bytes_by_codec.keys()
     memory = torch.frombuffer(bytearray(5) + coded(here), dtype=torch.uint8).to(DEVICE)
     sent, reader = memory[5:], reader_of(here)
     found = reader.unpack(message_of(here), sent)
@@ -287,6 +205,10 @@ def test_payloads_may_begin_anywhere_and_come_in_order_and_as_declared() -> None
     reader.begin(1000)
     with pytest.raises(LimitExceeded, match="begin"):
         reader.unpack(message_of(here), sent)
+    compressed = bytearray(host_coded(here, compressed=True))
+    there = torch.frombuffer(compressed, dtype=torch.uint8).to(DEVICE)
+    found = reader_of(here).unpack(message_of(here), there)
+    assert found.payload.cpu().numpy().tobytes() == here.raw
 
 
 def reader_of(here: Change) -> BucketReader:
@@ -297,13 +219,3 @@ def reader_of(here: Change) -> BucketReader:
 def message_of(here: Change) -> Bucket:
     sizes = {"num_rows": here.num_rows, "raw_bytes": len(here.payload)}
     return Bucket(version=1, sequence=0, compression="coded", **sizes)  # type: ignore[arg-type]
-
-
-def test_what_a_device_leaves_to_the_host_is_decoded_there() -> None:
-    here = typical()
-    old = LiveOld(here.specs, here.flats)
-    made = encode_payload(here.payload.cpu().numpy(), here.num_rows, old, IndexCodec.BLOCK)
-    data = bytearray(made.to_bytes(compressed=True))
-    sent = torch.frombuffer(data, dtype=torch.uint8).to(DEVICE)
-    found = reader_of(here).unpack(message_of(here), sent)
-    assert found.payload.cpu().numpy().tobytes() == here.raw

@@ -65,8 +65,10 @@ def runs() -> list[Run]:
     ]
 
 
-@pytest.mark.parametrize("kernels", ["torch", "triton"])
-@pytest.mark.parametrize("laid", ["run", "transposed", "part"])
+@pytest.mark.parametrize(
+    ("laid", "kernels"),
+    [("run", "torch"), ("transposed", "torch"), ("run", "triton"), ("part", "triton")],
+)
 def test_what_lies_beyond_2_to_the_31_is_written_and_taken_back(
     laid: str, kernels: Kernels
 ) -> None:

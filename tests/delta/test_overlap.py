@@ -13,8 +13,6 @@ from torch import Tensor
 
 from deltasync.delta.bits import Flat, overlapping
 from deltasync.delta.region import Region
-from deltasync.errors import ConfigError
-from deltasync.testing.links import PROMPT_S, within
 
 MEMORY = torch.zeros(96, dtype=torch.uint8)
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.complex64)
@@ -96,20 +94,3 @@ def test_views_that_interleave_are_told_from_views_that_share(how: str) -> None:
     shares = how.endswith("sharing")
     tensors = SHARING[how.removesuffix(", sharing")] if shares else APART[how]
     assert (found_in(tensors) is not None) == shares
-
-
-def test_strides_that_look_as_if_they_shared_are_written() -> None:
-    comb = torch.zeros(8).as_strided((3, 2), (2, 3))
-    Flat.of(comb).write(0, torch.arange(6, dtype=torch.int32))
-    assert comb.view(torch.int32).tolist() == [[0, 1], [2, 3], [4, 5]]
-    with pytest.raises(ConfigError, match="'w': elements share storage"):
-        Flat.of(torch.zeros(9).as_strided((3, 3), (2, 2)), name="'w'")
-
-
-def test_many_parameters_cost_little() -> None:
-    line = torch.zeros(30_000)
-    whole = [(str(n), Flat.of(line[3 * n : 3 * n + 3])) for n in range(10_000)]
-    columns = [(str(n), Flat.of(line.view(100, 300)[:, n])) for n in range(300)]
-    with within(PROMPT_S):
-        assert overlapping(whole) is None
-        assert overlapping(columns) is None

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltasync.delta.region import Region, ordered, paired, row_major, unpaired
+from deltasync.delta.region import Region, ordered, paired, unpaired
 
 Dims = list[tuple[int, int]]
 
@@ -39,18 +39,6 @@ def regions(draw: st.DrawFn, numel: int | None = None) -> Region:
     return Region(draw(st.integers(0, 9)), tuple(dims))
 
 
-@st.composite
-def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], Region]:
-    """A shape, and a box of it whose dimensions may be in any order."""
-    shape = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
-    start, dims = 0, []
-    for size, stride in zip(shape, row_major(shape), strict=True):
-        low = draw(st.integers(0, size - 1))
-        start += low * stride
-        dims.append((draw(st.integers(1, size - low)), stride))
-    return shape, Region(start, tuple(draw(st.permutations(dims))))
-
-
 @given(start=st.integers(0, 9), dims=DIMS)
 def test_a_region_has_the_elements_that_its_dimensions_say(start: int, dims: Dims) -> None:
     region, places = Region(start, tuple(dims)), places_of(start, dims)
@@ -75,25 +63,6 @@ def test_a_region_has_the_elements_that_its_dimensions_say(start: int, dims: Dim
     if region.is_rows and region.is_rising:
         per_row, gap = region.rows
         assert [start + n + n // per_row * gap for n in range(region.numel)] == places
-
-
-@given(one=regions(), other=regions())
-def test_equal_regions_have_the_same_elements_in_the_same_order(one: Region, other: Region) -> None:
-    assert (one == other) == (in_order(one) == in_order(other))
-    assert one.meets(other) == bool(set(in_order(one)) & set(in_order(other)))
-
-
-@given(box=boxes(), data=st.data())
-def test_a_box_of_a_region_is_selected(
-    box: tuple[tuple[int, ...], Region], data: st.DataObject
-) -> None:
-    """Along the dimensions of the region there is always one."""
-    shape, numbers = box
-    strides = [data.draw(st.integers(0, 40)) for _ in shape]
-    region = Region(5, tuple(zip(shape, strides, strict=True)))
-    found = region.select(numbers)
-    assert found is not None
-    assert in_order(found) == [region.place(number) for number in in_order(numbers)]
 
 
 @given(numel=st.integers(1, 48), data=st.data())

@@ -102,14 +102,6 @@ def test_ranks_that_leave_gaps_or_disagree_are_refused() -> None:
             share_out([{"w": top}, other], {"w": 2})
 
 
-def test_what_is_no_box_or_no_known_split_is_refused() -> None:
-    for offset, size in (((0,), (2, 2)), ((-1, 0), (2, 2)), ((3, 0), (2, 2)), ((0, 0), (2, -1))):
-        with pytest.raises(ConfigError, match="no box of"):
-            ShardSpec((4, 4), offset, size)
-    with pytest.raises(ConfigError, match="split in 3 parts by nothing that is known"):
-        placed((8,), (2, 2), (0, 0), [(0, 3), (0, 1)])
-
-
 def test_sums_that_were_not_made_are_refused() -> None:
     run_ranks(refuse_sums, 1, free_port())
 

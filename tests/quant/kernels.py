@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from deltasync.delta.computation import KernelForm
 from deltasync.quant.block_fp8 import BlockFp8
+from deltasync.quant.computation import KernelForm
 from deltasync.quant.form import Form
 from deltasync.quant.fp8 import Fp8
 from deltasync.quant.int4 import Int4

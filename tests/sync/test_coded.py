@@ -3,11 +3,7 @@ wrong bases and damage do. Kernels are interpreted where there is no GPU."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,20 +12,16 @@ from torch import Tensor
 from deltasync import ModuleSource, ReceiverOptions, SenderOptions, TrainerRank, WeightSender
 from deltasync.delta.backend import Kernels
 from deltasync.delta.codecs.coding import Coding
+from deltasync.delta.kernels import triton_base
 from deltasync.delta.policy import Policy
-from deltasync.errors import ConfigError, WrongBase
+from deltasync.errors import ConfigError, SyncAborted, WrongBase
 from deltasync.sync.protocol.round import SyncPhase
 from deltasync.transports import inprocess
-from deltasync.transports.base import Capabilities, Frame, ReceiveTransport
-from deltasync.wire.frame import decode, encode
-from deltasync.wire.messages import Bucket
 from tests.sync.decodings import decodings
 from tests.sync.interpreted import one_kernel_at_a_time
 from tests.worlds.links import (
     Model,
     Receivers,
-    ThroughReceiver,
-    ThroughSender,
     bits_equal,
     fleet,
 )
@@ -45,7 +37,6 @@ BLOCKS = SenderOptions(
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels are compiled here: see test_coded_gpu.py"
 )
-TRITON = pytest.param("triton", marks=interpreted)
 
 
 def nudged(weights: Tensor, share: float, seed: int) -> None:
@@ -76,11 +67,8 @@ def change(source: Model, seed: int, share: float = 0.05) -> None:
     ("coding", "policy", "share", "most", "codec"),
     [
         ("block", ONLY_SPARSE, 0.008, 1.9, "block"),
-        ("class", ONLY_SPARSE, 0.008, 1.3, "class"),
         ("gap", ONLY_SPARSE, 0.008, 1.4, "gap+ulp"),
-        ("gap", ONLY_SPARSE, 0.1, 0.9, "gap+ulp"),
-        ("gap", ONLY_SPARSE, 0.5, 0.6, "gap+ulp"),
-        ("gap", ALL_DENSE, 0.1, 1.5, "dense+ulp"),
+        ("gap", Policy(), 0.4, 0.7, "gap+ulp"),  # a codec has chunks go dense above a half
         ("gap", ALL_DENSE, 0.5, 0.6, "dense+ulp"),
     ],
 )
@@ -99,25 +87,11 @@ def test_a_change_of_one_step_takes_about_its_entropy(
             assert stats.bytes_by_codec[codec] > 0.9 * stats.payload_bytes
 
 
-def test_a_change_that_gaps_do_not_pay_for_stays_raw_in_a_coded_payload() -> None:
-    weights = {"a": torch.zeros(300_000), "b": torch.zeros(1000)}
-    source, target = (Model({n: w.bfloat16() for n, w in weights.items()}) for _ in range(2))
-    options = SenderOptions(compression="gap", policy=ONLY_SPARSE)
-    with joined(source, target, options=options) as here:
-        source.get_parameter("a").data[299_999] = 1
-        source.get_parameter("b").data[::2] = 1
-        stats = here.sender.send_weights()
-        assert bits_equal(source, target)
-        assert any("raw" in name for name in stats.bytes_by_codec), stats.bytes_by_codec
-
-
 @pytest.mark.parametrize(
     ("sender", "coding", "bucket_bytes"),
     [
-        ("torch", "none", None),
         ("torch", "block", 3000),
         pytest.param("triton", "none", 3000, marks=interpreted),
-        pytest.param("triton", "block", 3000, marks=interpreted),
         pytest.param("triton", "block", None, marks=interpreted),
     ],
 )
@@ -188,10 +162,7 @@ def test_what_kernels_cannot_read_in_place_is_copied_at_each_sync() -> None:
 )
 @pytest.mark.parametrize(
     ("coding", "kernels", "staged_bytes"),
-    [
-        *((coding, "torch", None) for coding in ("gap", "block", "class")),
-        *(pytest.param("block", "triton", staged, marks=interpreted) for staged in (None, 0)),
-    ],
+    [("gap", "torch", None), pytest.param("block", "triton", 0, marks=interpreted)],
 )
 def test_a_wrong_base_is_found_before_anything_is_written(
     coding: Coding, kernels: Kernels, staged_bytes: int | None
@@ -209,48 +180,6 @@ def test_a_wrong_base_is_found_before_anything_is_written(
         assert all(torch.equal(before[n], p.data) for n, p in target.named_parameters())
         assert not here.serving["engine/0"].receiver.is_dirty
         assert recovers(here).full_synced == 1  # it measures its weights, which are no member's
-        assert bits_equal(source, target)
-
-
-class Damaged(ThroughReceiver):
-    """A link on which the first coded payload loses a bit."""
-
-    def __init__(self, inner: ReceiveTransport, at: int) -> None:
-        super().__init__(inner)
-        self._at, self._is_done = at, False
-
-    def receive(self, *, timeout_s: float) -> Frame:
-        frame = super().receive(timeout_s=timeout_s)
-        if frame.payload is None or self._is_done:
-            return frame
-        message, _ = decode(frame.header)
-        if not isinstance(message, Bucket) or message.compression != "coded":
-            return frame
-        self._is_done, payload = True, frame.payload.clone()
-        payload[self._at] ^= 16
-        return Frame(encode(message, payload_bytes=len(payload)), payload)
-
-
-@pytest.mark.promise(
-    "Errors",
-    "A GPU decodes and refuses the payloads that the host decodes and refuses, before "
-    "anything is written.",
-)
-@pytest.mark.parametrize("kernels", ["torch", TRITON])
-@pytest.mark.parametrize("at", [3, 60, -1, -200, -700])
-def test_damage_loses_nothing(at: int, kernels: Kernels) -> None:
-    source, target = model(1), model(1)
-    options = BLOCKS.model_copy(update={"kernels": kernels})
-    with fleet(source, options=options) as here:
-        receiving = ReceiverOptions(kernels=kernels)
-        serving = here.add(target, options=receiving, wrap=lambda link: Damaged(link, at))
-        here.wait(1)
-        here.sender.send_weights()
-        change(source, 1)
-        fails(here)
-        assert bits_equal(target, model(1))
-        assert not serving.receiver.is_dirty
-        recovers(here)
         assert bits_equal(source, target)
 
 
@@ -279,89 +208,30 @@ def test_what_an_aborted_sync_overwrote_is_not_coded_against() -> None:
         assert bits_equal(source, target)
 
 
-class BetweenGpus(ThroughSender):
-    """A link whose payloads would be in the memory of GPUs."""
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return Capabilities(("cuda",), None)
-
-
-def test_class_is_refused_on_links_of_gpus() -> None:
+def test_class_is_refused_on_links() -> None:
     source, options = ModuleSource(model(1)), SenderOptions(compression="class")
-    inner = inprocess.Sender()
-    link = BetweenGpus(inner)
-    with pytest.raises(ConfigError, match="cuda memory: use 'block'"):
+    link = inprocess.Sender()
+    with pytest.raises(ConfigError, match="for stores and patch files"):
         WeightSender(source, link, options=options)
-    with pytest.raises(ConfigError, match="cuda memory: use 'block'"):
-        TrainerRank(source, link, inner.receiver(), rank=1, world=2, options=options)
+    with pytest.raises(ConfigError, match="for stores and patch files"):
+        TrainerRank(source, link, link.receiver(), rank=1, world=2, options=options)
     with WeightSender(source, link, options=SenderOptions(compression="block")) as sender:
-        with pytest.raises(ConfigError, match="for stores, patch files"):
+        with pytest.raises(ConfigError, match="for stores and patch files"):
             sender.options = options
         assert sender.options.compression == "block"
 
 
-def test_options_that_are_replaced_take_effect_though_they_were_used() -> None:
-    source, target = model(4), model(4)
-    options = SenderOptions(compression="gap", policy=ALL_DENSE)
-    with joined(source, target, options=options) as here:
-        for policy, codec in ((ALL_DENSE, "dense+ulp"), (ONLY_SPARSE, "gap+ulp")):
-            here.sender.options = options.model_copy(update={"policy": policy})
-            nudged(source.get_parameter("a").data, 0.05, 1)
-            assert codec in here.sender.send_weights().bytes_by_codec
-            assert bits_equal(source, target)
-
-
-# In an interpreter of its own: kernels are interpreted or not from their definition on.
-WITHOUT_INTERPRETER = """
-from threading import Thread
-from torch.nn import Linear
-from deltasync import *
-from deltasync.errors import DeltaSyncError
-from deltasync.transports import inprocess
-
-told = []
-
-def receive(receiver):
-    try:
-        receiver.receive_weights(timeout_s=20)
-    except DeltaSyncError as error:
-        told.append(f"receiver {type(error).__name__} {error}")
-
-for ours, theirs in (("triton", "auto"), ("auto", "triton")):
-    link = inprocess.Sender()
-    sender = WeightSender(ModuleSource(Linear(8, 8)), link, options=SenderOptions(kernels=ours))
-    target, options = ModuleTarget(Linear(8, 8)), ReceiverOptions(kernels=theirs)
-    receiver = WeightReceiver(target, link.receiver(), options=options)
-    thread = Thread(target=receive, args=(receiver,))
-    thread.start()
-    sender.wait_for_receivers(1)
-    try:
-        sender.send_weights(timeout_s=20)
-    except DeltaSyncError as error:
-        told.append(f"sender {type(error).__name__} {error}")
-    thread.join()
-print("\\n".join(told))
-"""
-
-
 @interpreted
-def test_kernels_are_refused_on_a_cpu_where_nothing_interprets_them() -> None:
-    environment = {key: text for key, text in os.environ.items() if key != "TRITON_INTERPRET"}
-    program = subprocess.run(
-        [sys.executable, "-c", WITHOUT_INTERPRETER],
-        cwd=Path(__file__).parents[2],
-        env=environment | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=100,
-    )
+@pytest.mark.parametrize("end", ["sender", "receiver"])
+def test_kernels_are_refused_on_a_cpu_where_nothing_interprets_them(
+    end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_base, "IS_INTERPRETED", False)
+    options = SenderOptions(kernels="triton" if end == "sender" else "auto")
+    receiving = ReceiverOptions(kernels="auto" if end == "sender" else "triton")
     reason = "kernels='triton' is not possible here: the weights live on a CPU, and TRITON_INTERP"
-    at_sender, at_receiver = program.stdout.splitlines()[:2], program.stdout.splitlines()[2:]
-    for lines, raised in ((at_sender, "Refused"), (at_receiver, "ConfigError")):
-        assert [line.split()[:2] for line in sorted(lines)] == [
-            ["receiver", raised],
-            ["sender", "SyncAborted"],
-        ]
-        assert all(reason in line for line in lines), program.stdout
+    with (
+        pytest.raises(SyncAborted, match=reason),
+        joined(model(1), model(1), options=options, receiving=receiving),
+    ):
+        pass

@@ -7,22 +7,16 @@ import torch
 from torch import Tensor
 
 from deltasync import (
-    ModuleSource,
-    ModuleTarget,
     Policy,
     ReceiverOptions,
-    RoutedTarget,
     SenderOptions,
-    WeightReceiver,
-    WeightSender,
 )
 from deltasync.delta.bits import as_bits
 from deltasync.errors import SyncAborted, WrongBase
 from deltasync.transports import inprocess
 from tests.sync.decodings import decodings
 from tests.sync.test_gpu import model
-from tests.worlds.links import Serving, bits_equal, fleet, until
-from tests.worlds.toy_engines import CHECKPOINT, Rank, rank_of, trainer
+from tests.worlds.links import bits_equal, fleet, until
 
 pytestmark = [
     pytest.mark.gpu,
@@ -52,28 +46,20 @@ def test_payloads_are_coded_on_the_gpu(
 ) -> None:
     decoded = decodings(monkeypatch)
     source, replica = (model(torch.bfloat16, 0, strided=strided) for _ in range(2))
-    transport = inprocess.Sender(device=link)
     changes = {"snapshot_device": snapshot_device, "bucket_bytes": 1 << 20}
     options = BLOCKS.model_copy(update=changes | {"max_inflight_bytes": 1 << 26})
-    sender = WeightSender(ModuleSource(source), transport, options=options)
-    receiver = WeightReceiver(ModuleTarget(replica), transport.receiver())
-    serving = Serving(receiver).start()
-    try:
-        sender.wait_for_receivers(1)
-        assert sender.send_weights().full_synced == 0
+    with fleet(source, options=options, link=lambda: inprocess.Sender(device=link)) as here:
+        assert here.join(replica).full_synced == 0
         for _ in range(3):
             for parameter in source.parameters():
                 nudged(parameter.data, share)
-            stats = sender.send_weights()
+            stats = here.sender.send_weights()
             assert stats.bytes_by_codec["block"] > 0.9 * stats.payload_bytes
             assert stats.payload_bytes < 2.5 * stats.nnz
         torch.cuda.synchronize()
         assert bits_equal(source, replica)
-        assert decoded
-        assert all(payload is not None and payload.is_cuda for payload in decoded)
-    finally:
-        sender.close()
-        serving.stop()
+    assert decoded
+    assert all(payload is not None and payload.is_cuda for payload in decoded)
 
 
 def test_a_wrong_base_is_found_on_the_gpu_before_anything_is_written() -> None:
@@ -97,22 +83,3 @@ def test_a_wrong_base_is_found_on_the_gpu_before_anything_is_written() -> None:
         assert here.sender.send_weights(timeout_s=20).full_synced == 1
         torch.cuda.synchronize()
         assert bits_equal(source, target)
-
-
-@pytest.mark.parametrize("staged_bytes", [0, None])
-def test_ranks_of_an_engine_decode_their_parts(staged_bytes: int | None) -> None:
-    source = trainer(0).cuda()
-    ranks = [rank_of(source, number).cuda() for number in range(2)]
-    assert all(isinstance(rank, Rank) for rank in ranks)
-    options = ReceiverOptions(kernels="triton", max_staged_bytes=staged_bytes, chunk_numel=7)
-    sending = BLOCKS.model_copy(update={"max_inflight_bytes": 1 << 20})
-    with fleet(source, options=sending) as here:
-        for number, rank in enumerate(ranks):
-            here.add(RoutedTarget(rank, CHECKPOINT), rank=number, world=2, options=options)
-        here.wait(2)
-        for share in (0.0, 0.2, 0.6):
-            for weights in source.parameters():
-                weights.data[torch.rand(weights.shape, device="cuda") < share] *= 1.01
-            assert here.sender.send_weights().receivers == 2
-            torch.cuda.synchronize()
-            assert all(bits_equal(rank, rank_of(source, rank.rank).cuda()) for rank in ranks)

@@ -42,7 +42,6 @@ from tests.worlds.trainers import Boxes, Sharded, Split, rows_of, trainer_of
 
 SMALL = SenderOptions(policy=Policy(chunk_numel=16), bucket_bytes=400, compression="zstd")
 CODED = SMALL.model_copy(update={"compression": "gap"})
-BY_CLASS = SMALL.model_copy(update={"compression": "class"})  # gap, for receivers of parts
 
 
 def model(seed: int) -> Model:
@@ -134,7 +133,7 @@ STEPS = st.sampled_from(["step", "nothing", "rank", "lane", "receiver", "late"])
 @given(
     boxes=placements(SHAPES),
     history=st.lists(st.tuples(STEPS, st.integers(0, 9)), min_size=1, max_size=4),
-    options=st.sampled_from([SMALL, CODED, BY_CLASS, SenderOptions()]),
+    options=st.sampled_from([SMALL, CODED, SenderOptions()]),
     data=st.data(),
 )
 def test_any_history_of_steps_and_failures_ends_bit_equal(

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -69,22 +69,6 @@ def test_engines_that_are_not_retained_keep_their_weights() -> None:
         assert here.sender.engines == {"kept"}
 
 
-def test_digests_tell_which_parameters_changed() -> None:
-    weights, target, found = weights_of(), CopiedTarget(), list[dict[str, int]]()
-    with fleet(StreamedWeights()) as here:
-        here.source.take(weights.items())
-        here.join(target)
-        for change in (0, 1):
-            weights["b"][3] += change
-            sync(here, weights)
-            receiver = here.serving["engine/0"].receiver
-            until(lambda r=receiver: r.version == here.sender.version)  # type: ignore[misc]
-            found.append(receiver.digests())
-    before, after = found
-    assert before.keys() == after.keys() == SHAPES.keys()
-    assert {name for name in after if before[name] != after[name]} == {"b"}
-
-
 @pytest.mark.parametrize(
     ("other", "problem"),
     [
@@ -111,32 +95,16 @@ def test_weights_of_another_model_are_refused_and_gone_through(
         stream.take(exported({"b": weights["b"] + 1}))
 
 
-REFUSED: dict[str, tuple[Callable[[StreamedWeights], object], str]] = {
-    "nothing": (lambda stream: stream.take(iter(())), "no weights came"),
-    "nothing taken": (lambda stream: stream.full(), "no weights were taken"),
-    "a name twice": (
-        lambda stream: stream.take([("a", torch.ones(1)), ("a", torch.ones(1))]),
-        "twice",
-    ),
-    "options twice": (
-        lambda stream: WeightSender(stream, inprocess.Sender(), options=SenderOptions()),
-        "options",
-    ),
-    "a group": (
-        lambda stream: WeightSender(
-            stream, inprocess.Sender(), group=TrainerGroup(inprocess.Sender(), 2)
-        ),
-        "group",
-    ),
-}
-
-
-@pytest.mark.parametrize(("call", "words"), REFUSED.values(), ids=REFUSED.keys())
-def test_what_does_not_fit_a_stream_is_refused(
-    call: Callable[[StreamedWeights], object], words: str
-) -> None:
-    with pytest.raises(ConfigError, match=words):
-        call(StreamedWeights())
+def test_what_does_not_fit_a_stream_is_refused() -> None:
+    stream, link = StreamedWeights(), inprocess.Sender()
+    with pytest.raises(ConfigError, match="no weights came"):
+        stream.take(iter(()))
+    with pytest.raises(ConfigError, match="twice"):
+        stream.take([("a", torch.ones(1)), ("a", torch.ones(1))])
+    with pytest.raises(ConfigError, match="options"):
+        WeightSender(stream, link, options=SenderOptions())
+    with pytest.raises(ConfigError, match="group"):
+        WeightSender(stream, link, group=TrainerGroup(inprocess.Sender(), 2))
 
 
 def test_what_was_sent_has_to_be_taken_again() -> None:
@@ -147,24 +115,6 @@ def test_what_was_sent_has_to_be_taken_again() -> None:
         with pytest.raises(ConfigError, match="take them"):
             here.sender.send_weights(timeout_s=5)
         sync(here, weights)
-
-
-def test_an_engine_that_holds_nothing_and_takes_nothing_is_told_so() -> None:
-    with fleet(StreamedWeights()) as here:
-        here.source.take(weights_of().items())
-        with pytest.raises(SyncAborted, match="none of the parameters"):
-            here.join(nn.Module())
-
-
-def test_what_the_options_leave_out_does_not_travel() -> None:
-    weights, target = weights_of(), CopiedTarget()
-    with fleet(StreamedWeights(SenderOptions(leave_out=["[ab]"]))) as here:
-        here.source.take(weights.items())
-        here.join(target)
-        weights["a"] += 1
-        weights["c"] += 1
-        sync(here, weights)
-        assert hold(dict(target.tensors), {n: weights[n] for n in ("none", "scalar", "c")})
 
 
 ANNOUNCED = [ParameterSpec((name,), shape, BY_NAME["float32"]) for name, shape in SHAPES.items()]
@@ -197,14 +147,9 @@ def test_masters_are_sent_in_the_dtypes_that_the_first_engine_holds(
 @pytest.mark.parametrize(
     ("came", "problem"),
     [
-        ({"a": torch.ones(2, 3)}, r"a: float32\[3, 2\] was announced, and a: float32\[2, 3\] came"),
         ({"a": torch.ones(3, 2).half()}, r"float32\[3, 2\] was announced, and a: float16"),
         ({"b": torch.ones(1)}, r"a: float32\[3, 2\] was announced, and b: float32\[1\] came"),
         ({"a": torch.ones(3, 2)}, r"b: float32\[1\] was announced, and nothing came"),
-        (
-            {"a": torch.ones(3, 2), "b": torch.ones(1), "c": torch.ones(())},
-            r"nothing was announced, and c: float32\[\] came",
-        ),
     ],
 )
 def test_what_comes_otherwise_than_it_was_announced_is_refused(came: Weights, problem: str) -> None:

@@ -18,6 +18,7 @@ from deltasync.errors import (
     WireError,
     WrongBase,
 )
+from deltasync.store.classes.codec import ClassCodec as ClassCodec  # reads and writes `class`
 from deltasync.transports.base import Frame
 from tests.golden.make_golden import bucket_message
 from tests.wire import coded_reference as plain

@@ -12,7 +12,6 @@ from deltasync.delta.batched.source import BatchedSource, Launch
 from deltasync.delta.batched.weights import BatchedWeights, Numbers, upload
 from deltasync.delta.digests import Ints
 from deltasync.delta.kernels import triton as kernels
-from deltasync.delta.kernels import triton_quantize
 from deltasync.delta.kernels.reads import AS_IS, ROUNDED
 from deltasync.delta.kernels.triton_base import SEGMENT, TYPES
 
@@ -70,7 +69,8 @@ class Masks:
         num_chunks = len(snapshot.addresses)
         counts = torch.zeros(num_chunks, dtype=torch.int32, device=snapshot.device)
         self.sums.zero_()
-        source.computed.compare(self._words)  # first: scales are compared like other parameters
+        if source.computed is not None:  # first: scales are compared like other parameters
+            source.computed.compare(self._words)
         for launch in source.launches:
             self._compare(launch, source, snapshot, counts)
         self._arriving = Numbers(counts)
@@ -80,7 +80,7 @@ class Masks:
         self, launch: Launch, source: BatchedSource, snapshot: BatchedWeights, counts: Tensor
     ) -> None:
         """Write masks, and count what they mark."""
-        if launch.is_quantized:
+        if launch.is_computed:
             self._count(launch, source, snapshot, counts)
             return
         kernels.compare[(launch.num_blocks,)](
@@ -104,7 +104,7 @@ class Masks:
         self, launch: Launch, source: BatchedSource, snapshot: BatchedWeights, counts: Tensor
     ) -> None:
         """Count what was found of a launch that was compared by kernels of a form."""
-        triton_quantize.count[(-(-launch.num_blocks // triton_quantize.BLOCKS),)](
+        kernels.count_masks[(-(-launch.num_blocks // kernels.COUNTED),)](
             snapshot.numels,
             source.first_block,
             source.chunk_of,
@@ -114,7 +114,7 @@ class Masks:
             launch.first_block,
             launch.first_block + launch.num_blocks,
             BLOCK=kernels.BLOCK,
-            GROUP=triton_quantize.BLOCKS,
+            GROUP=kernels.COUNTED,
             num_warps=4,
         )
 
@@ -221,6 +221,7 @@ class Masks:
             out,
             TYPE=TYPES[launch.item_size],
             READ=launch.read,
+            CODES_AT=launch.codes_at,
             AHEAD=ahead,
             GAPS=snapshot.has_gaps,
             STRIDE=self.value_bytes // launch.item_size,

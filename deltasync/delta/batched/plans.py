@@ -31,6 +31,7 @@ from deltasync.delta.codecs.coding import Encode
 from deltasync.delta.codecs.old import SnapshotOld
 from deltasync.delta.digests import DigestLedger, Ints
 from deltasync.delta.kernels import triton as kernels
+from deltasync.delta.kernels.reads import AS_IS
 from deltasync.delta.kernels.triton_base import SEGMENT, SPAN, TYPES
 from deltasync.wire.codecs import INDEX_ITEM_BYTES, IndexCodec
 from deltasync.wire.table import ALIGNMENT as PAYLOAD_ALIGNMENT
@@ -254,7 +255,8 @@ class BatchedFull:
     def buckets(self) -> Iterator[BatchedBucket]:
         """The payloads, in order."""
         snapshot = self._snapshot
-        source = BatchedSource(snapshot, snapshot.pointers, np.zeros_like(snapshot.pointers))
+        as_is = np.full_like(snapshot.pointers, AS_IS)
+        source = BatchedSource(snapshot, snapshot.pointers, as_is, snapshot.ledger.item_sizes)
         kinds = np.full(len(snapshot.table), int(RowKind.DENSE))
         planned = plan_buckets(
             snapshot.ledger, snapshot.origins, kinds, kinds, bucket_bytes=self._bucket_bytes
@@ -388,6 +390,7 @@ class BatchedBucket:
             blocks_each,
             TYPE=TYPES[launch.item_size],
             READ=launch.read,
+            CODES_AT=launch.codes_at,
             AHEAD=digests is not None,
             GAPS=snapshot.has_gaps,
             ALIGNED=is_aligned,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,14 +12,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltasync import dtypes
-from deltasync.delta.batched.matrices import Quantized, can_compute, read_as
 from deltasync.delta.batched.weights import ALIGNMENT, BatchedWeights, upload
 from deltasync.delta.bits import Flat, integer_dtype
-from deltasync.delta.computation import Computation
 from deltasync.delta.digests import Ints, cut
 from deltasync.delta.kernels import triton as kernels
-from deltasync.delta.kernels.reads import AS_IS, FORM, ROUNDED, WIDE, codes_of
-from deltasync.delta.readers import Reader, copy_read
+from deltasync.delta.kernels.reads import AS_IS, COMPUTED, ROUNDED
+from deltasync.delta.readers import Computation, Computed, Reader, copy_read
 from deltasync.dtypes import Dtype
 
 _COPIED = 1 << 24  # elements at once: positions of strided ones take 24 bytes each
@@ -33,6 +32,7 @@ class Launch:
         item_size: Bytes of an element on the wire.
         read: What kernels do to read the source: see `kernels.read`.
         is_aligned: Every chunk begins at a multiple of 16 bytes on both sides.
+        codes_at: What computes the elements, see `Computed`; None if they are read.
         chunks: int64[n], which, in order.
         blocks, tiles: int64[n + 1], the first block and tile of each, and the end.
     """
@@ -40,14 +40,15 @@ class Launch:
     item_size: int
     read: int
     is_aligned: bool
+    codes_at: Any
     chunks: Ints
     blocks: Ints
     tiles: Ints
 
     @property
-    def is_quantized(self) -> bool:
+    def is_computed(self) -> bool:
         """Whether its masks come from `BatchedSource.computed`."""
-        return self.read >= FORM
+        return self.codes_at is not None
 
     @property
     def first_block(self) -> int:
@@ -75,11 +76,11 @@ class BatchedSource:
         order: int64[chunks], the chunks in the order of their blocks: launch after launch.
         num_blocks: Blocks of all chunks.
         pointers, reads: int64[parameters]: as given.
-        computed: What is quantized; what kernels find of it counts as compared.
+        computed: What is computed; what kernels find of it counts as compared.
         tile_chunk, tile_block: Columns on the device: of each tile its chunk and first block.
         addresses, first_block, shifts, chunk_of: Columns on the device: of each chunk its address,
             its first block, and its beginning relative to its origin; of each block its chunk.
-        quantized: int64[chunks, 3] on the device: how codes are read, see `triton_forms.codes_at`.
+        quantized: int64[chunks, 3] on the device: how codes are read, see `Computed.columns`.
     """
 
     def __init__(
@@ -87,7 +88,8 @@ class BatchedSource:
         snapshot: BatchedWeights,
         pointers: NDArray[np.int64],
         reads: NDArray[np.int64],
-        computed: Quantized | None = None,
+        sizes: NDArray[np.int64],
+        computed: Computed | None = None,
     ) -> None:
         """Number the blocks.
 
@@ -95,13 +97,14 @@ class BatchedSource:
             snapshot: What the source is compared with.
             pointers: int64[parameters], addresses of the source's parameters.
             reads: int64[parameters], what kernels do to read them.
-            computed: What is quantized, if something is.
+            sizes: int64[parameters], bytes of what is read for one element that is sent.
+            computed: What is computed, if something is.
         """
         self.pointers, self.reads = pointers, reads
-        self.computed = computed or Quantized({}, snapshot.device)
-        table, item_sizes = snapshot.table, snapshot.item_sizes
+        self.computed = computed
+        table = snapshot.table
         read = reads[table.parameter]
-        addresses = snapshot.addresses_of(pointers, _source_item_sizes(read, item_sizes))
+        addresses = snapshot.addresses_of(pointers, sizes[table.parameter])
         kinds, self.launch_of = np.unique(_kinds(snapshot, pointers, read), return_inverse=True)
         self.order = order = np.argsort(self.launch_of, kind="stable")
         lengths = -(-table.numel[order] // kernels.BLOCK)
@@ -109,20 +112,20 @@ class BatchedSource:
         tiles = np.append(0, np.cumsum(-(-lengths // kernels.TILE)))
         tile_of, tile_begin = cut(lengths, kernels.TILE)
         cuts = np.searchsorted(self.launch_of[order], np.arange(len(kinds) + 1))
-        self.launches = [
-            Launch(
-                *_told(int(kind)),
-                order[low:high],
-                begins[low : high + 1],
-                tiles[low : high + 1],
+        self.launches = []
+        for kind, low, high in zip(kinds.tolist(), cuts[:-1], cuts[1:], strict=True):
+            item_size, how, is_aligned = kind % 32 // 2, kind // 32, bool(kind & 1)
+            codes_at = computed.codes_at if computed is not None and how >= COMPUTED else None
+            here, ends = order[low:high], slice(low, high + 1)
+            self.launches.append(
+                Launch(item_size, how, is_aligned, codes_at, here, begins[ends], tiles[ends])
             )
-            for kind, low, high in zip(kinds, cuts[:-1], cuts[1:], strict=True)
-        ]
         self.num_blocks = int(begins[-1])
         first_block = np.empty_like(order)
         first_block[order] = begins[:-1]
         tile_block = np.append(begins[tile_of] + tile_begin, self.num_blocks)
-        quantized = self.computed.columns(len(pointers))[table.parameter]
+        none = np.zeros((len(pointers), 3), np.int64)
+        quantized = (none if computed is None else computed.columns(len(pointers)))[table.parameter]
         of_chunks = addresses, quantized, first_block, table.start - snapshot.origins
         self.addresses, self.quantized, *columns, chunks, repeats = upload(
             [*of_chunks, order[tile_of], tile_block, order, lengths], snapshot.device
@@ -130,7 +133,8 @@ class BatchedSource:
         self.first_block, self.shifts, self.tile_chunk, self.tile_block = (
             column.to(torch.int32) for column in columns
         )
-        self.computed.place(reads, snapshot, first_block)
+        if computed is not None:
+            computed.place(reads, snapshot, first_block)
         self.chunk_of = torch.repeat_interleave(
             chunks.to(torch.int32), repeats, output_size=self.num_blocks
         )
@@ -145,7 +149,7 @@ class BatchedSource:
 
 
 def _kinds(snapshot: BatchedWeights, pointers: Ints, read: Ints) -> Ints:
-    """int64[chunks]: numbers that tell apart what one launch cannot go over, see `_told`.
+    """int64[chunks]: numbers that tell apart what one launch cannot go over.
 
     The chunks of a parameter share a launch, so that what is located of it stays together.
     """
@@ -154,18 +158,6 @@ def _kinds(snapshot: BatchedWeights, pointers: Ints, read: Ints) -> Ints:
     is_apart |= snapshot.ledger.chunk_numel * item_sizes % ALIGNMENT != 0
     kinds: Ints = read * 32 + item_sizes * 2 + ~is_apart
     return kinds
-
-
-def _told(kind: int) -> tuple[int, int, bool]:
-    """(item size, read, whether aligned) of a kind."""
-    return kind % 32 // 2, kind // 32, bool(kind & 1)
-
-
-def _source_item_sizes(read: Ints, item_sizes: Ints) -> Ints:
-    """int64[chunks]: bytes of what is read for one element that is sent."""
-    codes = np.array([codes_of(form) for form in range(int(read.max()) // FORM + 1)], np.int64)
-    of_matrices = codes[read // FORM] * np.where(read & WIDE != 0, 4, 2)
-    return np.select([read == AS_IS, read == ROUNDED], [item_sizes, 4], of_matrices)
 
 
 class LiveSource:
@@ -188,20 +180,27 @@ class LiveSource:
                 copy_read(reader, Flat.of(copy), step=_COPIED)
             return self._found
         self._copies = []
-        pointers, reads = np.zeros(len(readers), np.int64), np.zeros(len(readers), np.int64)
+        pointers, reads, sizes = np.zeros((3, len(readers)), np.int64)
         computations = [reader.computation for reader in readers]
         codes = {
             number: one
             for number, one in enumerate(computations)
-            if one is not None and one.part == "codes" and self._is_computable(one)
+            if one is not None and self._is_computable(one)
         }
-        computed = Quantized(codes, self._snapshot.device)
+        computed = None
+        if codes:
+            computed = next(iter(codes.values())).together(codes, self._snapshot.device)
         for number, (reader, one) in enumerate(zip(readers, computations, strict=True)):
-            flat = reader.flat
+            flat, sizes[number] = reader.flat, reader.dtype.item_size
             if number in codes:
-                reads[number] = read_as(codes[number])
-                pointers[number] = codes[number].weight.line.data_ptr()
-            elif one is not None and (found := computed.source_of(one)) is not None:
+                code = codes[number]
+                pointers[number], reads[number] = code.address, code.read
+                sizes[number] = code.source_bytes
+            elif (
+                computed is not None
+                and one is not None
+                and (found := computed.source_of(one)) is not None
+            ):
                 pointers[number], is_wide = found
                 reads[number] = ROUNDED if is_wide and reader.dtype == _NARROW else AS_IS
             elif flat is not None and self._is_readable(flat, reader.dtype):
@@ -211,13 +210,16 @@ class LiveSource:
                 copy = _copied(reader, self._snapshot.device)
                 self._copies.append((reader, copy))
                 pointers[number] = copy.data_ptr()
+        sizes[reads == ROUNDED] = _WIDE.item_size
         self._readers = readers
-        self._found = BatchedSource(self._snapshot, pointers, reads, computed)
+        self._found = BatchedSource(self._snapshot, pointers, reads, sizes, computed)
         return self._found
 
     def _is_computable(self, computation: Computation) -> bool:
-        return self._snapshot.ledger.chunk_numel % kernels.BLOCK == 0 and can_compute(
-            computation, self._snapshot.device
+        return (
+            computation.kept_dtype is None
+            and self._snapshot.ledger.chunk_numel % kernels.BLOCK == 0
+            and computation.has_kernels(self._snapshot.device)
         )
 
     def _is_readable(self, flat: Flat, dtype: Dtype) -> bool:

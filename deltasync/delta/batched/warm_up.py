@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -11,18 +11,16 @@ from torch import Tensor
 from deltasync.delta.batched.backend import BatchedBackend
 from deltasync.delta.batched.staging import BatchedStaging
 from deltasync.delta.batched.weights import device_of
-from deltasync.delta.bits import Flat, Live, integer_dtype, torch_dtype
+from deltasync.delta.bits import Flat, Live, torch_dtype
 from deltasync.delta.bucket import BucketReader
 from deltasync.delta.codes import Codes
-from deltasync.delta.computation import Computation, KernelForm, Total
 from deltasync.delta.digests import DigestLedger
-from deltasync.delta.kernels.reads import codes_of
 from deltasync.delta.policy import Policy
-from deltasync.delta.readers import Reader, WireReader
+from deltasync.delta.readers import Kind, Reader, WireReader
 from deltasync.delta.region import Region
 from deltasync.delta.route import Piece
 from deltasync.delta.shard import Share, whole
-from deltasync.dtypes import BY_NAME, Dtype
+from deltasync.dtypes import Dtype
 from deltasync.wire.messages import ParameterSpec
 
 _NUMEL, _COLS = 64, 16
@@ -35,7 +33,7 @@ def warm_up(
     chunk_numel: int,
     device: torch.device,
     *,
-    quantized: frozenset[tuple[Dtype, KernelForm]] = frozenset(),
+    computed: frozenset[Kind] = frozenset(),
     box_dims: int = 0,
     has_codes: bool = False,
     has_gaps: bool = False,
@@ -51,7 +49,7 @@ def warm_up(
                     formats,
                     chunk_numel,
                     device,
-                    quantized=quantized,
+                    computed=computed,
                     box_dims=dims,
                     has_codes=codes,
                     has_gaps=has_gaps,
@@ -63,7 +61,7 @@ def sync_tiny_models(
     chunk_numel: int,
     device: torch.device,
     *,
-    quantized: frozenset[tuple[Dtype, KernelForm]] = frozenset(),
+    computed: frozenset[Kind] = frozenset(),
     box_dims: int = 0,
     has_codes: bool = False,
     has_gaps: bool = False,
@@ -74,7 +72,7 @@ def sync_tiny_models(
         formats: (dtype of the source, wire dtype) of the parameters to come.
         chunk_numel: Elements of a chunk.
         device: Where kernels run.
-        quantized: (dtype of the weights, form) of matrices to come.
+        computed: Kinds of what kernels compute.
         box_dims: Dimensions of the boxes that receivers hold weights in; 0 for weights in one run.
         has_codes: Whether receivers hold integers as codes of 4 bits, spread over words.
         has_gaps: Whether what is compared are shares with gaps.
@@ -84,10 +82,7 @@ def sync_tiny_models(
         readers: list[Reader] = [
             WireReader.of(_filled(own, device), wire, name=own.name) for own, wire in pairs
         ]
-        readers += [
-            _Codes.of(own, form, device)
-            for own, form in sorted(quantized, key=lambda pair: (pair[0].name, str(pair[1])))
-        ]
+        readers += [kind.example(device) for kind in sorted(computed, key=str)]
         specs = tuple(
             ParameterSpec((f"{number}",), (2 * _NUMEL,), reader.dtype)
             for number, reader in enumerate(readers)
@@ -99,35 +94,6 @@ def sync_tiny_models(
             for max_held_bytes in (_BUCKET_BYTES, 0):
                 policy = Policy(dense_above=dense_above, chunk_numel=chunk_numel)
                 _sync(specs, shares, readers, policy, device, max_held_bytes, box_dims, has_codes)
-
-
-@dataclass(frozen=True, slots=True)
-class _Codes:
-    """Reads codes of a matrix of two rows."""
-
-    computation: Computation
-    dtype: Dtype
-    device: torch.device
-    flat: None = None
-    numel: int = _NUMEL
-
-    @classmethod
-    def of(cls, own: Dtype, form: KernelForm, device: torch.device) -> _Codes:
-        codes = codes_of(form.number)
-        ones = torch.ones(_NUMEL * codes, dtype=torch_dtype(own), device=device)
-        weight, scales = Flat.of(ones), Flat.of(torch.ones(_NUMEL, device=device))
-        computation = Computation(
-            weight,
-            (2, _NUMEL * codes // 2),
-            form,
-            part="codes",
-            scales=None if form.scales is None else scales,
-            total=None if form.total is None else Total((weight,)),
-        )
-        return cls(computation, BY_NAME["int32" if codes == 8 else "uint8"], device)
-
-    def read(self, start: int, stop: int) -> Tensor:
-        return torch.zeros(stop - start, dtype=integer_dtype(self.dtype), device=self.device)
 
 
 def _live(share: Share, device: torch.device, dims: int, has_codes: bool) -> Live:

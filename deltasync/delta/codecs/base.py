@@ -7,7 +7,6 @@ together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -74,10 +73,7 @@ class CodedRow:
 
 
 class RowCodec(Protocol):
-    """Turns rows into blocks of bytes, and blocks into rows.
-
-    Several rows come at once so that a codec can work on them side by side; what it does to one
-    must not depend on the others.
+    """Turns a row into two blocks of bytes, and blocks into a row.
 
     Attributes:
         index_codec, value_codec: Its ids on the wire.
@@ -93,16 +89,16 @@ class RowCodec(Protocol):
     @property
     def needs(self) -> Needs: ...
 
-    def encode(self, rows: Sequence[SparseRow]) -> list[tuple[bytes, bytes]]:
-        """(index block, value block) of each row.
+    def encode(self, row: SparseRow) -> tuple[bytes, bytes]:
+        """(index block, value block) of a row.
 
-        A row for which the codec does not pay may have blocks of any length: whoever calls sends a
+        A row for which the codec does not pay may have blocks of any length: the caller sends a
         row raw if its blocks are longer than its int32 indices and its values.
         """
         ...
 
-    def indices(self, rows: Sequence[CodedRow]) -> list[Indices]:
-        """int32[count] for each row, from its index block.
+    def indices(self, row: CodedRow) -> Indices:
+        """int32[count], from the index block.
 
         The caller checks that they increase strictly within the span. `count` may be up to `span`
         whatever the length of the block: compare the two before memory is taken.
@@ -112,13 +108,11 @@ class RowCodec(Protocol):
         """
         ...
 
-    def values(
-        self, rows: Sequence[CodedRow], indices: Sequence[Indices], old: Sequence[Bits]
-    ) -> list[Bits]:
-        """unsigned[count] new bits for each row, absolute.
+    def values(self, row: CodedRow, indices: Indices, old: Bits) -> Bits:
+        """unsigned[count] new bits, absolute.
 
         Args:
-            rows: The same as those of `indices`.
+            row: The same as that of `indices`.
             indices: What that returned, checked.
             old: unsigned[count] old bits at the indices.
 

@@ -8,7 +8,6 @@ block alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,34 +72,24 @@ class Shape:
 
 
 class BlockCodec:
-    """Codes rows in independent blocks; see `RowCodec`."""
+    """Codes a row in independent blocks; see `RowCodec`."""
 
     index_codec = IndexCodec.BLOCK
     value_codec = ValueCodec.BLOCK
     needs = Needs.CHANGED
 
-    def encode(self, rows: Sequence[SparseRow]) -> list[tuple[bytes, bytes]]:
-        """(index block, value block) of each row; `old` has the bits at the indices."""
-        return [
-            (
-                encode_indices(row.indices, Shape.of(row.indices, row.span), row.span),
-                encode_values(row.new, row.old, row.dtype),
-            )
-            for row in rows
-        ]
+    def encode(self, row: SparseRow) -> tuple[bytes, bytes]:
+        """(index block, value block) of a row; `old` has the bits at the indices."""
+        index = encode_indices(row.indices, Shape.of(row.indices, row.span), row.span)
+        return index, encode_values(row.new, row.old, row.dtype)
 
-    def indices(self, rows: Sequence[CodedRow]) -> list[Indices]:
-        """int32[count] for each row. Raises WireError."""
-        return [decode_indices(row.index, row.count, row.span) for row in rows]
+    def indices(self, row: CodedRow) -> Indices:
+        """int32[count]. Raises WireError."""
+        return decode_indices(row.index, row.count, row.span)
 
-    def values(
-        self, rows: Sequence[CodedRow], indices: Sequence[Indices], old: Sequence[Bits]
-    ) -> list[Bits]:
-        """unsigned[count] for each row. Raises WireError."""
-        return [
-            decode_values(row.value, before, row.dtype)
-            for row, before in zip(rows, old, strict=True)
-        ]
+    def values(self, row: CodedRow, indices: Indices, old: Bits) -> Bits:
+        """unsigned[count]. Raises WireError."""
+        return decode_values(row.value, old, row.dtype)
 
 
 def encode_indices(indices: Indices, shape: Shape, span: int) -> bytes:

@@ -19,7 +19,7 @@ from deltasync.wire.coded import Lengths
 from deltasync.wire.compression import Compression, compress
 
 Coding = Literal["none", "zstd", "gap", "block", "class"]
-"""What is done to a payload: nothing, zstd, or a codec of its rows."""
+"""What is done to a payload: nothing, zstd, or a codec of its rows. `class` is not for links."""
 
 LONGEST = 1.0
 """Of the length of what it stands for: a coded payload of so much or more is not sent."""
@@ -143,11 +143,6 @@ def _on_host(payload: Tensor, num_rows: int, old: OldRows, codec: IndexCodec) ->
 
 def _tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def for_parts(coding: Coding) -> Coding:
-    """What can be decoded by receivers that hold parts of parameters."""
-    return "gap" if coding == "class" else coding
 
 
 @lru_cache(maxsize=8)

@@ -22,8 +22,8 @@ from deltasync.delta.codecs.base import (
     RowCodec,
     unsigned_dtype,
 )
-from deltasync.delta.codecs.gap import decode_steps
-from deltasync.delta.codecs.known import ROW_CODECS, RowDigests, digest_at, digest_run
+from deltasync.delta.codecs.gap import decode_gaps, decode_steps
+from deltasync.delta.codecs.known import codec_of, digest_at, digest_run
 from deltasync.delta.codecs.old import Old, OldRows
 from deltasync.delta.kernels import host
 from deltasync.errors import (
@@ -31,7 +31,6 @@ from deltasync.errors import (
     InvalidTable,
     ProtocolViolation,
     TruncatedFrame,
-    UnknownCodec,
     WireError,
     WrongBase,
 )
@@ -123,14 +122,13 @@ def decode_payload(
     index_cuts, value_cuts, *places = (
         numbers.tolist() for numbers in (*coded.blocks(), index_at, value_at)
     )
-    entries, digests, found = coded.rows.tolist(), coded.digests.tolist(), RowDigests()
+    entries, digests = coded.rows.tolist(), coded.digests.tolist()
     for n in range(num_rows):
         index = coded.index[index_cuts[n] : index_cuts[n + 1]]
         value = coded.value[value_cuts[n] : value_cuts[n + 1]]
-        work = _Decoding(n, Entry(*entries[n]), digests[n], index, value, old, found)
+        work = _Decoding(n, Entry(*entries[n]), digests[n], index, value, old)
         for begins, array in zip(places, work.decoded(), strict=True):
             payload[begins[n] : begins[n] + array.nbytes] = array.view(np.uint8)
-    found.finish()
     return payload
 
 
@@ -176,7 +174,6 @@ class _Decoding:
         digest: Of the old values that it was made from.
         index, value: uint8[n], its blocks: arbitrary bytes.
         old: What it changes.
-        found: Compares `digest` with that of what is held here.
     """
 
     def __init__(
@@ -187,14 +184,13 @@ class _Decoding:
         index: Block,
         value: Block,
         old: OldRows,
-        found: RowDigests,
     ) -> None:
         self._place = number, row.parameter
         self._start, self._span = row.start, row.span
         self._digest, self._is_dense = digest, row.kind == _DENSE
         self._index_codec = _INDEX_CODECS[row.index_codec]
         self._value_codec = row.value_codec
-        self._spec, self._old, self._found = old.spec(*self._place), old, found
+        self._spec, self._old = old.spec(*self._place), old
         self._kind = unsigned_dtype(self._spec.dtype)
         self._row = CodedRow(index, value, row.count, self._span, self._spec.dtype)
 
@@ -210,9 +206,9 @@ class _Decoding:
         old = self._old.at(*self._place, self._start, indices)
         if old is None:  # of what is not held here, any value will do
             return indices, np.zeros(len(indices), self._kind)
-        if old[1]:  # which no step depends on: later is soon enough
-            self._found.add(self._spec, self._start, indices, old[0], self._compare)
-        return indices, decode_steps(self._row, old[0])
+        values = decode_steps(self._row, old[0])
+        self._check_base(old, indices)
+        return indices, values
 
     def _dense(self) -> Bits:
         if self._value_codec == _RAW:
@@ -228,13 +224,11 @@ class _Decoding:
     def _indices(self) -> Indices:
         if self._index_codec is _RAW_INDEX:
             return self._raw(self._row.index, np.dtype("<i4"))
-        return ROW_CODECS[self._index_codec].indices([self._row])[0]
+        return decode_gaps(self._row.index, self._row.count, self._row.span)
 
     def _by_pair(self) -> tuple[Indices, Bits]:
         """By a codec whose index and value block belong together."""
-        codec = ROW_CODECS.get(self._index_codec)
-        if codec is None:
-            raise UnknownCodec(f"codec {self._index_codec.name} is not one that this build reads")
+        codec = codec_of(self._index_codec)
         row, span = self._row, None
         if codec.needs is Needs.SPAN:
             span = self._old.run(*self._place, self._start, self._start + self._span)
@@ -248,7 +242,7 @@ class _Decoding:
             row = CodedRow(row.index, row.value, row.count, row.span, row.dtype, span[0])
         old: Old | None
         if span is None:
-            indices = self._checked(codec.indices([row])[0])
+            indices = self._checked(codec.indices(row))
             old = self._old.at(*self._place, self._start, indices)
         else:
             indices = self._by_span(codec, row)
@@ -256,12 +250,12 @@ class _Decoding:
         if old is None:
             return indices, np.zeros(row.count, self._kind)
         self._check_base(old, indices)
-        return indices, codec.values([row], [indices], [old[0]])[0]
+        return indices, codec.values(row, indices, old[0])
 
     def _by_span(self, codec: RowCodec, row: CodedRow) -> Indices:
         """The indices of a block that nobody can read who holds other old values."""
         try:
-            return self._checked(codec.indices([row])[0])
+            return self._checked(codec.indices(row))
         except WireError as error:
             raise self._wrong_base() from error
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from deltasync.delta.codecs.base import Bits, Block, Indices, Needs, SparseRow, unsigned_dtype
 from deltasync.delta.codecs.gap import encode_gaps, encode_steps
-from deltasync.delta.codecs.known import ROW_CODECS, RowDigests, digest_run
+from deltasync.delta.codecs.known import codec_of, digest_at, digest_run
 from deltasync.delta.codecs.old import OldRows
 from deltasync.wire.codecs import IndexCodec, ValueCodec
 from deltasync.wire.coded import CodedPayload
@@ -39,15 +39,14 @@ def encode_payload(
     """
     rows: Rows = payload[: num_rows * ROW.itemsize].view(ROW)
     index_at, value_at, _ = block_offsets(rows)
-    chosen, found = list[_Chosen](), RowDigests()
+    chosen = list[_Chosen]()
     places = zip(rows.tolist(), index_at.tolist(), value_at.tolist(), strict=True)
     for number, (entry, at, values_at) in enumerate(places):
         row = Entry(*entry)
         index = payload[at : at + row.index_bytes]
         value = payload[values_at : values_at + row.value_bytes]
-        work = _Encoding(number, row, index, value, old, found)
+        work = _Encoding(number, row, index, value, old)
         chosen.append(work.dense() if row.kind == _DENSE else work.sparse(codec))
-    found.finish()
     coded = rows.copy()
     coded["index_codec"] = [one.index_codec for one in chosen]
     coded["value_codec"] = [one.value_codec for one in chosen]
@@ -68,10 +67,6 @@ class _Chosen:
     value_codec: ValueCodec = ValueCodec.RAW
     digest: int = 0
 
-    def made_from(self, digest: int) -> None:
-        """Of the old values."""
-        self.digest = digest
-
 
 class _Encoding:
     """One row of a payload.
@@ -81,7 +76,6 @@ class _Encoding:
         row: Its entry in the table.
         index, value: uint8[n], its raw blocks.
         old: What it changes.
-        found: Computes the digest of that.
     """
 
     def __init__(
@@ -91,11 +85,10 @@ class _Encoding:
         index: Block,
         value: Block,
         old: OldRows,
-        found: RowDigests,
     ) -> None:
         self._place = number, row.parameter
         self._start, self._span = row.start, row.span
-        self._spec, self._old, self._found = old.spec(*self._place), old, found
+        self._spec, self._old = old.spec(*self._place), old
         self._raw = index, value
         self._indices: Indices = index.view(np.int32)
         self._new: Bits = value.view(unsigned_dtype(self._spec.dtype))
@@ -114,7 +107,7 @@ class _Encoding:
 
     def sparse(self, codec: IndexCodec) -> _Chosen:
         """By `codec` if that is possible and pays, otherwise by `gap` and `ulp`, or raw."""
-        if codec is not IndexCodec.GAP and codec in ROW_CODECS:
+        if codec is not IndexCodec.GAP:
             found = self._by(codec)
             if found is not None:
                 return found
@@ -127,24 +120,23 @@ class _Encoding:
             steps = encode_steps(self._row(self._indices, old[0]))
             if len(steps) <= len(found.value):
                 found.value, found.value_codec = steps, ValueCodec.ULP
-                self._found.add(self._spec, self._start, self._indices, old[0], found.made_from)
+                found.digest = digest_at(self._spec, self._start, self._indices, old[0])
         return found
 
     def _by(self, codec: IndexCodec) -> _Chosen | None:
-        by, stop = ROW_CODECS[codec], self._start + self._span
+        by, stop = codec_of(codec), self._start + self._span
         if by.needs is Needs.SPAN:
             old = self._old.run(*self._place, self._start, stop)
         else:
             old = self._old.at(*self._place, self._start, self._indices)
         if old is None:
             return None
-        [(index, value)] = by.encode([self._row(self._indices, old[0])])
+        index, value = by.encode(self._row(self._indices, old[0]))
         if len(index) + len(value) > len(self._raw[0]) + len(self._raw[1]):
             return None
         before = old[0][self._indices] if by.needs is Needs.SPAN else old[0]
-        found = _Chosen(index, value, by.index_codec, by.value_codec)
-        self._found.add(self._spec, self._start, self._indices, before, found.made_from)
-        return found
+        digest = digest_at(self._spec, self._start, self._indices, before)
+        return _Chosen(index, value, by.index_codec, by.value_codec, digest)
 
     def _row(self, indices: Indices, old: Bits) -> SparseRow:
         return SparseRow(indices, self._new, old, self._span, self._spec.dtype)

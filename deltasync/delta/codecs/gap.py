@@ -6,7 +6,6 @@ bytes are small numbers of one distribution.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -18,39 +17,17 @@ from deltasync.delta.codecs.base import (
     Block,
     CodedRow,
     Indices,
-    Needs,
     SparseRow,
     unsigned_dtype,
 )
 from deltasync.delta.codecs.steps import stepped, zigzag
 from deltasync.errors import InvalidIndices, TruncatedFrame, WireError
-from deltasync.wire.codecs import IndexCodec, ValueCodec
 
 _BLOCK = 1 << 15  # elements worked on at once: temporaries stay in the L2 cache
 _ESCAPE = 255  # of steps: the new bits follow
 _WIDE = 2  # bytes of a gap
 _ESCAPES = {1: 0xFF, _WIDE: 0xFFFF}  # of gaps, by their width: so many more follow
 _NARROW_UP_TO = 368  # mean gap from which two bytes are shorter than one and its escapes
-
-
-class GapUlp:
-    """The row codec. See `codecs.base.RowCodec`."""
-
-    index_codec, value_codec, needs = IndexCodec.GAP, ValueCodec.ULP, Needs.CHANGED
-
-    def encode(self, rows: Sequence[SparseRow]) -> list[tuple[bytes, bytes]]:
-        """(index block, value block) of each row."""
-        return [(encode_gaps(row.indices), encode_steps(row)) for row in rows]
-
-    def indices(self, rows: Sequence[CodedRow]) -> list[Indices]:
-        """int32[count] for each row; see `RowCodec`."""
-        return [decode_gaps(row.index, row.count, row.span) for row in rows]
-
-    def values(
-        self, rows: Sequence[CodedRow], indices: Sequence[Indices], old: Sequence[Bits]
-    ) -> list[Bits]:
-        """unsigned[count] for each row; see `RowCodec`."""
-        return [decode_steps(row, bits) for row, bits in zip(rows, old, strict=True)]
 
 
 def encode_gaps(indices: Indices) -> bytes:

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-
 import numpy as np
 import torch
 
 from deltasync.delta.codecs.base import Bits, Indices, RowCodec
 from deltasync.delta.codecs.blocks import BlockCodec
-from deltasync.delta.codecs.classes import ClassCodec
-from deltasync.delta.codecs.gap import GapUlp
 from deltasync.delta.kernels import host
+from deltasync.errors import UnknownCodec
 from deltasync.wire.codecs import IndexCodec
 from deltasync.wire.digest import GOLDEN_RATIO, MASK, seed
 from deltasync.wire.messages import ParameterSpec
 
-_ALL: tuple[RowCodec, ...] = (GapUlp(), BlockCodec(), ClassCodec())
-ROW_CODECS: Mapping[IndexCodec, RowCodec] = MappingProxyType({c.index_codec: c for c in _ALL})
-"""By their index codec; beside them rows may be raw."""
+ROW_CODECS: dict[IndexCodec, RowCodec] = {IndexCodec.BLOCK: BlockCodec()}
+"""Those whose blocks belong together, by their index codec; `deltasync.store` adds `class`."""
 
-_SMALL, _TOGETHER = 256, 1024  # elements of a row, and rows
+
+def codec_of(number: IndexCodec) -> RowCodec:
+    """Raises UnknownCodec if nothing in this process reads and writes such rows."""
+    if (codec := ROW_CODECS.get(number)) is None:
+        raise UnknownCodec(
+            f"codec {number.name.lower()} is not known here: it is for stores and patch files; "
+            "import deltasync.store"
+        )
+    return codec
 
 
 def digest_at(spec: ParameterSpec, start: int, indices: Indices, old: Bits) -> int:
@@ -29,41 +32,6 @@ def digest_at(spec: ParameterSpec, start: int, indices: Indices, old: Bits) -> i
     key = np.array([_key(spec, start)], np.uint64)
     [found] = host.digest_pieces(indices, old, key, np.array([0, len(indices)]))
     return int(found)
-
-
-class RowDigests:
-    """`digest_at` of many rows. Small ones are computed together: each alone takes far longer."""
-
-    def __init__(self) -> None:
-        self._rows = list[tuple[int, Indices, Bits, Callable[[int], None]]]()
-
-    def add(
-        self,
-        spec: ParameterSpec,
-        start: int,
-        indices: Indices,
-        old: Bits,
-        told: Callable[[int], None],
-    ) -> None:
-        """Call `told` with the digest, now or later, at the latest in `finish`."""
-        if len(indices) > _SMALL:
-            told(digest_at(spec, start, indices, old))
-            return
-        self._rows.append((_key(spec, start), indices, old.astype(np.uint64), told))
-        if len(self._rows) == _TOGETHER:
-            self.finish()
-
-    def finish(self) -> None:
-        """Compute what is left."""
-        if not self._rows:
-            return
-        keys, indices, old, told = zip(*self._rows, strict=True)
-        self._rows.clear()
-        cuts = np.cumsum([0, *map(len, indices)])
-        places, bits = np.concatenate(indices), np.concatenate(old)
-        found = host.digest_pieces(places, bits, np.array(keys, np.uint64), cuts)
-        for tell, digest in zip(told, found.tolist(), strict=True):
-            tell(digest)
 
 
 def digest_run(spec: ParameterSpec, start: int, old: Bits) -> int:

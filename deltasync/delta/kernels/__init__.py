@@ -5,8 +5,7 @@
 
 - `changed(new, old, limit)`: how many of int[n] differ, and their int32 positions, new and old
   bits unless they are more than `limit`.
-- `are_increasing(lists, spans)`: whether each int32[n] is strictly increasing within [0, its span).
-- `scatter(line, indices, bits)`: overwrites a line at int32[n] that were checked so.
+- `is_increasing(indices, span)`: whether int32[n] are strictly increasing within [0, span).
 - `digest_run(bits, key, start)`: the digest of consecutive elements, a Python integer.
 - `digest_chunks(positions, bits, key, chunk_numel)`: the digests of scattered elements by
   chunk, as (first chunk, uint64[chunks]).
@@ -15,7 +14,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
@@ -32,9 +31,7 @@ class Kernels(Protocol):
         self, new: Tensor, old: Tensor, limit: float
     ) -> tuple[int, tuple[Tensor, Tensor, Tensor] | None]: ...
 
-    def are_increasing(self, lists: Sequence[Tensor], spans: Sequence[int]) -> bool: ...
-
-    def scatter(self, line: Tensor, indices: Tensor, bits: Tensor) -> None: ...
+    def is_increasing(self, indices: Tensor, span: int) -> bool: ...
 
     def digest_run(self, bits: Tensor, key: int, start: int) -> int: ...
 

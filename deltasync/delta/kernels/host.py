@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from threading import local
 from typing import Any, TypeAlias
@@ -18,8 +17,6 @@ _Bits: TypeAlias = NDArray[Any]
 
 BLOCK = 1 << 14  # elements mixed at once: two uint64 temporaries stay in the L2 cache
 _COMPARED = 1 << 16  # indices compared at once
-_WRITTEN = 1 << 19  # elements written at once: few calls, and 4 MiB for their widened indices
-_FAR_APART = 64  # mean distance of elements from which numpy writes them faster than torch
 _STEP = np.uint64(GOLDEN_RATIO)
 _M1, _M2 = (np.uint64(m) for m in MULTIPLIERS)
 _S30, _S27, _S31 = (np.uint64(s) for s in (30, 27, 31))
@@ -52,11 +49,6 @@ def changed(
     return count, (torch.from_numpy(positions), torch.from_numpy(news), torch.from_numpy(olds))
 
 
-def are_increasing(lists: Sequence[Tensor], spans: Sequence[int]) -> bool:
-    """Whether each int32[n] of indices is strictly increasing within [0, its span)."""
-    return all(map(is_increasing, lists, spans))
-
-
 def is_increasing(indices: Tensor, span: int) -> bool:
     """Whether int32[n] indices are strictly increasing within [0, span)."""
     array = indices.numpy()
@@ -71,27 +63,6 @@ def is_increasing(indices: Tensor, span: int) -> bool:
         if not rises.all():
             return False
     return True
-
-
-def scatter(line: Tensor, indices: Tensor, bits: Tensor) -> None:
-    """Overwrite int[...] `line` with int[n] bits at int32[n] `indices`, which are increasing.
-
-    Indices are widened in blocks, because both numpy and torch index with int64.
-    """
-    array, news, lines = indices.numpy(), bits.numpy(), line.numpy()
-    line[:0].zero_()  # autograd learns of writes from torch alone
-    for begin in range(0, len(array), _WRITTEN):
-        where, new = array[begin : begin + _WRITTEN], news[begin : begin + _WRITTEN]
-        first, span = int(where[0]), int(where[-1]) + 1 - int(where[0])
-        if span == len(where):  # increasing indices that leave nothing out
-            lines[first : first + span] = new
-            continue
-        wide = _wide(len(where))
-        np.copyto(wide, where)
-        if span >= _FAR_APART * len(where):
-            lines[wide] = new
-        else:
-            line.scatter_(0, torch.from_numpy(wide), bits[begin : begin + _WRITTEN])
 
 
 def digest_run(bits: Tensor, key: int, start: int) -> int:
@@ -203,14 +174,6 @@ def _mask(n: int) -> NDArray[np.bool_]:
     if mask is None or len(mask) < n:
         mask = _scratch.mask = np.empty(n, np.bool_)
     return mask[:n]
-
-
-def _wide(n: int) -> NDArray[np.int64]:
-    """int64[n]: the same. Memory that is new each time costs as much as what is written with it."""
-    wide: NDArray[np.int64] | None = getattr(_scratch, "wide", None)
-    if wide is None or len(wide) < n:
-        wide = _scratch.wide = np.empty(n, np.int64)
-    return wide[:n]
 
 
 def unsigned(bits: Tensor) -> NDArray[np.unsignedinteger]:

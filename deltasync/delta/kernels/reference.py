@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -30,38 +28,12 @@ def changed(
     return count, (found.to(torch.int32), new[found], old[found])
 
 
-def are_increasing(lists: Sequence[Tensor], spans: Sequence[int]) -> bool:
-    """Whether each int32[n] of indices is strictly increasing within [0, its span).
-
-    All are on one device, which is waited for once, however many there are.
-    """
-    filled = [(one, span) for one, span in zip(lists, spans, strict=True) if len(one)]
-    if len(filled) < 2:
-        return all(_is_increasing(one, span) for one, span in filled)
-    ends = np.cumsum([len(one) for one, _ in filled])
-    places = np.stack([np.append(0, ends[:-1]), ends - 1, [span for _, span in filled]])
-    joined = torch.cat([one for one, _ in filled])
-    firsts, lasts, beyond = torch.from_numpy(places).to(joined.device, non_blocking=True)
-    rises = joined[1:] > joined[:-1]
-    rises.index_fill_(0, lasts[:-1], True)  # from the last of one to the first of the next
-    inside = (joined[firsts] >= 0) & (joined[lasts] < beyond)
-    return bool(rises.all() & inside.all())
-
-
-def _is_increasing(indices: Tensor, span: int) -> bool:
-    """The same of one list that is not empty."""
+def is_increasing(indices: Tensor, span: int) -> bool:
+    """Whether int32[n] indices are strictly increasing within [0, span)."""
+    if not len(indices):
+        return True
     inside = (indices[0] >= 0) & (indices[-1].to(torch.int64) < span)
     return bool((indices[1:] > indices[:-1]).all() & inside)
-
-
-def scatter(line: Tensor, indices: Tensor, bits: Tensor) -> None:
-    """Overwrite int[...] `line` with int[n] bits at int32[n] `indices`, which are increasing.
-
-    Indices are widened in blocks, so that little memory is taken.
-    """
-    for begin in range(0, len(bits), _BLOCK):
-        block = slice(begin, begin + _BLOCK)
-        line.scatter_(0, indices[block].to(torch.int64), bits[block])
 
 
 def digest_run(bits: Tensor, key: int, start: int) -> int:

@@ -29,10 +29,12 @@ from deltasync.delta.kernels.triton_base import (
     rounded,
     seed_of,
 )
-from deltasync.delta.kernels.triton_forms import codes_at
 
 BLOCK = 4096
 """Elements that one program looks at: 32 to a word of the mask."""
+
+COUNTED = 8
+"""Blocks whose masks one program of `count_masks` reads."""
 
 GROUP = 4
 """Blocks whose masks one program of `locate` reads."""
@@ -40,15 +42,18 @@ GROUP = 4
 TILE = 64
 """Blocks whose changes one program of `collect` reads."""
 
-_AS_IS, _ROUNDED, _FORM = (
+_AS_IS, _ROUNDED, _COMPUTED = (
     tl.constexpr(reads.AS_IS),
     tl.constexpr(reads.ROUNDED),
-    tl.constexpr(reads.FORM),
+    tl.constexpr(reads.COMPUTED),
 )
 
 
 @triton.jit
-def read(address, offsets, mask, start, quantized, TYPE: tl.constexpr, READ: tl.constexpr):
+def read(
+    address, offsets, mask, start, quantized,
+    TYPE: tl.constexpr, READ: tl.constexpr, CODES_AT: tl.constexpr,
+):  # fmt: skip
     """Bits that are sent of elements of a chunk, whatever the source keeps.
 
     Args:
@@ -56,14 +61,15 @@ def read(address, offsets, mask, start, quantized, TYPE: tl.constexpr, READ: tl.
         offsets: From there on.
         mask: Which to read.
         start: Where the chunk begins in its parameter.
-        quantized: Where it says how, if they are quantized: see `codes_at`.
+        quantized: Where it says how, if they are computed.
         TYPE: Of the bits.
         READ: See `reads`.
+        CODES_AT: What computes them: see `Computed.codes_at`.
     """
-    if READ < _FORM:
+    if READ < _COMPUTED:
         bits = load(address, offsets, mask, TYPE, READ == _ROUNDED)
     else:
-        bits = codes_at(address, offsets, mask, start, quantized, TYPE, READ)
+        bits = CODES_AT(address, offsets, mask, start, quantized, TYPE, READ)
     return bits
 
 
@@ -118,6 +124,30 @@ def compare(
         tl.atomic_add(chunk_counts + chunk, count, sem="relaxed")
 
 
+@triton.jit(do_not_specialize=["begin", "end"])
+def count_masks(
+    numels, first_block, chunk_of, words, counts, chunk_counts, begin, end,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Counts of masks that are there, for each block from `begin` to `end`, added up by chunk.
+
+    Words beyond the end of a chunk are set to 0. A program has GROUP blocks.
+    """
+    block = begin + tl.program_id(0) * GROUP + tl.arange(0, GROUP)
+    live = block < end
+    chunk = tl.load(chunk_of + block, mask=live, other=0)
+    offset = (block - tl.load(first_block + chunk)) * BLOCK
+    left = tl.where(live, tl.load(numels + chunk) - offset, 0)
+    word = tl.arange(0, BLOCK // 32)[None, :]
+    at = words + (block.to(tl.int64)[:, None] * (BLOCK // 32) + word)
+    there = word * 32 < left[:, None]
+    found = tl.load(at, mask=there, other=0).to(tl.uint32, bitcast=True)
+    tl.store(at, 0, mask=live[:, None] & ~there)
+    number = tl.sum(popcount(found), axis=1)
+    tl.store(counts + block, number, mask=live)
+    tl.atomic_add(chunk_counts + chunk, number, mask=number > 0, sem="relaxed")
+
+
 @triton.jit(do_not_specialize=["capacity", "begin", "end", "out"])
 def locate(
     first_block, chunk_of, shifts, words, ends, indices, capacity, begin, end, out,
@@ -159,14 +189,14 @@ def locate(
 def collect(
     new_at, old_at, starts, keys, cols, gaps, shifts, quantized, tile_chunk, tile_block, ends,
     indices, values, changes, capacity, begin_tile, begin, end, out,
-    TYPE: tl.constexpr, READ: tl.constexpr, AHEAD: tl.constexpr, GAPS: tl.constexpr,
-    STRIDE: tl.constexpr, SEGMENT: tl.constexpr,
+    TYPE: tl.constexpr, READ: tl.constexpr, CODES_AT: tl.constexpr, AHEAD: tl.constexpr,
+    GAPS: tl.constexpr, STRIDE: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
     """New values of the elements that `locate` found, and by how much they change the digests.
 
     A program goes over a tile: blocks [tile_block[i], tile_block[i + 1]) of one chunk. Values go
     where indices are, STRIDE elements apart; with AHEAD to the snapshot too. GAPS: Rows may have
-    some. READ: See `read`.
+    some. READ, CODES_AT: See `read`.
     """
     tile = begin_tile + tl.program_id(0)
     first, stop = tl.load(tile_block + tile), tl.load(tile_block + tile + 1)
@@ -185,7 +215,7 @@ def collect(
             there = lane < count
             at = rank - origin + lane
             where = tl.load(indices + at, mask=there, other=shift) - shift
-            new = read(new_from, where, there, start, quantized + 3 * chunk, TYPE, READ)
+            new = read(new_from, where, there, start, quantized + 3 * chunk, TYPE, READ, CODES_AT)
             old = load(old_from, where, there, TYPE, False)
             tl.store(values.to(tl.pointer_type(TYPE)) + at * STRIDE, new, mask=there)
             if AHEAD:
@@ -254,8 +284,8 @@ def advance(
 @triton.jit(do_not_specialize=["num_pieces", "blocks_each"])
 def pack_dense(
     new_at, old_at, starts, keys, cols, gaps, quantized, pieces, payload, digests, num_pieces,
-    blocks_each, TYPE: tl.constexpr, READ: tl.constexpr, AHEAD: tl.constexpr, GAPS: tl.constexpr,
-    ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    blocks_each, TYPE: tl.constexpr, READ: tl.constexpr, CODES_AT: tl.constexpr,
+    AHEAD: tl.constexpr, GAPS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Copy pieces of chunks to a payload; with AHEAD to the snapshot, adding up their digests.
 
@@ -283,7 +313,7 @@ def pack_dense(
             bits = rounded(tl.load(source + offset, mask=there, other=0))
         else:
             where = first + offset
-            bits = read(new_from, where, there, start, quantized + 3 * chunk, TYPE, READ)
+            bits = read(new_from, where, there, start, quantized + 3 * chunk, TYPE, READ, CODES_AT)
         at = tl.load(pieces + 3 * num_pieces + piece)
         values = payload.to(tl.pointer_type(TYPE)) + at
         if ALIGNED:

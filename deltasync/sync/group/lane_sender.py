@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from deltasync.delta.backend import Plan
-from deltasync.delta.codecs.coding import Coding, for_parts
+from deltasync.delta.codecs.coding import Coding
 from deltasync.errors import TransportError
 from deltasync.sync.protocol.frames import Emitter, SentBuckets
 from deltasync.sync.protocol.links import CallTimeout, SenderLink
@@ -44,7 +44,7 @@ class LaneSender:
         if failed := self._link.open(list(by_peer)):
             return SentBuckets(lost={by_peer[peer]: str(why) for peer, why in failed.items()})
         try:
-            return self._send_all(plan, attempt, version, for_parts(compression))
+            return self._send_all(plan, attempt, version, compression)
         except TransportError as error:
             gone = {by_peer[p]: str(error) for p in by_peer if not self._link.is_connected(p)}
             if not gone:

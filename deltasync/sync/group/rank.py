@@ -75,7 +75,7 @@ class TrainerRank(Closing):
     ) -> None:
         self.version = 0
         self.world, options = world, options or SenderOptions()
-        check_coding(options, transport.capabilities.devices)
+        check_coding(options)
         self._rank = rank
         self._weights = OwnWeights(source, options)
         self.source = self._weights.source

@@ -161,11 +161,6 @@ class SenderLink:
         """For the next wait."""
         return self.limit.wait_s
 
-    @property
-    def devices(self) -> Sequence[str]:
-        """Types of the devices that payloads may live on."""
-        return self._transport.capabilities.devices
-
     def open(self, peers: Sequence[int]) -> dict[int, TransportError]:
         """Speak to `peers` from now on. Returns those that could not be reached."""
         if tuple(peers) == self._epoch and all(map(self.is_connected, peers)):

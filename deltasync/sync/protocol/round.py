@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deltasync.delta.backend import Plan
 from deltasync.delta.bucket import staged_bytes_of
-from deltasync.delta.codecs.coding import Coding, for_parts
+from deltasync.delta.codecs.coding import Coding
 from deltasync.errors import DeltaSyncError, TransportError
 from deltasync.sync.events import Phase
 from deltasync.sync.protocol.frames import Emitter, SentBuckets
@@ -187,12 +187,9 @@ class Round:
             self._session.failed(peer, reason_of(error))
         if self._session.failures:
             return
-        compression = self._compression
-        if self._peer_ranks is not None or self._are_parts_held():
-            compression = for_parts(compression)
-        self._result.coding = compression
+        self._result.coding = self._compression
         buffer = self._link.buffer if self._is_alone else self._buffer
-        emitter = Emitter(self._plan, self._version, compression=compression, buffer=buffer)
+        emitter = Emitter(self._plan, self._version, compression=self._compression, buffer=buffer)
         if self._peer_ranks is not None:
             self._send(Attempt(number=self._peer_ranks.next_attempt()))
         self._send(
@@ -219,10 +216,6 @@ class Round:
         now = time.perf_counter()
         self._result.transfer_s, self._result.wait_s = now - began, now - sent
         self.phases += [("send", began, sent), ("wait", sent, now)]
-
-    def _are_parts_held(self) -> bool:
-        """Whether a participant holds a part of a parameter."""
-        return any(member.copies is not None for member in self._session.participants.values())
 
     def _has_lost(self) -> bool:
         """Whether a participant is gone."""

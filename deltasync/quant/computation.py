@@ -1,0 +1,152 @@
+"""What kernels are told of matrices that are sent quantized, and of the forms that these have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from deltasync.delta.bits import Flat, integer_dtype, torch_dtype
+from deltasync.dtypes import BY_NAME, Dtype
+from deltasync.quant import reads
+
+if TYPE_CHECKING:  # imports Triton, which may be absent
+    from deltasync.quant.batched import Quantized
+
+_NUMEL = 64  # of an example: as many as other parameters have of which kernels are compiled
+
+Block = tuple[int | None, int | None]
+"""Rows and columns that have a scale together; None for all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelForm:
+    """A form as kernels compute it. Equal ones are compiled once.
+
+    Attributes:
+        number: One of the forms of `kernels.reads`.
+        block: What has a scale.
+        codes, scales: The parts that are codes, and scales of blocks.
+        total: The part that is a scale of whole matrices.
+        total_of: float32 [n], the totals where bfloat16 [n] are the largest magnitudes of all
+            matrices that share one.
+    """
+
+    number: int
+    block: Block
+    codes: str = "weight"
+    scales: str | None = "weight_scale"
+    total: str | None = None
+    total_of: Callable[[Tensor], Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Total:
+    """A scale of whole matrices.
+
+    Attributes:
+        weights: float32 or bfloat16, all matrices that share it. Not owned.
+    """
+
+    weights: Sequence[Flat]
+
+
+@dataclass(frozen=True, slots=True)
+class Computation:
+    """How kernels compute what is sent of a matrix: see `delta.readers.Computation`.
+
+    Attributes:
+        weight: float32 or bfloat16, the elements of the matrix. Not owned.
+        shape: (rows, cols) of the matrix.
+        form: What is done with them.
+        part: What is sent.
+        scales: Of blocks, float32 or in the dtype of the part, which a comparison of the codes
+            overwrites; None without blocks. Owned by whoever computes the codes.
+        total: The scale of the whole; None if there is none.
+    """
+
+    weight: Flat
+    shape: tuple[int, int]
+    form: KernelForm
+    part: Literal["codes", "scales", "total"]
+    scales: Flat | None
+    total: Total | None
+
+    @property
+    def kind(self) -> Kind:
+        return Kind(self.weight.dtype, self.form)
+
+    @property
+    def kept_dtype(self) -> Dtype | None:
+        if self.part == "codes":
+            return None
+        if self.part == "scales" and self.scales is not None:
+            return self.scales.dtype
+        return BY_NAME["float32"]
+
+    @property
+    def address(self) -> int:
+        return self.weight.line.data_ptr()
+
+    @property
+    def read(self) -> int:
+        return self.form.number * reads.FORM + (self.weight.dtype.item_size == 4) * reads.WIDE
+
+    @property
+    def source_bytes(self) -> int:
+        return reads.codes_of(self.form.number) * self.weight.dtype.item_size
+
+    def has_kernels(self, device: torch.device) -> bool:
+        from deltasync.quant.batched import can_compute
+
+        return can_compute(self, device)
+
+    def together(self, codes: Mapping[int, Computation], device: torch.device) -> Quantized:
+        from deltasync.quant.batched import Quantized
+
+        return Quantized(codes, device)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What kernels are compiled for.
+
+    Attributes:
+        dtype: Of the weights.
+        form: What is done with them.
+    """
+
+    dtype: Dtype
+    form: KernelForm
+
+    def example(self, device: torch.device) -> Example:
+        """A reader of a tiny matrix."""
+        codes = reads.codes_of(self.form.number)
+        ones = torch.ones(_NUMEL * codes, dtype=torch_dtype(self.dtype), device=device)
+        weight, scales = Flat.of(ones), Flat.of(torch.ones(_NUMEL, device=device))
+        computation = Computation(
+            weight,
+            (2, _NUMEL * codes // 2),
+            self.form,
+            part="codes",
+            scales=None if self.form.scales is None else scales,
+            total=None if self.form.total is None else Total((weight,)),
+        )
+        return Example(computation, BY_NAME["int32" if codes == 8 else "uint8"], device)
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """Reads codes of a matrix of two rows."""
+
+    computation: Computation
+    dtype: Dtype
+    device: torch.device
+    flat: None = None
+    numel: int = _NUMEL
+
+    def read(self, start: int, stop: int) -> Tensor:
+        return torch.zeros(stop - start, dtype=integer_dtype(self.dtype), device=self.device)
