@@ -403,10 +403,7 @@ CELLS = {
     "shared memory": Cell(10, "shared memory", max_staged_bytes=3000),
     "gloo": Cell(4, "gloo"),
 }
-KERNELS = {
-    "kernels": Cell(0, kernels="triton"),
-    "kernels, in place": Cell(0, kernels="triton", max_staged_bytes=0),
-}
+KERNELS = {"kernels": Cell(0, kernels="triton")}
 CORNERS: dict[str, list[Event]] = {
     "half an engine cannot commit": [("fail_to_commit", "half/1"), ("sync", 0.05)],
     "weights are corrupt": [("corrupt", "whole"), ("sync", 0.003), ("sync", 0.05)],
