@@ -141,7 +141,7 @@ class LocalWeights(Weights):
 
     @property
     def digests(self) -> Digests:
-        return self._held.ledger
+        return self.snapshot.ledger
 
     def learn_digests(self, kinds: Collection[Copies | None]) -> None:
         """The ledger knows all."""
@@ -149,7 +149,9 @@ class LocalWeights(Weights):
     @property
     def snapshot(self) -> Backend:
         """What the next delta is taken against. Not owned. Raises ConfigError before a capture."""
-        return self._held
+        if self._snapshot is None:
+            raise ConfigError("no weights were taken yet")
+        return self._snapshot
 
     @contextmanager
     def one_call(self, on_source_read: Callable[[], None] | None) -> Iterator[None]:
@@ -182,12 +184,6 @@ class LocalWeights(Weights):
 
     def masters(self, number: int) -> tuple[bool, int] | None:
         return None
-
-    @property
-    def _held(self) -> Backend:
-        if self._snapshot is None:
-            raise ConfigError("no weights were taken yet")
-        return self._snapshot
 
     def _bucket_bytes(self, snapshot: Backend) -> int:
         return self.options.bucket_bytes or snapshot.bucket_bytes
@@ -256,7 +252,7 @@ class OwnWeights(LocalWeights):
         compare = partial(self._compare, base_version=base_version)
         if self._is_looked_up:
             delta = compare(layout.readers)
-        elif self._held.device is not None and layout.glance():
+        elif self.snapshot.device is not None and layout.glance():
             readers = layout.readers
             delta = compare(readers, meanwhile=layout.refresh)  # while kernels run
             if layout.readers is not readers:
@@ -274,7 +270,7 @@ class OwnWeights(LocalWeights):
         base_version: int,
         meanwhile: Callable[[], None] | None = None,
     ) -> Delta:
-        snapshot, inflight = self._held, self.options.max_inflight_bytes
+        snapshot, inflight = self.snapshot, self.options.max_inflight_bytes
         return snapshot.compare(
             readers,
             policy=self.policy(),
@@ -286,7 +282,7 @@ class OwnWeights(LocalWeights):
 
     def full(self, *, ways: int = 1) -> Plan:
         """All of the snapshot; in smaller payloads, if receivers get them from so many ranks."""
-        snapshot = self._held
+        snapshot = self.snapshot
         bucket_bytes = max(self._bucket_bytes(snapshot) // ways, MIN_BUCKET_BYTES)
         return snapshot.full(bucket_bytes=bucket_bytes)
 
@@ -294,7 +290,7 @@ class OwnWeights(LocalWeights):
         """int64[parameters]: elements of each parameter of the layout that differ here."""
         assert self.layout is not None
         counts = np.zeros(len(self.layout.specs), np.int64)
-        np.add.at(counts, self._held.ledger.numbers[delta.changed], delta.counts())
+        np.add.at(counts, self.snapshot.ledger.numbers[delta.changed], delta.counts())
         return counts
 
     @property
@@ -305,7 +301,7 @@ class OwnWeights(LocalWeights):
     def masters(self, number: int) -> tuple[bool, int] | None:
         layout, sums, is_rounded = self.layout, list[int](), False
         assert layout is not None
-        for share in np.flatnonzero(self._held.ledger.numbers == number).tolist():
+        for share in np.flatnonzero(self.snapshot.ledger.numbers == number).tolist():
             flat = layout.readers[share].flat
             if flat is None or not flat.dtype.is_floating or flat.dtype.item_size < 4:
                 return None
