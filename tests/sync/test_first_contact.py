@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -67,6 +68,16 @@ MISTAKES |= {
         "compression is 'gapp', .*'none', .*'block' or 'class'",
     ),
     "no time": (lambda: ReceiverOptions(stall_timeout_s=0), "stall_timeout_s is 0"),
+    "no time of a call": (
+        lambda: WeightSender(SOURCE, LINK).send_weights(timeout_s=math.nan),
+        "timeout_s is nan: give 0 to",
+    ),
+    "no time of a hook": (
+        lambda: sync_after_step(
+            torch.optim.SGD(MODEL.parameters()), WeightSender(SOURCE, LINK), total_timeout_s=-1
+        ),
+        "total_timeout_s is -1",
+    ),
     "set later": (
         lambda: setattr(SenderOptions(), "bucket_bytes", 1 << 20),
         "make others by model_copy",
