@@ -55,7 +55,7 @@ ALL = ["a", "b", "c", "stem", "alone"]
                 4: "'stem' require grad",
             },
         ),
-        (2, [[]] * 4 + [["stem"]] * 2, {5: "'a', 'b', 'c' and 1 more require"}),
+        (2, [[]] * 4 + [["stem"]] * 2, {5: "'a', 'alone', 'b' and 1 more require"}),
         (None, [["stem"]] * 12, {}),
     ],
     ids=["named once", "not where nothing changes", "off"],
