@@ -28,7 +28,6 @@
     - Refused                      the sender turned it away; .kind, .message say why
     - SyncAborted                  no receiver took the version; nothing is lost, send again
     - NoReceivers                  nobody to send to; start a receiver
-    - ReceiversLost                some left, the others hold the version; `on_lost` asks for this
     - StepApplied                  the sync after a step failed; the step was applied
     - EngineFailed                 an engine did not do what it was asked; it says why
     - EngineTaken                  the engine follows another trainer; stop one, or take it over
@@ -234,20 +233,6 @@ class SyncAborted(SyncError):
 
 class NoReceivers(SyncError):
     """No receiver is connected."""
-
-
-class ReceiversLost(SyncError):
-    """Receivers left in a sync that others took, and `on_lost="raise"` asks for this error.
-
-    Attributes:
-        stats: The `SyncStats` of that sync. Its `lost` names each receiver, and says why it left.
-    """
-
-    def __init__(self, stats: Any) -> None:
-        lost = "; ".join(f"{who}: {why}" for who, why in stats.lost.items())
-        held = f"v{stats.version} is held by {stats.receivers}"
-        super().__init__(f"{held}, but receivers were lost: {lost}")
-        self.stats = stats
 
 
 class StepApplied(SyncError):

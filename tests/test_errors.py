@@ -7,7 +7,6 @@ import pickle
 import re
 from copy import copy
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -101,7 +100,6 @@ MADE_OTHERWISE = {
     "SyncAborted": errors.SyncAborted("of one", may_follow=True),
     "EngineFailed": errors.EngineFailed("of it", status=503, error="ValueError"),
     "InvalidTable": errors.InvalidTable("bad", row=7),
-    "ReceiversLost": errors.ReceiversLost(SimpleNamespace(lost={"a": "b"}, version=1, receivers=2)),
 }
 
 

@@ -24,7 +24,7 @@ from deltasync.sync.protocol.round import SyncPhase
 from deltasync.sync.sender import one_call
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.source.weights import LocalWeights
-from deltasync.sync.stats import OnLost, SyncStats, judged, reasons
+from deltasync.sync.stats import SyncStats, reasons
 from deltasync.transports import forks
 from deltasync.transports.address import Address
 from deltasync.transports.base import Closing, SendTransport
@@ -116,7 +116,6 @@ class Servers(Closing):
         timeout_s: float | None = None,
         total_timeout_s: float | None = None,
         on_source_read: Callable[[], None] | None = None,
-        on_lost: OnLost = "continue",
     ) -> SyncStats:
         """`WeightSender.send_weights`, with the update of each engine.
 
@@ -136,8 +135,7 @@ class Servers(Closing):
             self._limit = limit
             self._gather(may_ask_source=on_source_read is None)
             self._check_enough()
-            stats = self._send_weights(timeout_s, on_source_read)
-        return judged(stats, on_lost)
+            return self._send_weights(timeout_s, on_source_read)
 
     def close(self) -> None:
         """Close every connection. Engines keep their weights.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-from torch import nn
-
 from deltasync.errors import ConfigError
 from deltasync.sync.options import ReceiverOptions, SenderOptions
 from deltasync.sync.source.tensors import WeightSource
@@ -16,18 +14,14 @@ from deltasync.wire.messages import MAX_ENGINE, is_unicode
 
 def check_source(source: object) -> None:
     """Raises ConfigError unless a sender can read it."""
-    if isinstance(source, nn.Module):
-        raise ConfigError(f"source is a {_kind(source)}, a module: give ModuleSource(module)")
     if not hasattr(source, "tensors"):
-        raise ConfigError(f"source is a {_kind(source)}; give a source, as ModuleSource(module) is")
+        raise ConfigError(f"source is a {_kind(source)}; give ModuleSource(module), or another one")
 
 
 def check_target(target: object) -> None:
     """Raises ConfigError unless a receiver can write to it."""
-    if isinstance(target, nn.Module):
-        raise ConfigError(f"target is a {_kind(target)}, a module: give ModuleTarget(module)")
     if not hasattr(target, "bind"):
-        raise ConfigError(f"target is a {_kind(target)}; give a target, as ModuleTarget(module) is")
+        raise ConfigError(f"target is a {_kind(target)}; give ModuleTarget(module), or another one")
 
 
 def check_receiver(
@@ -44,12 +38,12 @@ def check_receiver(
 
 def check_send_transport(transport: object) -> None:
     """Raises ConfigError unless it is a sender's end of a link."""
-    _check_end(transport, "Sender", has="poll", other="Receiver", other_has="reply")
+    _check_end(transport, "Sender", "poll")
 
 
 def check_receive_transport(transport: object) -> None:
     """Raises ConfigError unless it is a receiver's end of a link."""
-    _check_end(transport, "Receiver", has="reply", other="Sender", other_has="poll")
+    _check_end(transport, "Receiver", "reply")
 
 
 def check_options(options: object, kind: type) -> None:
@@ -67,19 +61,16 @@ def check_coding(options: SenderOptions | None) -> None:
         )
 
 
-def _check_end(transport: object, end: str, *, has: str, other: str, other_has: str) -> None:
+def _check_end(transport: object, end: str, has: str) -> None:
     if isinstance(transport, (str, os.PathLike)):
         raise ConfigError(
             f"transport is {os.fspath(transport)!r}, an address: make an end of it, for instance "
             f"deltasync.transports.shared_memory.{end}({os.fspath(transport)!r})"
         )
-    if hasattr(transport, has):
-        return
-    if hasattr(transport, other_has):
-        raise ConfigError(f"transport is a {other}, the other end of a link: give a {end}")
-    raise ConfigError(
-        f"transport is a {_kind(transport)}; give a {end} of a module of deltasync.transports"
-    )
+    if not hasattr(transport, has):
+        raise ConfigError(
+            f"transport is a {_kind(transport)}; give a {end} of a module of deltasync.transports"
+        )
 
 
 def _is_name(engine: object) -> bool:

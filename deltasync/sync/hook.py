@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
@@ -13,15 +11,14 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from deltasync.errors import ConfigError, DeltaSyncError, ReceiversLost, StepApplied
+from deltasync.errors import ConfigError, DeltaSyncError, StepApplied
 from deltasync.sync.protocol.links import CallTimeout
 from deltasync.sync.source.stepped import check_stepped
-from deltasync.sync.stats import OnLost, SyncStats, judged
+from deltasync.sync.stats import SyncStats
 from deltasync.transports import forks
 
 logger = logging.getLogger(__name__)
 
-_QUIET_S = 60.0  # longest, between two warnings of syncs that fail
 _APPLIED = "the optimizer step was applied, the sync after it failed"
 
 
@@ -66,7 +63,6 @@ class StepHook:
         every: int,
         on_error: Literal["continue", "raise"],
         on_busy: Literal["wait", "skip"] | None,
-        on_lost: OnLost,
         callback: Callable[[SyncStats | DeltaSyncError], None] | None,
         timeout_s: float,
         total_timeout_s: float | None,
@@ -88,8 +84,6 @@ class StepHook:
             raise ConfigError(f"on_error is {on_error!r}, neither 'continue' nor 'raise'")
         if on_busy not in ("wait", "skip", None):
             raise ConfigError(f"on_busy is {on_busy!r}, neither 'wait' nor 'skip' nor None")
-        if on_lost not in ("continue", "raise"):
-            raise ConfigError(f"on_lost is {on_lost!r}, neither 'continue' nor 'raise'")
         CallTimeout(timeout_s, total_timeout_s)  # raises before a step does
         if on_busy == "skip" and sender.world > 1:
             raise ConfigError("ranks of a trainer cannot skip, each when it is busy: say 'wait'")
@@ -98,15 +92,14 @@ class StepHook:
         self.last_stats: SyncStats | None = None
         self.last_error: DeltaSyncError | None = None
         self._sender, self._every, self._on_error = sender, every, on_error
-        self._callback, self._on_busy, self._on_lost = callback, on_busy, on_lost
+        self._callback, self._on_busy = callback, on_busy
         self._timeout_s, self._total_timeout_s = timeout_s, total_timeout_s
         self._is_removed = False
         self._thread = _own_thread()
         self._sync_under_way: Future[None] | None = None
         self._source_read = threading.Event()
         self._syncing: threading.Thread | None = None  # that of syncs in the background
-        self._warned_at, self._quiet_s = -math.inf, 0.0
-        self._unmentioned = 0  # failures since the last warning
+        self._failed_in_a_row = 0
         self._is_settled = False  # the last sync was one of all receivers
         self._is_starting = False  # an interrupt may have come between a sync and its future
         before, after = map(torch.compiler.disable, (self._before_step, self._after_step))
@@ -228,14 +221,10 @@ class StepHook:
             self.failures += 1
             raise StepApplied(f"{_APPLIED}: {type(error).__name__}: {error}") from error
         else:
-            self.syncs += 1
+            self.syncs, self._failed_in_a_row = self.syncs + 1, 0
             self.last_stats, self._is_settled = stats, True
             if self._callback is not None:
                 self._callback(stats)
-            try:
-                judged(stats, self._on_lost)
-            except ReceiversLost as error:
-                raise StepApplied(f"the optimizer step was applied; {error}") from error
 
     def _failed(self, error: DeltaSyncError) -> None:
         self.failures += 1
@@ -248,20 +237,14 @@ class StepHook:
 
     def _warn(self, error: DeltaSyncError) -> None:
         """Log a failure after which training continues; less often while syncs keep failing."""
-        self._unmentioned += 1
-        now = time.monotonic()
-        since_s = now - self._warned_at
-        if since_s < self._quiet_s:
-            return
-        is_new = since_s > 2 * _QUIET_S
-        self._quiet_s = 1.0 if is_new else min(2 * self._quiet_s, _QUIET_S)
-        logger.warning(
-            "the sync after step %d failed, %d in all, %d since the last warning: %s: %s; "
-            "training goes on, the next sync covers it",
-            *(self.steps, self.failures, self._unmentioned),
-            *(type(error).__name__, error),
-        )
-        self._warned_at, self._unmentioned = now, 0
+        self._failed_in_a_row += 1
+        if self._failed_in_a_row.bit_count() == 1:  # 1, 2, 4, 8 ...
+            logger.warning(
+                "the sync after step %d failed, %d in a row, %d in all: %s: %s; "
+                "training goes on, the next sync covers it",
+                *(self.steps, self._failed_in_a_row, self.failures),
+                *(type(error).__name__, error),
+            )
 
 
 def _own_thread() -> ThreadPoolExecutor:
@@ -275,7 +258,6 @@ def sync_after_step(
     every: int = 1,
     on_error: Literal["continue", "raise"] = "continue",
     on_busy: Literal["wait", "skip"] | None = None,
-    on_lost: OnLost = "continue",
     callback: Callable[[SyncStats | DeltaSyncError], None] | None = None,
     timeout_s: float = 60.0,
     total_timeout_s: float | None = None,
@@ -298,7 +280,8 @@ def sync_after_step(
         sender: A `WeightSender` or an `EngineSync`; on other ranks of a trainer, a `TrainerRank`.
         every: Steps from one sync to the next.
         on_error: After a failed sync, "raise" StepApplied (the step itself was applied), or
-            "continue": the next sync covers both, and a warning is logged, at most one a minute.
+            "continue": the next sync covers both, and a warning is logged after 1, 2, 4, 8 ...
+            failures in a row.
             Errors that are no DeltaSyncError always raise.
         on_busy: None: the step returns when the sync is done. Otherwise the step returns at once: a
             thread syncs during the next step's forward and backward passes, and the optimizer waits
@@ -308,8 +291,6 @@ def sync_after_step(
             the next one covers both. After the last step call `wait`, then `sender.send_weights`.
             The first sync, one after a failure, and one within `atexit` run within the step. A
             later step or `wait` raises the error of a background sync.
-        on_lost: After a sync that some receivers left, "continue" training (`SyncStats.lost` and a
-            log line name them) or "raise" StepApplied from ReceiversLost. The others hold the step.
         callback: Called with the SyncStats, or with the error, after each sync, in its thread. In
             that of a background sync, steps and `wait` raise ConfigError.
         timeout_s: For `send_weights`: each wait for receivers.
@@ -323,7 +304,6 @@ def sync_after_step(
         every=every,
         on_error=on_error,
         on_busy=on_busy,
-        on_lost=on_lost,
         callback=callback,
         timeout_s=timeout_s,
         total_timeout_s=total_timeout_s,

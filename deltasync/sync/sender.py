@@ -32,10 +32,8 @@ from deltasync.sync.source.weights import LocalWeights, Weights
 from deltasync.sync.stats import (
     DeltaWatch,
     Joined,
-    OnLost,
     Synced,
     SyncStats,
-    judged,
     nothing_sent,
     reasons,
     stats_of,
@@ -211,13 +209,12 @@ class WeightSender(Closing):
         total_timeout_s: float | None = None,
         join_timeout_s: float | None = None,
         on_source_read: Callable[[], None] | None = None,
-        on_lost: OnLost = "continue",
     ) -> SyncStats:
         """Send the source's current weights to every receiver, as one version.
 
         Members get the delta. If a member fails before the decision, it is dropped and the others
-        are served. Receivers that have greeted join afterwards, by a full sync if their weights
-        differ.
+        are served; `SyncStats.lost` names it. Receivers that have greeted join afterwards, by a
+        full sync if their weights differ.
 
         Args:
             timeout_s: For each wait for receivers.
@@ -232,12 +229,9 @@ class WeightSender(Closing):
                 source only after `on_source_read`, or after this call has ended. Such a call sends
                 deltas to members only; if it would have to read the source a second time, it raises
                 SyncAborted.
-            on_lost: What to do if receivers were lost but the others hold the version: "continue",
-                which names them in `SyncStats.lost`, or "raise" ReceiversLost.
 
         Raises:
             NoReceivers: No receiver is connected.
-            ReceiversLost: See `on_lost`. The sync is done.
             TransportTimeout: `total_timeout_s` has passed; the next sync covers this one.
             ConfigError: The weights of every receiver sleep: wake them up first. All stay members.
             SyncAborted: Every receiver failed; nothing is lost, the next sync covers it.
@@ -256,7 +250,7 @@ class WeightSender(Closing):
         for who, why in stats.lost.items():
             logger.warning("lost %s in v%d: %s", who, stats.version, why)
         logger.info("sent %s", stats)
-        return judged(stats, on_lost)
+        return stats
 
     def _send_weights(
         self,

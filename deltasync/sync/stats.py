@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from deltasync.delta.backend import Delta
 from deltasync.delta.codecs.coding import Coding
 from deltasync.delta.digests import Ints
-from deltasync.errors import NoReceivers, ReceiversLost, SyncAborted, TransportTimeout
+from deltasync.errors import NoReceivers, SyncAborted, TransportTimeout
 from deltasync.sync.events import Phase, SyncEvent
 from deltasync.sync.options import SenderOptions
 from deltasync.sync.protocol.round import RoundResult
@@ -31,11 +31,7 @@ logger = logging.getLogger(__name__)
 
 _NOTHING = np.zeros(0, np.int64)
 _LAYER = re.compile(r"(?P<layer>.*?\.\d+)\.")
-_COMPARED, _MARGIN = 8, 8  # parameters that have changed most; how much smaller others must be
 _REMEMBERED, _LEAST = 50, 8  # densities that are compared with, and from how many on
-
-OnLost = Literal["continue", "raise"]
-"""What a call does about receivers that left, once the others hold the version."""
 
 
 def reasons(lost: Mapping[str, str]) -> str:
@@ -144,13 +140,6 @@ def nothing_sent(
     if lost:
         return SyncAborted(f"no receiver is left ({reasons(lost)}); the next sync covers this one")
     return NoReceivers("no receiver is connected; start one, or call wait_for_receivers first")
-
-
-def judged(stats: SyncStats, on_lost: OnLost) -> SyncStats:
-    """The same stats. Raises ReceiversLost if receivers left, and that is asked for."""
-    if on_lost == "raise" and stats.lost:
-        raise ReceiversLost(stats)
-    return stats
 
 
 @dataclass(slots=True)
@@ -350,36 +339,26 @@ class DeltaWatch:
             return ""
         due = np.flatnonzero((self._changed_in <= self._deltas - limit) & ~self._is_named)
         self._changed_in[due] = self._deltas  # so that others are looked at again
-        names = [self._specs[number].name for number in self._stale(weights, delta, due)]
+        names = [self._specs[number].name for number in self._stale(weights, due)]
         text = (
             f"{some_of(names)} require grad and have not changed in {limit} deltas: check that the "
-            "optimizer has them, and that they get gradients, because steps as large as those of "
-            "others would show in them"
+            "optimizer has them, and that they get gradients"
         )
         return text if names else ""
 
-    def _stale(self, weights: Weights, delta: Delta, due: Ints) -> Iterator[int]:
-        """Those whose masters have not changed since they were looked at. Without masters, those
-        with elements so small that steps as large as those of others show in them.
+    def _stale(self, weights: Weights, due: Ints) -> Iterator[int]:
+        """Those whose masters have not changed since they were looked at.
 
-        What changes is what is small: a step of 1e-6 shows in a bfloat16 of 1e-4, not in one of 1.
+        Nothing is known of those without: a step of 1e-6 does not show in a bfloat16 of 1.
         """
-        counts, steps = delta.counts(), list[float]()
-        for at in np.argsort(counts)[-_COMPARED:] if len(due) else ():
-            number = int(delta.changed[at])
-            if len(sizes := weights.magnitudes(number)):
-                steps.append(float(sizes.quantile(counts[at] / self._specs[number].numel)))
         for number in due.tolist():
-            if (masters := weights.masters(number)) is not None:
-                is_rounded, now = masters
-                is_stale = not is_rounded or self._masters.get(number) == now
-                self._masters[number] = now
-            else:
-                most = median(steps) / _MARGIN if steps else -1.0
-                is_stale = bool((weights.magnitudes(number) <= most).any())
-            if is_stale:
+            if (masters := weights.masters(number)) is None:
+                continue
+            is_rounded, now = masters
+            if not is_rounded or self._masters.get(number) == now:
                 self._is_named[number] = True
                 yield number
+            self._masters[number] = now
 
     def _jump(self, density: float, factor: float | None) -> str:
         """Say that a density is far above those before; once until it is back, or far higher."""

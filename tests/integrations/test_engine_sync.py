@@ -23,7 +23,6 @@ from deltasync.errors import (
     DeltaSyncError,
     DirtyReceiver,
     EngineFailed,
-    ReceiversLost,
     SyncAborted,
     TargetMoved,
     TransportError,
@@ -359,13 +358,14 @@ def test_an_engine_of_which_a_write_was_not_undone_stays_paused_until_it_is_whol
         here.check()
 
 
-def test_a_worker_that_was_lost_raises_once_the_engine_has_the_version(tmp_path: Path) -> None:
+def test_a_worker_that_was_lost_is_named_once_the_engine_has_the_version(tmp_path: Path) -> None:
     with engine_of(tmp_path) as here:
         here.send()
         here.servers["0"].die()
-        with pytest.raises(ReceiversLost, match=r"engine-\w+-0\[0/1\]: ") as caught:
-            here.train(on_lost="raise")
-        assert caught.value.stats.receivers == 1
+        stats = here.train()
+        (lost,) = stats.lost
+        assert lost.endswith("-0[0/1]")
+        assert stats.receivers == 1
         here.check()
 
 

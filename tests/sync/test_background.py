@@ -305,17 +305,25 @@ def test_nothing_is_captured_once_the_weights_may_have_changed() -> None:
 def test_a_step_within_atexit_syncs_in_the_step() -> None:
     """No thread can begin there any more."""
     code = """
-import atexit, threading
-from tests.sync.test_background import Training
-training = Training("wait")
-training.step()
-training.step()
-training.hook.wait()
+import atexit, torch
+from deltasync import sync_after_step
+from tests.worlds.links import Fleet, bits_equal, random_model
+model, replica = (random_model({"w": (8,)}, seed).requires_grad_(True) for seed in (0, 1))
+here = Fleet(model)
+here.join(replica)
+optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+hook = sync_after_step(optimizer, here.sender, on_busy="wait", on_error="raise")
+def step():
+    model.w.grad = torch.ones(8)
+    optimizer.step()
+step()
+step()
+hook.wait()
 def last():
-    training.step()
-    assert training.hook.syncs == 3, training.hook.last_error
-    assert training.holds(2)
-    training.receivers.close()  # Python aborts where a daemon thread is within torch at the end
+    step()
+    assert hook.syncs == 3, hook.last_error
+    assert bits_equal(model, replica)
+    here.close()  # Python aborts where a daemon thread is within torch at the end
     print("synced")
 atexit.register(last)
 """

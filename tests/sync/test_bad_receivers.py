@@ -12,9 +12,9 @@ from deltasync import DeltaSyncError, SyncStats
 from deltasync.delta.bits import as_bits
 from deltasync.transports.base import ReceiveTransport
 from deltasync.wire.frame import decode, encode
-from deltasync.wire.messages import Failed, Held, Message
+from deltasync.wire.messages import Failed, Held, Message, Refused
 from tests.worlds.links import Fleet, ThroughReceiver, bits_equal, fleet, until
-from tests.worlds.peers import model, prepare, said, welcome
+from tests.worlds.peers import hello, model, prepare, said, welcome
 
 Tamper = Callable[[Any], list[Message | bytes]]
 
@@ -153,6 +153,25 @@ def test_an_engine_that_left_a_write_half_done_gets_a_full_sync(
         stats = here.join(same, wrap=lambda inner: Liar(inner, "held", tamper))
         assert stats.full_synced == full_synced
         assert bits_equal(source, same)
+
+
+def test_an_engine_that_claims_a_name_with_another_world_waits_and_is_refused() -> None:
+    source, good = model(3), model(3)
+    with fleet(source) as here:
+        here.add(good, engine="same")
+        here.wait(1)
+        claims = [here.transport.receiver() for _ in range(2)]
+        for rank, claim in enumerate(claims):
+            claim.connect(encode(hello("same", rank, 2)), timeout_s=1)
+        here.wait(3)
+        for _ in range(2):
+            assert here.sender.send_weights().receivers == 1
+            assert bits_equal(source, good)
+            nudge(source)
+        for claim in claims:
+            refusal = decode(claim.receive(timeout_s=1).header)[0]
+            assert isinstance(refusal, Refused)
+            assert "member already" in refusal.reason
 
 
 def nudge(source: nn.Module) -> None:

@@ -396,17 +396,14 @@ def play(world: World, history: list[Event]) -> None:
 
 
 CELLS = {
-    "staged": Cell(80),
-    "in place": Cell(80, max_staged_bytes=0),
-    "by size": Cell(20, max_staged_bytes=3000),
-    "streamed": Cell(60, source="streamed"),
-    "shared memory": Cell(20, "shared memory", max_staged_bytes=3000),
-    "gloo": Cell(6, "gloo"),
+    "staged": Cell(40),
+    "in place": Cell(40, max_staged_bytes=0),
+    "by size": Cell(10, max_staged_bytes=3000),
+    "streamed": Cell(30, source="streamed"),
+    "shared memory": Cell(10, "shared memory", max_staged_bytes=3000),
+    "gloo": Cell(4, "gloo"),
 }
-KERNELS = {
-    "kernels": Cell(0, kernels="triton"),
-    "kernels, in place": Cell(0, kernels="triton", max_staged_bytes=0),
-}
+KERNELS = {"kernels": Cell(0, kernels="triton")}
 CORNERS: dict[str, list[Event]] = {
     "half an engine cannot commit": [("fail_to_commit", "half/1"), ("sync", 0.05)],
     "weights are corrupt": [("corrupt", "whole"), ("sync", 0.003), ("sync", 0.05)],

@@ -100,35 +100,6 @@ def test_steps_between_two_syncs_lose_nothing(here: Fleet) -> None:
     assert (hook.steps, hook.syncs) == (7, 2)
 
 
-@pytest.mark.parametrize("name", ["adamw", "fused adam"])
-def test_a_step_that_a_grad_scaler_skips_changes_nothing(here: Fleet, name: str) -> None:
-    """A fused optimizer is called for a skipped step too, and skips by itself."""
-    replica = joined(here)
-    optimizer = OPTIMIZERS[name](here.source)
-    hook = sync_after_step(optimizer, here.sender, on_error="raise")
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    scaler.scale(torch.zeros(()))  # makes its state
-    nnz = []
-    for step in range(3):
-        optimizer.zero_grad()
-        backward(here.source, step)
-        before = here.source.get_parameter("first").detach().clone()
-        if step == 1:
-            gradient = here.source.get_parameter("second").grad
-            assert gradient is not None
-            gradient[0, 0] = torch.inf
-        syncs = hook.syncs
-        scaler.step(optimizer)
-        scaler.update()
-        assert torch.equal(before, here.source.get_parameter("first")) == (step == 1)
-        assert bits_equal(here.source, replica)
-        if hook.syncs > syncs:
-            assert hook.last_stats is not None
-            nnz.append(hook.last_stats.nnz)
-    assert nnz in ([64, 64], [64, 0, 64])
-    assert hook.failures == 0
-
-
 @pytest.mark.promise(
     "All or nothing",
     "A failed sync is counted and kept in `last_error`; training continues.",

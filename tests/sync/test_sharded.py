@@ -43,7 +43,7 @@ SHAPES = {
     **{f"experts.{e}.{part}": (GATE, WIDTH) for e in range(EXPERTS) for part in ("gate", "up")},
 }
 KINDS = {
-    2: ["mixed", "offload", "tensor", "experts"],
+    2: ["mixed", "tensor", "experts"],
     4: ["replicated", "both", "experts"],
 }
 OPTIONS = SenderOptions(
@@ -98,7 +98,7 @@ def by_expert(name: str, shape: tuple[int, ...]) -> dict[str, Index] | None:
 
 def sharded(kind: str, world: int) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor import Shard, distribute_tensor
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -119,8 +119,6 @@ def sharded(kind: str, world: int) -> nn.Module:
             half, full = torch.bfloat16, torch.float32
             mixed = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=full)
             fully_shard(model, mesh=line, mp_policy=mixed)
-        case "offload":
-            fully_shard(model, mesh=line, offload_policy=CPUOffloadPolicy(pin_memory=False))
         case "replicated":
             fully_shard(model, mesh=grid)
         case "experts":  # and on four ranks the rows of each once more

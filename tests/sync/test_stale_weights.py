@@ -130,20 +130,9 @@ def test_scales_of_quantized_weights_are_not_warned_of() -> None:
     assert warnings_of(adamw(policy.parameters()), policy, source) == []
 
 
-@pytest.mark.parametrize(
-    ("dtype", "stale"),
-    [
-        (torch.bfloat16, "blocks.0.1.weight"),
-        (torch.float32, "norm.weight"),
-        (torch.float32, "head.weight"),
-    ],
-    ids=str,
-)
-def test_a_tensor_that_the_optimizer_lacks_is_named(dtype: torch.dtype, stale: str) -> None:
-    """Large ones in bfloat16, and in float32 whatever their size."""
-    policy = policy_of(dtype)
-    if dtype is torch.bfloat16:
-        policy.get_parameter(stale).data *= 0.5
+@pytest.mark.parametrize("stale", ["norm.weight", "head.weight"])
+def test_a_tensor_that_the_optimizer_lacks_is_named(stale: str) -> None:
+    policy = policy_of(torch.float32)
     others = [parameter for name, parameter in policy.named_parameters() if name != stale]
     (warning,) = warnings_of(adamw(others), policy)
     assert warning.startswith(f"'{stale}' require grad and have not changed in {LIMIT} deltas: ")

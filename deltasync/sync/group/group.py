@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
-from deltasync.errors import DeltaSyncError, PeerLost, SyncAborted, TransportError, WireError
+from deltasync.errors import DeltaSyncError, SyncAborted, TransportError, WireError
 from deltasync.sync.group import orders
 from deltasync.sync.protocol.links import CallTimeout
 from deltasync.sync.stats import SyncStats
@@ -208,7 +208,7 @@ class GroupCalls:
         self._is_owed = False
         found: dict[int, orders.Said | DeltaSyncError] = {}
         for rank, peer in self._peers.items():
-            reply = replies.get(peer, PeerLost("it has reconnected since it was asked"))
+            reply = replies[peer]
             if isinstance(reply, TransportError):
                 found[rank] = reply
                 continue

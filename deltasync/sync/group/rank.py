@@ -27,7 +27,7 @@ from deltasync.sync.options import SenderOptions
 from deltasync.sync.protocol.links import CallTimeout, OneCaller, check_seconds
 from deltasync.sync.source.tensors import WeightSource, maxima_of
 from deltasync.sync.source.weights import OwnWeights
-from deltasync.sync.stats import OnLost, SyncStats, judged
+from deltasync.sync.stats import SyncStats
 from deltasync.transports.address import Address
 from deltasync.transports.base import Closing, ReceiveTransport, SendTransport
 from deltasync.transports.control.connection import LONGEST_S, Deadline
@@ -105,7 +105,6 @@ class TrainerRank(Closing):
         timeout_s: float = 60.0,
         total_timeout_s: float | None = None,
         on_source_read: Callable[[], None] | None = None,
-        on_lost: OnLost = "continue",
     ) -> SyncStats:
         """Take part in a sync. Returns the stats of rank 0.
 
@@ -114,11 +113,9 @@ class TrainerRank(Closing):
                 call, may take ten times as long.
             total_timeout_s: For the whole call, on all ranks; None for no limit.
             on_source_read: See `WeightSender.send_weights`. Pass it on all ranks or on none.
-            on_lost: See `WeightSender.send_weights`.
 
         Raises:
             SyncAborted: The sync failed on some rank; the next one covers it.
-            ReceiversLost: See `on_lost`.
             DeltaSyncError: This rank could not do its part.
         """
         check_seconds("timeout_s", timeout_s)
@@ -129,7 +126,7 @@ class TrainerRank(Closing):
             raise error
         if done.stats is None:
             raise SyncAborted(f"rank 0: {done.error}")
-        return judged(done.stats, on_lost)
+        return done.stats
 
     def _send_weights(
         self, limit: CallTimeout, on_source_read: Callable[[], None] | None

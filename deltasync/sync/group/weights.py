@@ -8,7 +8,6 @@ from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from deltasync.delta.backend import Delta, Digests, Plan
 from deltasync.delta.codecs.coding import Payload
@@ -231,9 +230,6 @@ class GroupWeights:
     @property
     def trained(self) -> NDArray[np.bool_]:
         return self._trained
-
-    def magnitudes(self, number: int) -> Tensor:
-        return self._own.magnitudes(number)
 
     def masters(self, number: int) -> tuple[bool, int] | None:
         return self._own.masters(number)

@@ -90,7 +90,7 @@ class StreamedWeights(LocalWeights):
         The first time the snapshot is cast to the dtypes that receivers hold; both are in memory
         then. `wire_dtypes` avoids that.
         """
-        before = self._held.ledger.specs
+        before = self.snapshot.ledger.specs
         specs = specs_of(self._taken, held, self.options.wire_dtypes)
         if specs != before != tuple(self._taken):
             raise ConfigError("receivers hold other dtypes than earlier ones: give `wire_dtypes`")
@@ -110,11 +110,11 @@ class StreamedWeights(LocalWeights):
         return self._found
 
     def full(self) -> Plan:
-        return self._held.full(bucket_bytes=self._bucket_bytes(self._held))
+        return self.snapshot.full(bucket_bytes=self._bucket_bytes(self.snapshot))
 
     @property
     def trained(self) -> NDArray[np.bool_]:
-        return np.ones(len(self._held.ledger.specs), np.bool_)
+        return np.ones(len(self.snapshot.ledger.specs), np.bool_)
 
     def _fill(self, weights: NamedWeights) -> None:
         """Make the snapshot."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deltasync.delta.backend import Backend, Delta, Digests, Plan, snapshot_of
 from deltasync.delta.batched.streams import OwnStream, own_stream
-from deltasync.delta.bits import identity, torch_dtype
+from deltasync.delta.bits import identity
 from deltasync.delta.bucket import MIN_BUCKET_BYTES
 from deltasync.delta.codecs.coding import policy_for
 from deltasync.delta.digests import Ints
@@ -51,8 +51,6 @@ from deltasync.sync.source.tensors import (
 from deltasync.wire.messages import ParameterSpec
 
 _NAMES, _IS_TRAINED = attrgetter("names"), attrgetter("requires_grad")
-
-_SAMPLED = 1 << 16  # elements of a parameter
 
 Agree = Callable[[Mapping[str, Maxima]], None]
 """Tells computed tensors what ranks have agreed on."""
@@ -109,17 +107,10 @@ class Weights(Protocol):
         """bool[parameters], which of the layout the optimizer changes; all if that is not known."""
         ...
 
-    def magnitudes(self, number: int) -> Tensor:
-        """float[n], of some elements of a parameter as members hold it.
-
-        Empty if it is not known what steps do to them: what is sent is computed, or not held here.
-        """
-        ...
-
     def masters(self, number: int) -> tuple[bool, int] | None:
         """Whether a parameter is rounded for members, and the sum of its bits here.
 
-        None if it has less than 32 bits here, in which not every step shows, or as `magnitudes`.
+        None if not every step shows in it: it has less than 32 bits, is computed, or not held here.
         """
         ...
 
@@ -150,7 +141,7 @@ class LocalWeights(Weights):
 
     @property
     def digests(self) -> Digests:
-        return self._held.ledger
+        return self.snapshot.ledger
 
     def learn_digests(self, kinds: Collection[Copies | None]) -> None:
         """The ledger knows all."""
@@ -158,7 +149,9 @@ class LocalWeights(Weights):
     @property
     def snapshot(self) -> Backend:
         """What the next delta is taken against. Not owned. Raises ConfigError before a capture."""
-        return self._held
+        if self._snapshot is None:
+            raise ConfigError("no weights were taken yet")
+        return self._snapshot
 
     @contextmanager
     def one_call(self, on_source_read: Callable[[], None] | None) -> Iterator[None]:
@@ -189,17 +182,8 @@ class LocalWeights(Weights):
     def refresh_source(self) -> None:
         """Look the source up, which the next `delta` then need not. Raises SourceChanged."""
 
-    def magnitudes(self, number: int) -> Tensor:
-        return torch.zeros(0, device="cpu")
-
     def masters(self, number: int) -> tuple[bool, int] | None:
         return None
-
-    @property
-    def _held(self) -> Backend:
-        if self._snapshot is None:
-            raise ConfigError("no weights were taken yet")
-        return self._snapshot
 
     def _bucket_bytes(self, snapshot: Backend) -> int:
         return self.options.bucket_bytes or snapshot.bucket_bytes
@@ -268,7 +252,7 @@ class OwnWeights(LocalWeights):
         compare = partial(self._compare, base_version=base_version)
         if self._is_looked_up:
             delta = compare(layout.readers)
-        elif self._held.device is not None and layout.glance():
+        elif self.snapshot.device is not None and layout.glance():
             readers = layout.readers
             delta = compare(readers, meanwhile=layout.refresh)  # while kernels run
             if layout.readers is not readers:
@@ -286,7 +270,7 @@ class OwnWeights(LocalWeights):
         base_version: int,
         meanwhile: Callable[[], None] | None = None,
     ) -> Delta:
-        snapshot, inflight = self._held, self.options.max_inflight_bytes
+        snapshot, inflight = self.snapshot, self.options.max_inflight_bytes
         return snapshot.compare(
             readers,
             policy=self.policy(),
@@ -298,7 +282,7 @@ class OwnWeights(LocalWeights):
 
     def full(self, *, ways: int = 1) -> Plan:
         """All of the snapshot; in smaller payloads, if receivers get them from so many ranks."""
-        snapshot = self._held
+        snapshot = self.snapshot
         bucket_bytes = max(self._bucket_bytes(snapshot) // ways, MIN_BUCKET_BYTES)
         return snapshot.full(bucket_bytes=bucket_bytes)
 
@@ -306,7 +290,7 @@ class OwnWeights(LocalWeights):
         """int64[parameters]: elements of each parameter of the layout that differ here."""
         assert self.layout is not None
         counts = np.zeros(len(self.layout.specs), np.int64)
-        np.add.at(counts, self._held.ledger.numbers[delta.changed], delta.counts())
+        np.add.at(counts, self.snapshot.ledger.numbers[delta.changed], delta.counts())
         return counts
 
     @property
@@ -314,20 +298,10 @@ class OwnWeights(LocalWeights):
         assert self.layout is not None
         return self.layout.trained
 
-    def magnitudes(self, number: int) -> Tensor:
-        held, layout = self._held, self.layout
-        assert layout is not None
-        for share in np.flatnonzero(held.ledger.numbers == number).tolist():
-            flat = held.flats[share]
-            if layout.readers[share].flat is not None and flat.dtype.is_floating:
-                bits = flat.read(0, min(flat.numel, _SAMPLED))
-                return bits.view(torch_dtype(flat.dtype)).float().abs()
-        return super().magnitudes(number)
-
     def masters(self, number: int) -> tuple[bool, int] | None:
         layout, sums, is_rounded = self.layout, list[int](), False
         assert layout is not None
-        for share in np.flatnonzero(self._held.ledger.numbers == number).tolist():
+        for share in np.flatnonzero(self.snapshot.ledger.numbers == number).tolist():
             flat = layout.readers[share].flat
             if flat is None or not flat.dtype.is_floating or flat.dtype.item_size < 4:
                 return None

@@ -6,10 +6,8 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable
 from contextlib import suppress
-from functools import cached_property
-from typing import TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -38,36 +36,6 @@ logger = logging.getLogger(__name__)
 
 _MIN_STAGED_BYTES = 64 << 20
 _EARLY_S = 1.0  # an early check of storage counts for so long
-_T = TypeVar("_T")
-
-
-class _Changed(Set[int]):
-    """Numbers of the parameters that a sync has changed, found when they are first asked for.
-
-    A target from whose weights nothing is derived does not ask, and the engine is paused meanwhile.
-    """
-
-    def __init__(self, before: DigestLedger, after: DigestLedger) -> None:
-        self._ledgers = before, after
-
-    @cached_property
-    def _numbers(self) -> set[int]:
-        before, after = self._ledgers
-        return after.changed_since(before)
-
-    @classmethod
-    def _from_iterable(cls, numbers: Iterable[_T]) -> Set[_T]:
-        """What `&` and the like return."""
-        return set(numbers)
-
-    def __contains__(self, number: object) -> bool:
-        return number in self._numbers
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._numbers)
-
-    def __len__(self) -> int:
-        return len(self._numbers)
 
 
 class BoundWeights:
@@ -101,6 +69,7 @@ class BoundWeights:
         self.staging: Applier | None = None
         self.proved: DigestLedger | None = None
         self.may_differ = False
+        self._changed: set[int] = set()  # numbers of parameters, by the sync under way
         self._buckets = BucketReader(())
         self._scrubbed = 0  # the chunk after the last one
         self._max_staged_bytes = self._max_sync_bytes = 0
@@ -274,6 +243,8 @@ class BoundWeights:
         assert self.staging is not None
         if self._is_checked and self._moved is not None:
             raise self._moved
+        if not isinstance(self.staging, Loading):
+            self._changed = self.staging.ledger.changed_since(self.backend.ledger)
         return self.staging.ledger.total, self.staging.staged_bytes
 
     def write(self, *, heals: bool) -> tuple[int, float]:
@@ -298,8 +269,7 @@ class BoundWeights:
         try:
             digest = staging.commit()
             if not isinstance(staging, Loading):  # which has finished before it read back
-                changed = _Changed(self.backend.ledger, staging.ledger)
-                self.target.finish(None if heals else changed)
+                self.target.finish(None if heals else self._changed)
             self._on("committed")
         except BaseException:
             self.undo()
