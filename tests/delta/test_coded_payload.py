@@ -11,6 +11,7 @@ from torch import Tensor
 from deltasync.delta.bits import Live
 from deltasync.delta.bucket import BucketReader
 from deltasync.delta.codecs.encoding import encode_payload
+from deltasync.delta.codecs.known import ROW_CODECS
 from deltasync.delta.codecs.old import LiveOld
 from deltasync.dtypes import BY_NAME
 from deltasync.errors import ProtocolViolation, UnknownCodec
@@ -83,3 +84,12 @@ def test_a_reader_without_weights_says_so() -> None:
     message = Bucket(version=2, sequence=0, compression="coded", num_rows=1, raw_bytes=raw_bytes)
     with pytest.raises(UnknownCodec, match="needs the weights"):
         BucketReader(change.specs).unpack(message, tensor(data))
+
+
+def test_who_has_not_loaded_a_codec_says_what_to_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    change, data = coded(IndexCodec.CLASS)
+    monkeypatch.delitem(ROW_CODECS, IndexCodec.CLASS)
+    found = by_host(data, 1, len(change.payload), change.specs, change.flats)
+    assert isinstance(found, UnknownCodec)
+    with pytest.raises(UnknownCodec, match=r"import deltasync\.store"):
+        coded(IndexCodec.CLASS)
