@@ -11,8 +11,8 @@ from torch import Tensor
 from deltasync.delta.bits import Live
 from deltasync.delta.bucket import BucketReader
 from deltasync.delta.codecs.encoding import encode_payload
-from deltasync.delta.codecs.known import ROW_CODECS
 from deltasync.delta.codecs.old import LiveOld
+from deltasync.delta.codecs.registry import ROW_CODECS
 from deltasync.dtypes import BY_NAME
 from deltasync.errors import ProtocolViolation, UnknownCodec
 from deltasync.store.classes.codec import ClassCodec as ClassCodec  # encodes and decodes `class`

@@ -23,8 +23,8 @@ from deltasync.delta.codecs.base import (
     unsigned_dtype,
 )
 from deltasync.delta.codecs.gap import decode_gaps, decode_steps
-from deltasync.delta.codecs.known import codec_of, digest_at, digest_run
 from deltasync.delta.codecs.old import Old, OldRows
+from deltasync.delta.codecs.registry import codec_of, digest_at, digest_run
 from deltasync.delta.kernels import host
 from deltasync.errors import (
     InvalidIndices,

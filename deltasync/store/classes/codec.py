@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from deltasync.delta.codecs import steps
 from deltasync.delta.codecs.base import Bits, CodedRow, Indices, Needs, SparseRow
-from deltasync.delta.codecs.known import ROW_CODECS
+from deltasync.delta.codecs.registry import ROW_CODECS
 from deltasync.store.classes import positions, values
 from deltasync.wire.codecs import IndexCodec, ValueCodec
 
