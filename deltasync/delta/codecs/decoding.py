@@ -250,7 +250,7 @@ class _Decoding:
         if old is None:
             return indices, np.zeros(row.count, self._kind)
         self._check_base(old, indices)
-        return indices, codec.values(row, indices, old[0])
+        return indices, codec.values(row, old[0])
 
     def _by_span(self, codec: RowCodec, row: CodedRow) -> Indices:
         """The indices of a block that nobody can read who holds other old values."""

@@ -33,7 +33,7 @@ class ClassCodec:
         assert row.old is not None
         return positions.decode(row.index, row.count, row.old, row.dtype)
 
-    def values(self, row: CodedRow, indices: Indices, old: Bits) -> Bits:
+    def values(self, row: CodedRow, old: Bits) -> Bits:
         """unsigned[count]. Raises WireError."""
         return steps.stepped(values.decode(row.value, old, row.dtype), old, row.dtype)
 
