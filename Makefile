@@ -11,8 +11,6 @@ NIXL := .venv-nixl
 RAY := .venv-ray
 TRL := .venv-trl
 VERL := .venv-verl
-# The last without sessions of updates.
-OLD_SGLANG := $(ENGINES)/sglang-0.5.20
 TORCH := $(shell grep '^torch==' constraints.txt)
 TRITON := triton==3.6.0
 CHECKED := deltasync tests docs/examples docs/images $(if $(wildcard benchmarks/*.py),benchmarks)
@@ -23,7 +21,7 @@ VENV = (test -x $(@D)/bin/pip || $(PYTHON) -m venv $(@D)) && $(INSTALL) -q "pip>
 EXTRAS := cli,metrics,plot,store,traces
 
 .PHONY: demo test lint types layers docs package notebook notebook-outputs bench \
-  engines test-engines sweep-engines gpu-engines test-megatron test-nixl \
+  engines test-engines gpu-engines test-megatron test-nixl \
   test-ray test-trl test-verl clean
 
 demo: $(STAMP)
@@ -81,14 +79,9 @@ bench: $(STAMP)
 
 engines: $(ENGINES)/.installed
 
-test-engines: $(OLD_SGLANG)
+test-engines: $(ENGINES)/.installed
 	OMP_NUM_THREADS=1 VLLM_LOGGING_LEVEL=ERROR $(ENGINES)/bin/python -m pytest -q -W default \
-	  -o faulthandler_timeout=600 tests/engines --support docs/integrations/support.md
-
-# All text architectures of vLLM, resumed where it was left; over an hour on one core.
-sweep-engines: $(ENGINES)/.installed
-	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m tests.engines.sweep
-	$(ENGINES)/bin/python -m tests.engines.support
+	  -o faulthandler_timeout=600 tests/engines
 
 # What a GPU machine without a network needs to run real engines: see tests/engines/gpu/pack.py.
 gpu-engines: $(STAMP)
@@ -149,11 +142,6 @@ $(ENGINES)/.installed $(MEGATRON)/.installed $(TRL)/.installed $(VERL)/.installe
 	$(INSTALL) "$(TORCH)"
 	$(INSTALL) --no-deps -r constraints-$*.txt
 	$(INSTALL) --no-deps -e .
-	touch $@
-
-$(OLD_SGLANG): $(ENGINES)/.installed
-	$(ENGINES)/bin/pip install --disable-pip-version-check --no-deps --upgrade \
-	  --target $@ sglang==$(subst $(ENGINES)/sglang-,,$@)
 	touch $@
 
 $(DOCS)/.installed: pyproject.toml constraints.txt

@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: cpu (the default), gpu, engines, sharded, verl, codec, store, soak ..."""
+"""`python -m benchmarks`: cpu (the default), gpu, engines, sharded, codec, store ..."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ from rich.console import Console
 
 from benchmarks import live
 from benchmarks import report as reports
-from benchmarks.engines import EnginesPlan
-from benchmarks.engines import run as run_engines
 from benchmarks.record import RESULTS, ROOT, Environment, Result, append_records, read_records
-from benchmarks.soak import DEFAULT_GEOMETRY, run_soak
-from benchmarks.soak import Plan as SoakPlan
 from benchmarks.syncs.geometry import GEOMETRIES
 from benchmarks.syncs.plan import Plan
 from benchmarks.syncs.run import GROUPS, HOST_GROUPS, run_groups, run_ranks
@@ -97,38 +93,24 @@ def engines(
     record: Record = False,
     tiny: Tiny = False,
     device: Device = None,
-    patch_file: Annotated[
-        Path | None,
-        typer.Option(help="vLLM's checkpoint_weight_patch.py, if vLLM is not installed."),
-    ] = None,
-    is_live: Annotated[
-        bool, typer.Option("--live", help="Measure syncs of running engines instead.")
-    ] = False,
     only: Annotated[
         list[str] | None,
-        typer.Option(help=f"Of --live: some of {', '.join(live.ENGINES)}. Repeatable."),
+        typer.Option(help=f"Some of {', '.join(live.ENGINES)}. Repeatable."),
     ] = None,
     link: Annotated[
         str | None,
-        typer.Option(help="Of --live: local, on the trainer's GPU; collective, on the next one."),
+        typer.Option(help="local, on the trainer's GPU; collective, on the next one."),
     ] = None,
 ) -> None:
-    """Measure updates of an engine's model against vLLM's own methods."""
-    scale = _scale(quick=quick, tiny=tiny)
-    if not is_live:
-        plan = EnginesPlan.choose(scale, device, patch_file)
-        kind = "gpu" if plan.device.type == "cuda" else "cpu"
-        kept = _kept(f"engines-{kind}", replace=True) if record else None
-        _finish(run_engines(plan), kept, out, as_json=as_json)
-        return
+    """Measure syncs of running engines."""
     chosen = _chosen(only, live.ENGINES)
     try:
-        plan_of_live = live.LivePlan.choose(scale, device, link, chosen)
+        plan = live.LivePlan.choose(_scale(quick=quick, tiny=tiny), device, link, chosen)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    kind = "gpu" if plan_of_live.device.type == "cuda" else "cpu"
+    kind = "gpu" if plan.device.type == "cuda" else "cpu"
     kept = _kept(f"live-{kind}", replace=True) if record else None
-    _finish(live.run(plan_of_live), kept, out, as_json=as_json)
+    _finish(live.run(plan), kept, out, as_json=as_json)
 
 
 @app.command()
@@ -159,22 +141,6 @@ def sharded(
     name = "sharded-nccl" if plan.link == "collective" else "sharded-ipc"
     failures: list[str] = []
     _finish(run_ranks(plan, failures), _kept(name) if record else None, out, as_json=as_json)
-    _fail(failures)
-
-
-@app.command()
-def verl(
-    quick: Quick = False,
-    as_json: Json = False,
-    out: Out = None,
-    record: Record = False,
-    tiny: Tiny = False,
-) -> None:
-    """Measure the checkpoint engine for verl between two processes of one host, over gloo."""
-    scale, failures = _scale(quick=quick, tiny=tiny), list[str]()
-    plan = Plan(scale=scale, geometry="tiny", device_type="cpu", link="collective", group="verl")
-    kept = _kept("verl-cpu", replace=True) if record else None
-    _finish(run_ranks(plan, failures), kept, out, as_json=as_json)
     _fail(failures)
 
 
@@ -211,43 +177,6 @@ def store(
 
     results = measure(_scale(quick=quick, tiny=tiny))
     _finish(results, _kept("store-cpu", replace=True) if record else None, out, as_json=as_json)
-
-
-@app.command()
-def soak(
-    syncs: Annotated[
-        int, typer.Option(min=1, help="Number of syncs, including those that break off.")
-    ] = 2000,
-    kill_every: Annotated[
-        int, typer.Option(min=2, help="Kill the engine in every n-th sync.")
-    ] = 200,
-    geometry: Annotated[
-        str, typer.Option(help="The model that is synced; tiny for CPUs.")
-    ] = DEFAULT_GEOMETRY,
-    device: Device = None,
-    link: Link = None,
-    seed: Seed = 0,
-    out: Out = None,
-) -> None:
-    """Sync for a long time, kill and restart the engine; check bits, memory, descriptors."""
-    setup = _setup("full", geometry, device, link)
-    _conclude(run_soak(SoakPlan(setup, syncs, kill_every, seed)), out)
-
-
-@app.command()
-def strangers(
-    seconds: Annotated[float, typer.Option(min=0.1, help="Duration of the attack.")] = 600.0,
-    link: Annotated[str, typer.Option(help="collective, or local: a unix socket.")] = "collective",
-    secret: Annotated[bool, typer.Option(help="Whether both ends have a secret.")] = True,
-    seed: Seed = 0,
-    out: Out = None,
-) -> None:
-    """Attack a live trainer; check call times, memory, descriptors and its engine."""
-    from benchmarks.strangers import Attack, run
-
-    if link not in ("collective", "local"):
-        raise typer.BadParameter(f"{link} is neither collective nor local")
-    _conclude(run(Attack(seconds, link, secret and link == "collective", seed)), out)
 
 
 @app.command()
@@ -333,7 +262,7 @@ def report(page: Path = PAGE, readme: Path = README) -> None:
 
 def _results_by_name() -> dict[str, list[Result]]:
     """All records of measurements, by the name of their file."""
-    kinds = ("cpu", "gpu", "sharded", "engines", "live", "verl", "codec", "store")
+    kinds = ("cpu", "gpu", "sharded", "engines", "live", "codec", "store")
     paths = (path for kind in kinds for path in sorted(RESULTS.glob(f"{kind}*.jsonl")))
     return {path.stem: read_records(path) for path in paths}
 

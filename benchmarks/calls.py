@@ -18,17 +18,16 @@ import sys
 from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
-from typing import Any
 
+os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are defined
 import torch
 from torch import nn
 
 import deltasync
-from benchmarks.processes import Told
 from deltasync import (
     ModuleSource,
     ModuleTarget,
@@ -39,6 +38,7 @@ from deltasync import (
     sync_after_step,
 )
 from deltasync.delta.backend import Kernels
+from deltasync.testing.processes import Child
 from deltasync.transports import collective, shared_memory
 from deltasync.transports.address import Address
 
@@ -52,9 +52,9 @@ MOST = {
 """(files, calls) of each end that a warm delta may take: what it takes today, and five calls for
 waits that go another way on a busy machine.
 """
-_MODULE, _WAITS = "benchmarks.calls", "transports/"
+_WAITS = "transports/"
 _KERNELS: dict[str, Kernels] = {"shared memory": "torch", "batched, gloo": "triton"}
-_SYNCS, _COUNTED_FROM, _TIMEOUT_S = 8, 4, 300.0
+_SYNCS, _COUNTED_FROM, _TIMEOUT_S = 6, 4, 300.0
 
 
 class Calls:
@@ -78,11 +78,6 @@ class Calls:
             yield
         finally:
             sys.setprofile(None)
-
-    def to_json(self) -> dict[str, Any]:
-        """`files`, `calls`, and `edges` as [caller, called, function, number]."""
-        edges = [[*edge, number] for edge, number in sorted(self.edges.items())]
-        return {"files": len(self.files), "calls": self.edges.total(), "edges": edges}
 
     def _note(self, frame: FrameType, event: str, _: object) -> None:
         if event != "call" or (here := _file_of(frame)) is None:
@@ -108,50 +103,56 @@ def _file_of(frame: FrameType) -> str | None:
     return path.removeprefix(PACKAGE) if path.startswith(PACKAGE) else None
 
 
-def trainer(path: str, folder: Path) -> None:
-    """The trainer's process: prints what both ends have called, a line of JSON each."""
-    module = _model()
-    link: collective.Sender | shared_memory.Sender
-    link = shared_memory.Sender(folder / "link") if path == "shared memory" else collective.Sender()
+def measured(path: str) -> dict[str, Calls]:
+    """What the "sender" and the "receiver" call on a path in the least of the syncs counted."""
+    module, found = _model(), dict[str, Calls]()
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-    address = Address.of(link)
-    assert address is not None
-    engine = Told(_MODULE, "engine", path, address.model_dump_json())
-    try:
-        options = SenderOptions(kernels=_KERNELS[path])
-        with WeightSender(ModuleSource(module), link, options=options) as sender:
+    options = SenderOptions(kernels=_KERNELS[path])
+    with TemporaryDirectory(prefix="deltasync-") as folder:
+        link: collective.Sender | shared_memory.Sender = (
+            shared_memory.Sender(Path(folder) / "link")
+            if path == "shared memory"
+            else collective.Sender()
+        )
+        address, answer = Address.of(link), Path(folder) / "answer"
+        assert address is not None
+        with (
+            Child(_follow, path, address.model_dump_json(), answer) as engine,
+            WeightSender(ModuleSource(module), link, options=options) as sender,
+        ):
             sync_after_step(optimizer, sender, on_error="raise", timeout_s=_TIMEOUT_S)
             sender.wait_for_receivers(1, timeout_s=_TIMEOUT_S)
-            found = list(_counted(lambda number: _step(optimizer, module, number)))
-        received = engine.answer()
-        if received.pop("weights") != _weights(module):
-            raise AssertionError("the ends differ")
-    finally:
-        engine.bury()
-    for calls in (_least(found), received):
-        print(json.dumps(calls), flush=True)
+            found["sender"] = _least(lambda number: _step(optimizer, module, number))
+            engine.wait(timeout_s=_TIMEOUT_S)
+        weights, files, edges = json.loads(answer.read_text())
+    if weights != _weights(module):
+        raise AssertionError("the ends differ")
+    found["receiver"] = Calls()
+    found["receiver"].files.update(files)
+    found["receiver"].edges.update({tuple(edge): count for edge, count in edges})
+    return found
 
 
-def engine(path: str, address: str) -> None:
-    """The engine's process: prints what it has called, and the weights, as JSON."""
+def _follow(path: str, address: str, answer: Path) -> None:
+    """The engine's process."""
     module = _model()
     link = Address.model_validate_json(address).receiver(torch.device("cpu"))
     options = ReceiverOptions(kernels=_KERNELS[path])
     with WeightReceiver(ModuleTarget(module), link, options=options) as receiver:
-        found = list(_counted(lambda _: receiver.receive_weights(timeout_s=_TIMEOUT_S)))
-        print(json.dumps(_least(found) | {"weights": _weights(module)}), flush=True)
+        found = _least(lambda _: receiver.receive_weights(timeout_s=_TIMEOUT_S))
+    answer.write_text(json.dumps([_weights(module), [*found.files], [*found.edges.items()]]))
 
 
-def _counted(sync: Callable[[int], object]) -> Iterator[Calls]:
-    """Those of each sync from the fourth on."""
+def _least(sync: Callable[[int], object]) -> Calls:
+    """Those of the sync with the fewest, of all that are counted."""
+    found = []
     for number in range(1, _SYNCS + 1):
         calls = Calls()
-        if number < _COUNTED_FROM:
+        with calls.counted() if number >= _COUNTED_FROM else nullcontext():
             sync(number)
-            continue
-        with calls.counted():
-            sync(number)
-        yield calls
+        if number >= _COUNTED_FROM:
+            found.append(calls)
+    return min(found, key=lambda calls: calls.edges.total())
 
 
 def _step(optimizer: torch.optim.Optimizer, module: nn.Module, number: int) -> None:
@@ -160,10 +161,6 @@ def _step(optimizer: torch.optim.Optimizer, module: nn.Module, number: int) -> N
     weight.grad = torch.zeros_like(weight)
     weight.grad[number, number] = 1.0
     optimizer.step()
-
-
-def _least(found: list[Calls]) -> dict[str, Any]:
-    return min(found, key=lambda calls: calls.edges.total()).to_json()
 
 
 def _model() -> nn.Module:
@@ -175,35 +172,22 @@ def _weights(module: nn.Module) -> list[list[int]]:
     return [p.detach().view(torch.int16).view(-1).tolist() for p in module.parameters()]
 
 
-def main(write: Callable[[str], object] = sys.stdout.write) -> None:
+def main() -> None:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--list", action="store_true", help="each function, by caller and file")
     is_listed = parser.parse_args().list
     for path in dict.fromkeys(path for path, _ in MOST):
-        # Triton looks at this when kernels are defined, and deltasync picks its back end by it.
-        os.environ["TRITON_INTERPRET"] = "0" if path == "shared memory" else "1"
-        with TemporaryDirectory(prefix="deltasync-") as folder:
-            told = Told(_MODULE, "trainer", path, folder)
-            try:
-                answers = [told.answer(), told.answer()]
-            finally:
-                told.bury()
-        for end, found in zip(("sender", "receiver"), answers, strict=True):
+        for end, found in measured(path).items():
             files, count = MOST[path, end]
-            write(
-                f"{path}, {end}: {found['files']} files (at most {files}), "
-                f"{found['calls']} calls between them (at most {count})\n"
+            print(
+                f"{path}, {end}: {len(found.files)} files (at most {files}), "
+                f"{found.edges.total()} calls between them (at most {count})"
             )
-            for caller, called, function, number in found["edges"] if is_listed else ():
-                write(f"  {number:3} {caller} -> {called}: {function}\n")
+            for (caller, called, function), number in sorted(found.edges.items()):
+                if is_listed:
+                    print(f"  {number:3} {caller} -> {called}: {function}")
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    match sys.argv[1:]:
-        case ["trainer", path, folder]:
-            trainer(path, Path(folder))
-        case ["engine", path, address]:
-            engine(path, address)
-        case _:
-            main()
+    main()

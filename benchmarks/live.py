@@ -28,13 +28,14 @@ from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 import torch
+from torch import Tensor
 
-from benchmarks.engines import Trainer, config_of
 from benchmarks.processes import seeing_gpu
 from benchmarks.record import SLOW_DOWN, SPEED_UP, Result, compared
 from benchmarks.syncs.geometry import GEOMETRIES, Geometry
 from benchmarks.syncs.links import listen
 from benchmarks.syncs.plan import TRANSPORTS, Link, Plan
+from deltasync import NamedTensor, WeightSource
 from deltasync.errors import DeltaSyncError
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.http import Http
@@ -185,6 +186,62 @@ def run(plan: LivePlan) -> Iterator[Result]:
                 with seeing_gpu(1) if plan.is_apart else nullcontext():
                     live = stack.enter_context(opened[kind](folder, plan))
                 yield from _measured(kind, form, live, trainer, folder, plan)
+
+
+class Trainer(WeightSource):
+    """Weights by checkpoint name."""
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        self.weights = weights
+        self._tensors = [NamedTensor((name,), tensor) for name, tensor in weights.items()]
+        self._generator = torch.Generator(next(iter(weights.values())).device).manual_seed(1)
+
+    def tensors(self) -> list[NamedTensor]:
+        return self._tensors
+
+    def flip(self, density: float) -> dict[str, Tensor]:
+        """Change one bit of about a share. int32[n], increasing, by name: which elements."""
+        found = {}
+        for name, tensor in self.weights.items():
+            bits = tensor.view(-1).view(torch.int16)
+            count = max(1, round(density * len(bits)))
+            drawn = torch.randint(
+                len(bits), (count,), generator=self._generator, device=bits.device
+            )
+            positions = torch.unique(drawn)
+            bits[positions] ^= 1
+            found[name] = positions.to(torch.int32)
+        return found
+
+
+def config_of(geometry: Geometry) -> dict[str, Any]:
+    """As a checkpoint of this shape has it."""
+    config = {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "torch_dtype": "bfloat16",
+        "vocab_size": geometry.vocab,
+        "hidden_size": geometry.hidden,
+        "num_hidden_layers": geometry.layers,
+        "num_attention_heads": geometry.heads,
+        "num_key_value_heads": geometry.kv_heads,
+        "head_dim": geometry.head_dim,
+        "intermediate_size": geometry.intermediate,
+        "tie_word_embeddings": geometry.tied,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 1024,
+    }
+    experts = {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": geometry.experts,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": geometry.intermediate,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+    return config | experts if geometry.experts else config
 
 
 def _write_model(geometry: Geometry, form: str, folder: Path, device: torch.device) -> Trainer:

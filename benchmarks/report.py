@@ -50,9 +50,6 @@ TITLES = {
     "sharded_adamw_over_dense": "whole sync after an AdamW step vs. gather and dense broadcast",
     "sharded_adamw_over_gathered": "the same vs. gathering sparse changes to rank 0",
     "sharded_adamw_pause": "the engines' pause after an AdamW step vs. its goal",
-    "verl_over_bare": "verl's trainer to rollout vs. the transport alone, sending everything",
-    "verl_over_sync": "the same vs. a sync of weights that stay in place",
-    "verl_bytes": "bytes sent vs. a tenth of the model",
     "codec": "encoding of changes",
     "store": "a version through a store vs. the whole checkpoint",
 }
@@ -150,7 +147,7 @@ def cells(result: Result) -> tuple[str, ...]:
     ranks = ranks_of(result.link)
     model = f"{result.model}, {result.numel / 1e9:.3g} B"
     return (
-        ": ".join(filter(None, (TITLES[result.case], result.way))),
+        ": ".join(filter(None, (TITLES.get(result.case, result.case), result.way))),
         (model if result.model else elements(result.numel))
         + (f", {ranks[0]} + {ranks[1]} ranks" if ranks else ""),
         _percent(result.density) if result.changed != 1 else "1 element",

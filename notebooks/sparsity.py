@@ -10,22 +10,18 @@
 # 3. [The learning rate](#3.-The-learning-rate) decides the density
 # 4. [Steps between syncs](#4.-Steps-between-syncs), with and without fp32 masters
 # 5. [Layers](#5.-Layers)
-# 6. [How far elements move](#6.-How-far-elements-move): mostly one ULP
-# 7. [Bytes](#7.-Bytes): what the changes cost, and when sending everything is cheaper
-# 8. [What engines serve](#8.-What-engines-serve): quantized weights change far less
-# 9. [Your own checkpoints](#9.-Your-own-checkpoints): the same pictures of two of yours
+# 6. [Bytes](#6.-Bytes): what the changes cost, and when sending everything is cheaper
+# 7. [What engines serve](#7.-What-engines-serve): quantized weights change far less
 #
 # Everything is measured here, on a real optimization; nothing is drawn that was not trained.
 
 # %%
 scale = "full"  # "toy": the same in a minute
 images = None  # a folder: the pictures of docs/sparsity.md are written there
-checkpoints = None  # your own, for section 9: (old, new), each a safetensors file or a folder
 
 # %%
 import re
 import sysconfig
-import tempfile
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,17 +29,13 @@ from types import SimpleNamespace
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from IPython.display import Markdown
 from matplotlib.ticker import LogLocator, NullFormatter
 from matplotlib_inline.backend_inline import set_matplotlib_formats
-from safetensors.torch import save_file
 
 from deltasync import sparsity
 from deltasync.delta.sparsity import Sparsity
 from deltasync.demo.grpo import group_advantages, grpo_loss
 from deltasync.demo.policy import Policy, PolicySize
-from deltasync.files.checkpoint import Checkpoint
-from deltasync.files.comparing import compare_checkpoints
 from deltasync.quant.block_fp8 import BlockFp8
 from deltasync.quant.int4 import Int4
 from deltasync.quant.nvfp4 import CompressedNvfp4
@@ -224,7 +216,7 @@ def by_name(row):
     return dict(zip(names, shaped, strict=True))
 
 
-# Matrices are served like this, as section 8 shows.
+# Matrices are served like this, as section 7 shows.
 FORMS = {
     "block FP8": BlockFp8(),
     "block FP8, ue8m0": BlockFp8("ue8m0"),
@@ -283,7 +275,6 @@ def measure(start, dtype, lr):
         by_step=[sparsity(*pair).density for pair in pairwise(versions)],
         rules=np.array(rules),
         step_sizes=steps.numpy(),
-        ends=(by_name(versions[SETTLE]), last),
     )
 
 
@@ -445,22 +436,13 @@ show(draw_steps_of_training(runs, STEADY))
 # %% [markdown]
 # ## 3. The learning rate
 #
-# decides how large a step is, and so how many cross. Diamonds, and rows "16.9 M" in the table
-# below, were measured on a 16.9 M-parameter language model that was trained in the same two ways;
-# they are not computed here. Models differ by how large their weights are: compare slopes and
-# ratios rather than densities.
+# decides how large a step is, and so how many cross. Diamonds were measured on a 16.9
+# M-parameter language model that was trained in the same two ways. Models differ by how large their
+# weights are: compare slopes and ratios rather than densities.
 
 # %%
-# Percent of elements changed with masters, by steps between syncs.
-REFERENCE = {
-    1e-7: (0.075, 0.135, 0.23, 0.42, 0.68, 1.07),
-    3e-7: (0.23, 0.40, 0.69, 1.27, 2.0, 3.2),
-    1e-6: (0.74, 1.32, 2.23, 4.03, 6.4, 10.0),
-    3e-6: (2.0, 3.6, 6.0, 10.5, 16.3, 23.8),
-    1e-5: (5.6, 9.7, 14, 23, 34, 45),
-    1e-4: (27, 43, 55, 64, 76, 81),
-}
-REFERENCE_PURE = {3e-6: (0.67, 0.83, 0.95, 1.16, 1.41, 1.67)}
+# Percent of elements changed by one step with masters.
+REFERENCE = {1e-7: 0.075, 3e-7: 0.23, 1e-6: 0.74, 3e-6: 2.0, 1e-5: 5.6, 1e-4: 27}
 
 
 # %%
@@ -476,10 +458,8 @@ def draw_rates():
         text = ("chance: |step| / ULP", "threshold: |step| > ULP / 2")[rule]
         axes.plot(list(runs), density, "o-", color=colour, label=label)
         axes.plot(list(runs), rates, line, color=colour, label=f"predicted, {text}")
-    known = {lr: values[0] for lr, values in REFERENCE.items()}
-    axes.plot(
-        list(known), list(known.values()), "D", mfc="none", color=GREY, label="16.9 M, masters"
-    )
+    other = list(REFERENCE), list(REFERENCE.values())
+    axes.plot(*other, "D", mfc="none", color=GREY, label="16.9 M, masters")
     axes.set(xscale="log", yscale="log", xlabel="learning rate", ylabel="elements changed, %")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set_title("Density of one step grows with the learning rate")
@@ -527,24 +507,6 @@ def draw_intervals():
 show(draw_intervals(), "sparsity-intervals")
 
 
-# %%
-def intervals_table():
-    """Measured here, with the growth k^x, beside the other model."""
-    head = "| | " + " | ".join(f"k = {k}" for k in INTERVALS) + " | growth |"
-    lines = [head, "|---" * 8 + "|"]
-    for label, runs, known in (("masters", masters, REFERENCE), ("pure", pure, REFERENCE_PURE)):
-        for lr, run in runs.items():
-            here = [100 * found.density for found in run.synced.values()]
-            for where, row in (("", here), (", 16.9 M", known.get(lr))):
-                if row and row[0]:
-                    growth = f"$k^{{{np.log2(row[-1] / row[0]) / 5:.2f}}}$"
-                    cells = [f"{value:.2g} %" for value in row] + [growth]
-                    lines.append(f"| {label} {rate(lr)}{where} | " + " | ".join(cells) + " |")
-    return Markdown("\n".join(lines))
-
-
-intervals_table()
-
 # %% [markdown]
 # ## 5. Layers
 
@@ -581,38 +543,10 @@ show(draw_layers(masters[1e-6].tensors, title))
 # Weights of norms are about 1, where half a ULP is 0.0039 or 0.002: no step gets there. Dots are
 # layers, dark ones the first. In the 16.9 M model, at 1e-6: embedding 0.15 % (82 % of its rows
 # untouched: rare tokens), head 0.45 %, attention 0.84 %, MLP 1.0 %, norms 0.
-#
-# ## 6. How far elements move
 
 
-# %%
-def draw_ulps(found):
-    """Shares of the changed elements by the ULPs that they moved."""
-    figure, axes = plt.subplots()
-    edges, labels = (1, 2, 3, 8, 128), ("1", "2", "3 to 7", "8 to 127", "128 and more")
-    width = 0.8 / len(found)
-    for i, ((label, one), colour) in enumerate(
-        zip(found.items(), (SKY, BLUE, ORANGE), strict=False)
-    ):
-        shares = 100 * np.add.reduceat(one.steps, edges) / max(1, one.changed)
-        places = np.arange(5) + (i - (len(found) - 1) / 2) * width
-        bars = axes.bar(places, shares, 0.92 * width, color=colour, label=label)
-        axes.bar_label(bars, [f"{share:.2g}" for share in shares], fontsize=8)
-    axes.set_xticks(range(5), labels)
-    axes.set(xlabel="ULPs moved, either way", ylabel="of the changed elements, %")
-    axes.set_title("Most changes go to the next number")
-    if len(found) > 1:
-        axes.legend()
-    return figure
-
-
-shown = {"lr 1e-6, k = 1": (1e-6, 1), "lr 1e-6, k = 32": (1e-6, 32), "lr 1e-4, k = 1": (1e-4, 1)}
-show(draw_ulps({label: masters[lr].synced[k] for label, (lr, k) in shown.items()}))
 # %% [markdown]
-# Steps of many ULPs belong to elements near 0, whose ULPs are tiny. In the 16.9 M model, at 1e-6,
-# 89 % moved 1 ULP, 4.5 % 2, 4 % 3 to 7, 2 % 8 to 127, and 0.1 % more; at k = 32 79 % moved 1.
-#
-# ## 7. Bytes
+# ## 6. Bytes
 #
 # What the changes take, each encoding with the density at which it meets the dense one. deltasync
 # sends int32 positions and new values, 6 bytes a change, and dense chunks above a density that the
@@ -660,28 +594,11 @@ syncs = [found for run in masters.values() for found in run.synced.values()]
 show(draw_bytes(syncs))
 
 
-# %%
-def encodings_table(syncs, one):
-    """Bytes a change of one sync, and the density from which dense is shorter."""
-    lines = ["| encoding | bytes a change | dense is shorter from |", "|---|---:|---:|"]
-    syncs = sorted(syncs, key=lambda one: one.density)
-    density = [one.density for one in syncs]
-    for name in ENCODINGS:
-        relative = [sync.encodings[name] / sync.encodings["dense"] for sync in syncs]
-        limit = f"{np.interp(1, relative, density):.0%}" if relative[-1] > 1 else "never here"
-        lines.append(f"| {name} | {one.encodings[name] / one.changed:.2f} | {limit} |")
-    return Markdown("\n".join(lines))
-
-
-one = masters[1e-6].synced[1]
-print(f"lr 1e-6, k = 1, {one.density:.2%} changed:")
-encodings_table(syncs, one)
-
 # %% [markdown]
 # The 16.9 M model, at 1e-6 and k = 1 (0.74 % changed): int32 + value 6.00, with zstd 4.91, u8 gap
 # + u8 step 2.40, with zstd 1.40 bytes a change.
 #
-# ## 8. What engines serve
+# ## 7. What engines serve
 #
 # Many engines serve quantized weights. A code has fewer bits than bf16, so that a step crosses its
 # midpoints more rarely: what is served changes far less than what is trained. `deltasync.quant`
@@ -716,61 +633,8 @@ def draw_served(runs):
 show(draw_served(masters), "sparsity-served")
 
 
-# %%
-def served_table():
-    """Shares of changed bytes, and how many times as sparse as bf16's elements."""
-    head = "| | bf16 | " + " | ".join(FORMS) + " |"
-    lines = [head, "|---" * (2 + len(FORMS)) + "|"]
-    for lr, run in masters.items():
-        for k in (1, 32):
-            cells = [f"{100 * run.synced[k].density:.2g} %"]
-            for name in FORMS:
-                codes, scales = run.served[name][k]
-                cells.append(f"{100 * codes:.2g} % (scales {100 * scales:.2g} %)")
-            lines.append(f"| lr {rate(lr)}, k = {k} | " + " | ".join(cells) + " |")
-    return Markdown("\n".join(lines))
-
-
-served_table()
-
 # %% [markdown]
 # Scales follow the largest element of their block, which moves rarely; powers of two (ue8m0)
 # nearly never. The scales of NVFP4 and INT4 cover few elements, and change with them.
 #
-# ## 9. Your own checkpoints
-#
-# Set `checkpoints` in the first cell to two versions of yours: safetensors files, or folders of
-# them with or without an index. Files are read piece by piece, whatever their size. Without, the
-# pictures are of the training above, from step 16 to step 48 at 1e-6.
-
-# %%
-if checkpoints is None:
-    folder = tempfile.TemporaryDirectory()
-    checkpoints = [Path(folder.name) / f"{name}.safetensors" for name in ("old", "new")]
-    for path, tensors in zip(checkpoints, masters[1e-6].ends, strict=True):
-        save_file(tensors, path)
-found = compare_checkpoints(*map(Checkpoint, checkpoints), exponents=True)
-whole = sum(found.values(), Sparsity())
-print(f"{whole.changed:,} of {whole.numel:,} elements changed: {whole.density:.3%}")
-
-# %%
-show(draw_layers(found, "Density by kind of tensor"))
-show(draw_exponents({"changed": whole}))
-show(draw_ulps({"changed": whole}))
-
-
-# %%
-def draw_encodings(one):
-    """Bytes of one sync in each encoding, shortest last."""
-    figure, axes = plt.subplots(figsize=(8.5, 3.4))
-    sizes = sorted(one.encodings.items(), key=lambda item: -item[1])
-    colours = [GREY if name == "dense" else BLUE for name, _ in sizes]
-    bars = axes.barh([name for name, _ in sizes], [size / 1e6 for _, size in sizes], color=colours)
-    dense = one.encodings["dense"]
-    axes.bar_label(bars, [f" {size / 1e6:.3g} MB, {size / dense:.2%}" for _, size in sizes])
-    axes.set(xlabel="MB", xlim=(0, 1.25 * max(sizes[0][1] / 1e6, 1e-9)))
-    axes.set_title(f"Bytes of this sync: {one.density:.3%} of the elements changed")
-    return figure
-
-
-show(draw_encodings(whole))
+# `deltasync diff` counts what changes between two checkpoints of yours.

@@ -52,7 +52,7 @@ OF_CONTRACTS = [
         (
             "Time",
             "A `receive_weights` that times out loses nothing.",
-            "test_a_receive_that_timed_out_may_be_repeated",
+            "test_short_timeouts_do_not_lose_frames",
         ),
         (
             "Time",
@@ -62,7 +62,7 @@ OF_CONTRACTS = [
         (
             "Time",
             "A dead process is detected before any timeout.",
-            "test_a_killed_receiver_is_lost_and_others_go_on",
+            "test_a_receiver_killed_while_receiving_is_lost",
         ),
         (
             "Time",

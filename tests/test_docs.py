@@ -23,13 +23,12 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from deltasync import ReceiverOptions, WeightReceiver, WeightSender, sync_after_step
+import deltasync
+from deltasync import ReceiverOptions, WeightSender
 from deltasync.delta.patch import CHUNK_NUMEL
 from deltasync.integrations.engine_sync import EngineSync
-from deltasync.integrations.sglang import SglangServer
 from deltasync.integrations.verl_ends import Options
-from deltasync.integrations.vllm import AsyncClient, HttpClient
-from deltasync.sync.group.rank import TrainerRank
+from deltasync.integrations.vllm import HttpClient
 from deltasync.sync.protocol import lobby
 from deltasync.sync.protocol.links import _READING_S
 from deltasync.sync.target import bound
@@ -243,61 +242,6 @@ def test_code_that_the_readme_names_exists() -> None:
     assert [path for path in paths if not (ROOT / "deltasync" / path).exists()] == []
 
 
-def test_packages_say_where_to_begin() -> None:
-    for path in sorted((ROOT / "deltasync").rglob("__init__.py")):
-        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-        assert text, path
-        named = re.findall(r"\b(\w+\.py)\b", text)
-        assert [name for name in named if not list(path.parent.rglob(name))] == [], path
-
-
-def test_collector_reads_marks_indents_and_languages() -> None:
-    text = (
-        "<!-- not-run: needs a GPU -->\n```python\na = 1\n```\n\n"
-        "1. item\n   ```python\n   if a:\n       b\n   ```\n"
-        "````text\n```\n````\n"
-    )
-    assert list(collect(text, "x.md")) == [
-        Block("x.md", 2, "python", "a = 1\n", "needs a GPU"),
-        Block("x.md", 7, "python", "if a:\n    b\n"),
-        Block("x.md", 11, "text", "```\n"),
-    ]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "```py\nx\n```\n",
-        "```\nx\n```\n",
-        "```Python\nx\n```\n",
-        "```python title=x\nx\n```\n",
-        "```text\nfrom deltasync import diff\n```\n",
-        "Text:\n\n    import deltasync\n",
-        "```python\nx\n```\n>>> x\n",
-    ],
-)
-def test_escape_is_found(text: str) -> None:
-    assert len(escapes(text, "x.md")) == 1
-
-
-def test_unclosed_block_is_refused() -> None:
-    with pytest.raises(AssertionError, match="line 3 is never closed"):
-        list(collect("a\n\n```python\nx\n", "x.md"))
-
-
-@pytest.mark.parametrize(
-    ("language", "code", "faults"),
-    [
-        ("console", "$ make nothing\nmake is not a command here\n", 1),
-        ("console", "$ make -j2 test PYTHON=python3.12  # a comment\n", 0),
-        ("bash", "CI=1 make demo \\\n  nothing\n", 1),
-        ("bash", "git status\n", 0),
-    ],
-)
-def test_make_targets_are_looked_up(language: str, code: str, faults: int) -> None:
-    assert len(unknown_commands(Block("x.md", 1, language, code))) == faults
-
-
 class Page(HTMLParser):
     """Links of a page, and what others can link to in it."""
 
@@ -339,26 +283,6 @@ def test_no_link_of_the_site_is_broken() -> None:
     assert not found, "\n" + "\n".join(found)
 
 
-def test_broken_links_are_found(tmp_path: Path) -> None:
-    (tmp_path / "page").mkdir()
-    (tmp_path / "index.html").write_text(
-        '<a href="page/#there">a</a><a href="page/#gone">b</a><a href="gone/">c</a>'
-        '<img src="page/gone.png"><a href="https://example.org/gone">d</a><a href="#top">e</a>'
-    )
-    (tmp_path / "page" / "index.html").write_text('<h1 id="there">x</h1><a href="../">a</a>')
-    assert sorted(broken_links(tmp_path)) == [
-        "index.html: #top",
-        "index.html: gone/",
-        "index.html: page/#gone",
-        "index.html: page/gone.png",
-    ]
-
-
-def test_first_word_of_a_deltasync_command_is_its_name() -> None:
-    assert named("deltasync", shlex.split(".venv/bin/deltasync demo --steps 3")) == ["demo", "3"]
-    assert named("deltasync", shlex.split("pip install deltasync")) == []
-
-
 def test_the_page_of_promises_is_that_of_the_marks() -> None:
     assert promises.PAGE.read_text(encoding="utf-8") == promises.page(promises.all_marks())
     assert {mark.section for mark in promises.all_marks()} == set(promises.SECTIONS)
@@ -368,20 +292,6 @@ def test_promises_of_contracts_name_tests_that_exist() -> None:
     for mark in promises.OF_CONTRACTS:
         assert mark.test.startswith(promises.CONTRACT)
         assert hasattr(TransportContract, mark.test.removeprefix(promises.CONTRACT))
-
-
-def test_marks_are_found_in_classes_too() -> None:
-    text = """
-@pytest.mark.promise("S", "P" " Q")
-def test_a(): ...
-class Tests:
-    @pytest.mark.promise("S", "R")
-    def test_b(self): ...
-"""
-    assert promises.marks("f.py", text) == [
-        ("S", "P Q", "f.py::test_a"),
-        ("S", "R", "f.py::Tests::test_b"),
-    ]
 
 
 def default(call: object, name: str) -> object:
@@ -413,6 +323,7 @@ FIGURES = {
         f"{lobby._CATCH_UP_S + _READING_S:.1f} s of a call, and one greeting more",
         f"{newcomers._SPARE_DESCRIPTORS} descriptors, or a quarter of the limit",
     ],
+    "docs/index.md": [f"This is version {deltasync.__version__}"],
     "docs/guide.md": [
         f"`scrub_every` ({ReceiverOptions().scrub_every}:",
         f"at least {megabytes(bound._MIN_STAGED_BYTES)}",
@@ -426,14 +337,3 @@ def test_figures_are_those_of_the_code(page: str) -> None:
     text = " ".join((ROOT / page).read_text(encoding="utf-8").replace("%", " %").split())
     missing = [f for f in FIGURES[page] if f.replace("%", " %") not in text]
     assert not missing, "\n" + "\n".join(missing)
-
-
-def test_calls_that_wait_have_one_default() -> None:
-    calls = (
-        *(WeightSender.send_weights, WeightSender.wait_for_receivers, sync_after_step),
-        *(WeightReceiver.receive_weights, WeightReceiver.stage, EngineSync),
-        TrainerRank.send_weights,
-    )
-    assert {default(call, "timeout_s") for call in calls} == {ReceiverOptions().stall_timeout_s}
-    engines = (HttpClient, AsyncClient, SglangServer)
-    assert {default(call, "timeout_s") for call in engines} == {default(HttpClient, "timeout_s")}

@@ -45,16 +45,6 @@ def test_the_drawn_tree_is_the_defined_tree() -> None:
     assert list(drawn) == list(defined), "drawn in another order than defined"
 
 
-def test_a_level_of_the_drawing_is_a_level_of_inheritance() -> None:
-    drawing = "Text.\n\n* Root\n  + A(ValueError)   remedy\n    - B   remedy\n  + C\n"
-    assert drawn_bases(drawing) == {
-        "Root": ["Exception"],
-        "A": ["Root", "ValueError"],
-        "B": ["A"],
-        "C": ["Root"],
-    }
-
-
 @pytest.mark.promise("Errors", "The runbook lists every error.")
 def test_the_runbook_has_every_error() -> None:
     runbook = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")

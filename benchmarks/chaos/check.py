@@ -46,7 +46,7 @@ def faults_of_versions(setting: Setting) -> Iterator[str]:
 def faults_of_objects(setting: Setting) -> Iterator[str]:
     """Objects that nothing names, and named ones that are not there."""
     run = Run.open(setting.url, RUN, setting.store)
-    named = {keys.RUN, keys.CLOCK}
+    named = set[str]()
     for version in run.versions():
         published = run.require(version)
         named |= {keys.manifest_key(version), keys.layout_key(published.manifest.layout_hash)}

@@ -277,7 +277,9 @@ def _fetch(engine: _Engine) -> None:
         try:
             to = None
             if engine.chance.random() < 0.3:
-                to = engine.chance.choice(engine.receiver.versions() or [1])
+                setting = engine.setting
+                there = Run.open(setting.url, RUN, setting.store).versions()
+                to = engine.chance.choice(there or [1])
             with engine.pause():
                 engine.receiver.fetch(to, timeout_s=_TURN_S)
         except (StoreError, TransportTimeout) as error:

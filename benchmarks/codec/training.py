@@ -1,7 +1,7 @@
 """A small language model, pre-trained, and then trained by policy gradient with AdamW.
 
-The model computes in bfloat16 where the CPU has instructions for it, otherwise in float32 with
-bfloat16 weights. The optimizer's weights are float32 masters that begin at a bfloat16 checkpoint.
+The model computes in float32 with bfloat16 weights. The optimizer's weights are float32 masters
+that begin at a bfloat16 checkpoint.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from benchmarks.codec.text import Text
 from deltasync.demo.grpo import group_advantages, grpo_loss
-from deltasync.demo.policy import Policy, PolicySize, has_fast_bf16
+from deltasync.demo.policy import Policy, PolicySize
 
 _PROMPTS, _ANSWERS_EACH = 4, 4
 Weights = dict[str, Tensor]
@@ -56,11 +56,11 @@ class Training:
     def __init__(self, size: Size) -> None:
         torch.manual_seed(0)
         self._size, self._text = size, Text.of(size.vocabulary_size)
-        self._policy = Policy(self._text, size.policy)
+        # A text has what a policy asks of its task.
+        self._policy = Policy(self._text, size.policy)  # type: ignore[arg-type]
         head = self._policy.head
         head.weight = nn.Parameter(torch.randn_like(head.weight) * size.policy.width**-0.5)
         masters = [weight.detach().clone() for weight in self._policy.parameters()]
-        self._policy.to(torch.bfloat16 if has_fast_bf16() else torch.float32)
         self._pretrain(masters)
         self.checkpoint = [weight.bfloat16() for weight in masters]
 

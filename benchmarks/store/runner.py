@@ -68,25 +68,18 @@ class Link:
 
     Args:
         stack: What ends both.
-        port: Of a server that runs; None to start one.
 
     Attributes:
         endpoint, store: Of the store through the link, and options that lead there.
     """
 
-    def __init__(self, stack: ExitStack, port: int | None = None) -> None:
-        if port is None:
-            port = started(stack, "benchmarks.store.server").answer()
-            put = urllib.request.Request(f"http://127.0.0.1:{port}/{_BUCKET}", method="PUT")
-            urllib.request.urlopen(put, timeout=30).close()
-        self._port = port
+    def __init__(self, stack: ExitStack) -> None:
+        port = started(stack, "benchmarks.store.server").answer()
+        put = urllib.request.Request(f"http://127.0.0.1:{port}/{_BUCKET}", method="PUT")
+        urllib.request.urlopen(put, timeout=30).close()
         self._process = started(stack, "benchmarks.store.link", str(port))
         self.endpoint = f"http://127.0.0.1:{self._process.answer()}"
         self.store = StoreOptions(config={"endpoint": self.endpoint, **KEYS}, timeout_s=600)
-
-    def beside(self, stack: ExitStack) -> Link:
-        """Another link to the same store."""
-        return Link(stack, self._port)
 
     def set(self, bits_per_s: float | None) -> tuple[int, int]:
         """A new rate; None for no limit. Returns bytes (up, down) since the last call."""

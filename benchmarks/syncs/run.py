@@ -23,7 +23,6 @@ from benchmarks.record import Result
 from benchmarks.syncs import cases, host
 from benchmarks.syncs.group import Group
 from benchmarks.syncs.plan import Plan
-from benchmarks.verl import verl
 
 GROUPS: dict[str, Callable[[Group], Iterator[Result]]] = {
     "sync": cases.sync,
@@ -43,7 +42,6 @@ HOST_GROUPS: dict[str, Callable[[Group], Iterator[Result]]] = {
     "files": host.files,
     "fleet": cases.receivers,
 }
-_OTHERS = {"sharded": cases.sharded, "verl": verl}
 _LIMIT_S, _EXIT_S = 540.0, 20.0
 
 
@@ -111,7 +109,7 @@ def main(rank: int, plan: Plan, folder: Path) -> None:
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports it
     answers = processes.begin(plan.device(rank))
     group = Group(plan, rank, folder)
-    work = (HOST_GROUPS if plan.is_host else GROUPS | _OTHERS)[plan.group]
+    work = (HOST_GROUPS if plan.is_host else GROUPS | {"sharded": cases.sharded})[plan.group]
     for result in work(group):
         if rank == 0:
             print(result.to_json(), file=answers, flush=True)

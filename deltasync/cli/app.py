@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
-from typing import Annotated, Any
+from typing import Annotated, Any, ParamSpec
 
 import typer
 from typer.core import TyperCommand
 
 from deltasync import __version__
-from deltasync.cli.ending import with_exit_codes
+from deltasync.cli.signals import interruption
+
+_Options = ParamSpec("_Options")
 
 
 class _Command(TyperCommand):
@@ -29,8 +32,23 @@ def make_app(commands: Mapping[str, Iterable[str]]) -> typer.Typer:
     app.callback(help="Push only the changed weights from a trainer into inference engines.")(_root)
     for name, needed in commands.items():
         command = getattr(import_module(f"deltasync.cli.{name}"), name)
-        app.command(cls=_Command)(with_exit_codes(command, needed))
+        app.command(cls=_Command)(_after_imports(command, needed))
     return app
+
+
+def _after_imports(
+    command: Callable[_Options, None], needed: Iterable[str]
+) -> Callable[_Options, None]:
+    """`command`, which first imports what it needs, while there is nothing to clean up."""
+
+    @functools.wraps(command)
+    def run(*args: _Options.args, **kwargs: _Options.kwargs) -> None:
+        for name in needed:
+            import_module(name)
+        interruption.has_begun = True
+        command(*args, **kwargs)
+
+    return run
 
 
 def _show_version(is_asked: bool) -> None:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 
-from deltasync.cli.ending import FAILED, told
-
-if TYPE_CHECKING:
-    from deltasync.demo.trainer import DemoConfig
+from deltasync.cli.ending import FAILED, report
 
 
 def demo(
@@ -43,55 +40,31 @@ def demo(
 
     Only the weights that changed travel between the two, after every optimizer step.
     """
-    _check(lr, out)
-    _check_store(store)
-    from deltasync.demo.trainer import DemoConfig
+    from deltasync.demo.report import Report, print_summary, write_files
+    from deltasync.demo.trainer import DemoConfig, run
     from deltasync.errors import DeltaSyncError
     from deltasync.files.output import write_output
 
-    make_config = DemoConfig.quick if quick else DemoConfig
-    log = None if out is None else out / "run.jsonl"
-    if log is not None:
-        write_output(log, b"")
-    config = make_config(
-        steps=steps, seed=seed, learning_rate=lr, transport=transport, store=store, log=log
-    )
-    try:
-        bit_identical = _run(config, as_json=as_json, out=out)
-    except DeltaSyncError as error:
-        raise told(error, FAILED) from None
-    if not bit_identical:
-        raise typer.Exit(FAILED)
-
-
-def _check(lr: float, out: Path | None) -> None:
-    """Refuse now what would fail minutes later."""
     if not (math.isfinite(lr) and lr > 0):
         raise typer.BadParameter(f"{lr} is not above 0", param_hint="--lr")
-    if out is None:
-        return
-    if not find_spec("safetensors"):
-        raise typer.BadParameter("needs pip install safetensors", param_hint="--out")
-    try:
+    for option, value, package in (("--out", out, "safetensors"), ("--store", store, "obstore")):
+        if value is not None and not find_spec(package):
+            raise typer.BadParameter(f"needs pip install {package}", param_hint=option)
+    log = None if out is None else out / "run.jsonl"
+    if out is not None and log is not None:
         out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise typer.BadParameter(str(error), param_hint="--out") from None
-
-
-def _check_store(store: Path | None) -> None:
-    if store is not None and not find_spec("obstore"):
-        raise typer.BadParameter("needs pip install obstore", param_hint="--store")
-
-
-def _run(config: DemoConfig, *, as_json: bool, out: Path | None) -> bool:
-    """Run and report. Returns whether both processes ended with the same bytes."""
-    from deltasync.demo.report import Report, print_summary, write_files
-    from deltasync.demo.trainer import run
-
+        write_output(log, b"")
+    config = (DemoConfig.quick if quick else DemoConfig)(
+        steps=steps, seed=seed, learning_rate=lr, transport=transport, store=store, log=log
+    )
     console = Console(stderr=as_json, highlight=False)
-    report = Report(console, as_json=as_json)
-    summary = run(config, report)
-    print_summary(console, summary, report.records)
+    shown = Report(console, as_json=as_json)
+    try:
+        summary = run(config, shown)
+    except DeltaSyncError as error:
+        raise typer.Exit(report(error, FAILED)) from None
+    print_summary(console, summary, shown.records)
     if out is not None:
-        write_files(out, report, summary)
-    return summary.bit_identical
+        write_files(out, shown, summary)
+    if not summary.bit_identical:
+        raise typer.Exit(FAILED)

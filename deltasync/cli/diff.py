@@ -4,53 +4,35 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from enum import StrEnum
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from deltasync.cli.terminal import (
     AsJson,
     FilePath,
-    IgnoreMissing,
-    Only,
-    Rename,
     bar,
     count,
     cut,
     make_console,
     make_table,
-    percent,
     phases,
     print_json,
-    selection,
-    size,
-    tell_left_out,
 )
+from deltasync.observe.units import percent, size
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
     from deltasync.delta.sparsity import Sparsity
-    from deltasync.files.checkpoint import Checkpoint
     from deltasync.files.patch_file import PatchSummary
 
 
-class Codec(StrEnum):
-    """What a patch file can be written with."""
-
-    NONE = "none"
-    ZSTD = "zstd"
-    GAP = "gap"
-    BLOCK = "block"
-    CLASS = "class"
-
-
-_AsCodec = Annotated[Codec, typer.Option(help="How the patch becomes short.")]
-_SHOWN, _SHOWN_LAYERS = 10, 200  # unless all are asked for
+Codec = Literal["none", "zstd", "gap", "block", "class"]
+_SHOWN = 200  # layers
 
 
 def diff(
@@ -59,66 +41,41 @@ def diff(
     out: Annotated[
         Path | None, typer.Option(help="Write the patch that makes OLD bit-identical to NEW.")
     ] = None,
-    codec: _AsCodec = Codec.ZSTD,
-    encodings: Annotated[
-        bool, typer.Option("--encodings", help="Add bytes of more encodings, with zstd; slower.")
-    ] = False,
-    tensors: Annotated[
-        bool,
-        typer.Option(
-            "--tensors",
-            help=f"List all tensors, not the {_SHOWN} densest; all layers, not {_SHOWN_LAYERS}.",
-        ),
-    ] = False,
-    only: Only = None,
-    rename: Rename = None,
-    ignore_missing: IgnoreMissing = False,
+    codec: Annotated[Codec, typer.Option(help="How the patch becomes short.")] = "zstd",
     as_json: AsJson = False,
 ) -> None:
-    """Show how two checkpoints differ, by layer, tensor, ULP and byte.
+    """Show how two checkpoints differ, by layer, ULP and byte.
 
     OLD and NEW are safetensors files, or folders of them.
     """
     from deltasync.delta.sparsity import Sparsity
-    from deltasync.files.checkpoint import Checkpoint, Selection
+    from deltasync.files.checkpoint import Checkpoint
     from deltasync.files.comparing import compare_checkpoints
     from deltasync.files.output import refuse_existing
     from deltasync.files.patch_file import write_patch
 
-    chosen = selection(only, rename, ignore_missing)
     if out is not None:
-        if chosen != Selection():
-            raise typer.BadParameter("a patch is of all tensors, as they are", param_hint="--out")
         refuse_existing(out)
-    before, after = Checkpoint(old), Checkpoint(new)
-    tell_left_out(chosen.apply(before, after))
-    patch = None
+    before, after, patch = Checkpoint(old), Checkpoint(new), None
     with phases(before.num_bytes) as phase:
-        found = compare_checkpoints(before, after, encodings=encodings, advance=phase("comparing"))
+        found = compare_checkpoints(before, after, encodings=False, advance=phase("comparing"))
         if out is not None:
-            patch = write_patch(before, after, out, phase=phase, codec=codec.value)
+            patch = write_patch(before, after, out, phase=phase, codec=codec)
     total = sum(found.values(), Sparsity())
-    sizes = dict(total.encodings) or _sizes(found, before)
+    sparse = sum((4 + before.specs[name].dtype.item_size) * n.changed for name, n in found.items())
+    sizes = {"dense": before.num_bytes, "int32 + value": sparse}
     if as_json:
         print_json(_as_json(found, total, sizes, patch))
         return
     console = make_console()
     changed = f"{count(total.changed)} of {count(total.numel)} elements changed"
     console.print(f"{changed} ({percent(total.density)}), in {len(found)} tensors")
+    console.print(f"int32 + value: {size(sparse)} of {size(before.num_bytes)}")
     if total.changed:
-        console.print(_by_layer(console, found, len(found) if tensors else _SHOWN_LAYERS))
-        console.print(_by_tensor(found, len(found) if tensors else _SHOWN))
+        console.print(_by_layer(console, found))
         console.print(_steps(console, total))
-    console.print(_bytes(sizes))
     if patch is not None:
         console.print(f"{out}: {size(patch.num_bytes)}, apply it with deltasync apply")
-
-
-def _sizes(found: Mapping[str, Sparsity], old: Checkpoint) -> dict[str, int]:
-    """The sizes that can be computed from counts."""
-    specs = old.specs
-    sparse = sum((4 + specs[name].dtype.item_size) * one.changed for name, one in found.items())
-    return {"dense": old.num_bytes, "int32 + value": sparse}
 
 
 def _layers(found: Mapping[str, Sparsity]) -> dict[str, Sparsity]:
@@ -137,22 +94,14 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 
 
-def _by_layer(console: Console, found: Mapping[str, Sparsity], shown: int) -> Table:
+def _by_layer(console: Console, found: Mapping[str, Sparsity]) -> Table:
     layers = _layers(found)
     most = max(one.density for one in layers.values())
     table = make_table("layer", "elements", "changed", "density", "")
-    for layer, one in islice(layers.items(), shown):
+    for layer, one in islice(layers.items(), _SHOWN):
         drawn = bar(console, one.density / most)
         table.add_row(layer, count(one.numel), count(one.changed), percent(one.density), drawn)
-    return cut(table, len(layers) - shown, "more layers: --tensors shows all")
-
-
-def _by_tensor(found: Mapping[str, Sparsity], shown: int) -> Table:
-    table = make_table("tensor", "elements", "changed", "density")
-    order = sorted(found.items(), key=lambda item: (-item[1].density, _natural(item[0])))
-    for name, one in order[:shown]:
-        table.add_row(name, count(one.numel), count(one.changed), percent(one.density))
-    return cut(table, len(found) - shown, "less dense: --tensors shows all")
+    return cut(table, len(layers) - _SHOWN, "more layers: --json has all")
 
 
 def _steps(console: Console, total: Sparsity) -> Table:
@@ -176,14 +125,6 @@ def _step_groups(total: Sparsity) -> dict[str, int]:
     return groups
 
 
-def _bytes(sizes: Mapping[str, int]) -> Table:
-    table = make_table("encoding", "bytes", "smaller than dense")
-    for name, num_bytes in sizes.items():
-        times = f"{sizes['dense'] / num_bytes:,.1f}x" if num_bytes else ""
-        table.add_row(name, size(num_bytes), "" if name == "dense" else times)
-    return table
-
-
 def _as_json(
     found: Mapping[str, Sparsity],
     total: Sparsity,
@@ -192,14 +133,14 @@ def _as_json(
 ) -> dict[str, Any]:
     from deltasync.delta.digests import digest_text
 
-    def told(one: Sparsity) -> dict[str, Any]:
+    def counts(one: Sparsity) -> dict[str, Any]:
         return {"numel": one.numel, "changed": one.changed, "density": one.density}
 
-    result = told(total) | {
+    result = counts(total) | {
         "steps": total.steps.tolist(),
-        "encodings": dict(sizes),
-        "layers": {name: told(one) for name, one in _layers(found).items()},
-        "tensors": {name: told(one) for name, one in found.items()},
+        "encodings": sizes,
+        "layers": {name: counts(one) for name, one in _layers(found).items()},
+        "tensors": {name: counts(one) for name, one in found.items()},
     }
     if patch is not None:
         digests = {"base": digest_text(patch.base), "digest": digest_text(patch.digest)}

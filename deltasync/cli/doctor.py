@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from deltasync.cli.ending import FAILED
-from deltasync.cli.terminal import printable
+from deltasync.cli.ending import FAILED, printable
 
 if TYPE_CHECKING:
     from deltasync.cli.probes.checks import Check

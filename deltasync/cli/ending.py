@@ -1,67 +1,62 @@
-"""How every command ends: exit codes, Ctrl-C, a closed pipe, one line for an error."""
+"""How every command ends: the exit code of an error, and the one line that reports it."""
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable, Iterable
-from importlib import import_module
-from typing import ParamSpec
+import traceback
 
-import typer
+from deltasync.cli.signals import INTERRUPTED, READER_LEFT, interruption, silence, tell
+from deltasync.errors import DeltaSyncError, DigestMismatch, WireError
 
-from deltasync.cli.signals import READER_LEFT, begin, silence, tell
-from deltasync.cli.terminal import printable
-
-FAILED, BAD_INPUT = 1, 2
-
-_Options = ParamSpec("_Options")
+FAILED, BAD_INPUT, INTERNAL_ERROR = 1, 2, 70
 
 
-def with_exit_codes(
-    command: Callable[_Options, None], needed: Iterable[str]
-) -> Callable[_Options, None]:
-    """Return `command` with exit codes instead of exceptions.
-
-    Args:
-        command: The command.
-        needed: Modules that are imported first, while there is nothing to clean up.
-    """
-
-    @functools.wraps(command)
-    def ended(*args: _Options.args, **kwargs: _Options.kwargs) -> None:
-        from deltasync.errors import DeltaSyncError, DigestMismatch, WireError
-
-        try:
-            for name in needed:
-                import_module(name)
-            begin()
-            command(*args, **kwargs)
-            sys.stdout.flush()
-        except BrokenPipeError:
-            silence(sys.stdout)
-            raise typer.Exit(READER_LEFT) from None
-        except DigestMismatch as error:
-            raise told(error, FAILED) from None
-        except WireError as error:
-            raise told(error, BAD_INPUT, hint="; deltasync verify FILE says where") from None
-        except DeltaSyncError as error:
-            raise told(error, BAD_INPUT) from None
-        except OSError as error:  # such as a full disk, to which stdout may go
-            silence(sys.stdout)
-            raise told(error, BAD_INPUT) from None
-        except (MemoryError, RuntimeError) as error:
-            from deltasync.delta.memory import is_lack_of_memory
-
-            if not is_lack_of_memory(error):
-                raise
-            raise told(error, BAD_INPUT, hint="; not enough memory") from None
-
-    return ended
+def printable(text: str) -> str:
+    """One line, with control and invisible characters as escapes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def told(error: Exception, code: int, *, hint: str = "") -> typer.Exit:
-    """Print what went wrong in one line. Returns the exception to raise."""
-    line = f"{type(error).__name__}: {' '.join(str(error).split())}{hint}"
-    tell(printable(line))
-    return typer.Exit(code)
+def exit_code(error: BaseException) -> int:
+    """Report what ended a command. Returns its exit code."""
+    if interruption.has_come:
+        return INTERRUPTED
+    is_exit = isinstance(error, SystemExit)
+    # rich and typer make a SystemExit of a broken pipe.
+    if isinstance(error.__context__ if is_exit else error, BrokenPipeError):
+        silence(sys.stdout)
+        return READER_LEFT
+    if isinstance(error, SystemExit):
+        return int(error.code or 0)
+    if hasattr(error, "format_message"):  # of typer
+        tell(printable(error.format_message()))
+        return BAD_INPUT
+    if isinstance(error, ModuleNotFoundError) and error.name in {"rich", "typer"}:
+        tell("the command line needs typer and rich: pip install typer rich")
+        return BAD_INPUT
+    if isinstance(error, DeltaSyncError):
+        hint = "; deltasync verify FILE says where" if isinstance(error, WireError) else ""
+        return report(error, FAILED if isinstance(error, DigestMismatch) else BAD_INPUT, hint)
+    if isinstance(error, OSError):  # such as a full disk, to which stdout may go
+        silence(sys.stdout)
+        return report(error, BAD_INPUT)
+    if _is_lack_of_memory(error):
+        return report(error, BAD_INPUT, "; not enough memory")
+    tell("".join(traceback.format_exception(error)).rstrip())
+    return INTERNAL_ERROR
+
+
+def report(error: BaseException, code: int, hint: str = "") -> int:
+    """Report an error in one line. Returns `code`."""
+    tell(printable(f"{type(error).__name__}: {' '.join(str(error).split())}{hint}"))
+    return code
+
+
+def _is_lack_of_memory(error: BaseException) -> bool:
+    """Also if Python had no memory for an error of its own, or the system none for a library."""
+    if isinstance(error, ImportError) and "failed to map segment" in str(error):
+        return True
+    if not isinstance(error, RuntimeError):
+        return isinstance(error, MemoryError | SystemError)
+    from deltasync.delta.memory import is_lack_of_memory
+
+    return is_lack_of_memory(error)

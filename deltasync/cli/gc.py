@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from deltasync.cli.stores import Config, KeyFile, RunName, StoreUrl, store_options
-from deltasync.cli.terminal import AsJson, count, make_console, phases, print_json, size
+from deltasync.cli.terminal import AsJson, count, make_console, phases, print_json
+from deltasync.observe.units import size
 
 
 def gc(

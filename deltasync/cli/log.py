@@ -13,11 +13,10 @@ from deltasync.cli.terminal import (
     cut,
     make_console,
     make_table,
-    percent,
     phases,
     print_json,
-    size,
 )
+from deltasync.observe.units import percent, size
 
 if TYPE_CHECKING:
     from deltasync.store.manifest import Manifest, Way
@@ -35,8 +34,7 @@ def log(
 ) -> None:
     """Show the versions of a run, and how each can be fetched.
 
-    Also its size, and who wrote it when. Manifests are checked, and that each names the one before;
-    objects are not read.
+    Also its size, and who wrote it when. Manifests are checked; objects are not read.
     """
     from deltasync.store.catalogue import Run
 
@@ -45,8 +43,9 @@ def log(
     with phases(limit, counts=True) as phase:
         advance = phase("reading")
         entries: list[tuple[Manifest, list[Way]]] = []
-        for published in found.chain(versions[-limit:]):
-            entries.append((published.manifest, found.ways(published)))
+        for version in reversed(versions[-limit:]):
+            if (published := found.published(version)) is not None:  # else deleted meanwhile
+                entries.append((published.manifest, found.ways(published)))
             advance(1)
     older = len(versions) - len(entries)
     if as_json:
@@ -59,54 +58,20 @@ def log(
         return
     newest, _ = entries[0]
     console.print(f"run {found.name}: v{newest.version}, {count(newest.numel)} elements")
-    table = make_table("version", "ways", "changed", "codecs", "written", "by", names=2)
+    table = make_table("version", "ways", "changed", "written", "by", names=2)
     for manifest, ways in entries:
         table.add_row(
             f"v{manifest.version}",
             ", ".join(f"{way.kind} {size(way.num_bytes)}" for way in ways),
-            percent(_density(manifest)),
-            _codecs_text(ways),
+            percent(manifest.nnz / manifest.numel),
             manifest.written_at.replace("T", " ").removesuffix("+00:00"),
             manifest.writer.partition(" ")[2],
         )
     console.print(cut(table, older, "older versions: --limit 0 shows all"))
 
 
-def _density(manifest: Manifest) -> float:
-    """Share of the elements that changed, 0 to 1."""
-    return manifest.nnz / manifest.numel
-
-
-def _codecs_text(ways: list[Way]) -> str:
-    """Shares of the delta's payload by codec."""
-    delta = next((way for way in ways if way.kind == "delta"), None)
-    total = 0 if delta is None else sum(delta.codecs.values())
-    if delta is None or not total:
-        return ""
-    ordered = sorted(delta.codecs.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {percent(num_bytes / total)}" for name, num_bytes in ordered)
-
-
 def _entry_json(manifest: Manifest, ways: list[Way]) -> dict[str, Any]:
-    writer, _, name = manifest.writer.partition(" ")
-    return {
-        "version": manifest.version,
-        "parent": None if manifest.parent is None else manifest.parent.version,
-        "digest": manifest.digest,
-        "layout_hash": manifest.layout_hash,
-        "numel": manifest.numel,
-        "nnz": manifest.nnz,
-        "density": _density(manifest),
-        "writer": writer,
-        "writer_name": name,
-        "written_at": manifest.written_at,
-        "ways": [
-            {
-                "kind": way.kind,
-                "bytes": way.num_bytes,
-                "files": len(way.files),
-                "codecs": dict(way.codecs),
-            }
-            for way in ways
-        ],
-    }
+    kept = ("version", "digest", "layout_hash", "numel", "nnz", "writer", "written_at")
+    found = {name: getattr(manifest, name) for name in kept}
+    found["ways"] = [{"kind": way.kind, "bytes": way.num_bytes} for way in ways]
+    return found

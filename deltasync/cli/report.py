@@ -8,10 +8,12 @@ from typing import Annotated
 
 import typer
 
+from deltasync.cli.ending import printable
 from deltasync.cli.signals import tell
-from deltasync.cli.terminal import AsJson, make_console, print_json, printable, size
+from deltasync.cli.terminal import AsJson, make_console, print_json
+from deltasync.observe.units import size
 
-_TOLD = 5  # lines that were skipped
+_SHOWN = 5  # lines that were skipped
 
 
 def report(
@@ -46,8 +48,8 @@ def report(
         num_lines = len(run.lines)
         print_json({"out": str(out), "bytes": len(page), "lines": num_lines, "skipped": skipped})
         return
-    for line, why in run.skipped[:_TOLD]:
+    for line, why in run.skipped[:_SHOWN]:
         tell(printable(f"line {line} was skipped: {why}"))
-    if len(run.skipped) > _TOLD:
-        tell(f"so were {len(run.skipped) - _TOLD} others")
+    if len(run.skipped) > _SHOWN:
+        tell(f"so were {len(run.skipped) - _SHOWN} others")
     make_console().print(f"{printable(str(out))}: {len(run.lines)} lines, {size(len(page))}")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 from rich import progress as bars
@@ -16,19 +16,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from deltasync.cli.signals import tell
+from deltasync.cli.ending import printable
+from deltasync.observe.units import size
 
 if TYPE_CHECKING:
-    from deltasync.files.checkpoint import Selection
     from deltasync.files.comparing import Advance
-
-
-class SizedPhase(Protocol):
-    """What `phases` yields."""
-
-    def __call__(self, description: str, total: int = ..., /) -> Advance:
-        """Begin a phase. Returns what to call with its progress."""
-        ...
 
 
 _PIPED_WIDTH = 120
@@ -36,56 +28,7 @@ _PIPED_WIDTH = 120
 AsJson: TypeAlias = Annotated[
     bool, typer.Option("--json", help="Print one JSON object, nothing else.")
 ]
-Only: TypeAlias = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--only",
-        metavar="PATTERN",
-        help="Only tensors whose names match, such as '*.mlp.*'; repeatable.",
-    ),
-]
-Rename: TypeAlias = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--rename",
-        metavar="OLD=NEW",
-        help="Replace the prefix OLD of names by NEW, in both; repeatable.",
-    ),
-]
-IgnoreMissing: TypeAlias = Annotated[
-    bool, typer.Option("--ignore-missing", help="Skip tensors that only one of them has.")
-]
-Secret: TypeAlias = Annotated[
-    Path | None,
-    typer.Option(help="A file with the secret that both ends of a network link share."),
-]
 FilePath: TypeAlias = Annotated[Path, typer.Argument(show_default=False)]
-
-
-def selection(only: list[str] | None, rename: list[str] | None, ignore: bool) -> Selection:
-    """Parse the options with these names. Raises BadParameter."""
-    from deltasync.files.checkpoint import Selection
-
-    pairs = [text.partition("=") for text in rename or ()]
-    for old, sign, _ in pairs:
-        if not sign:
-            raise typer.BadParameter(f"{old!r} is not like OLD=NEW", param_hint="--rename")
-    renames = tuple((old, new) for old, _, new in pairs)
-    return Selection(rename=renames, only=tuple(only or ()), ignore_missing=ignore)
-
-
-def tell_left_out(names: list[str]) -> None:
-    """Report on stderr what only one of two checkpoints has."""
-    if names:
-        from deltasync.sync.target.base import some_of
-
-        line = f"left out, as only one has them: {some_of(names)}"
-        tell(printable(line))
-
-
-def printable(text: str) -> str:
-    """One line, with control and invisible characters as escapes."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 class _Console(Console):
@@ -108,9 +51,9 @@ def make_console() -> Console:
     )
 
 
-def print_json(found: dict[str, Any]) -> None:
+def print_json(value: dict[str, Any]) -> None:
     """Print one object on one line."""
-    print(json.dumps(found))
+    print(json.dumps(value))
 
 
 def print_written(
@@ -147,10 +90,11 @@ def cut(table: Table, rest: int, what: str = "more") -> Table:
 
 
 @contextmanager
-def phases(num_bytes: int = 0, *, counts: bool = False) -> Iterator[SizedPhase]:
-    """Show progress over `num_bytes` in each phase, on stderr, if that is a terminal.
+def phases(num_bytes: int = 0, *, counts: bool = False) -> Iterator[Callable[..., Advance]]:
+    """Show progress on stderr, if that is a terminal.
 
-    A phase may have a number of its own. With `counts` it is not of bytes.
+    Yields a function (description, total) that begins a phase, and returns what to call with its
+    progress. The total is `num_bytes` by default; with `counts` it is not of bytes.
     """
     console = Console(stderr=True)
     sizes = () if counts else (bars.DownloadColumn(), bars.TransferSpeedColumn())
@@ -171,20 +115,6 @@ def phases(num_bytes: int = 0, *, counts: bool = False) -> Iterator[SizedPhase]:
 def count(number: int) -> str:
     """Such as "536,870,912"."""
     return f"{number:,}"
-
-
-def size(num_bytes: int) -> str:
-    """Such as "1.07 GB"."""
-    value, units = float(num_bytes), ["B", "kB", "MB", "GB", "TB"]
-    while value >= 999.5 and len(units) > 1:
-        value /= 1000
-        units.pop(0)
-    return f"{value:.3g} {units[0]}"
-
-
-def percent(share: float) -> str:
-    """Such as "0.1 %"."""
-    return f"{100 * share:.3g} %"
 
 
 def bar(console: Console, share: float, width: int = 16) -> str:

@@ -13,35 +13,25 @@ from deltasync.cli.ending import FAILED
 from deltasync.cli.stores import Config, KeyFile, RunName, store_options
 from deltasync.cli.terminal import (
     AsJson,
-    IgnoreMissing,
-    Only,
-    Rename,
     count,
     make_console,
     make_table,
     phases,
     print_json,
-    selection,
-    size,
-    tell_left_out,
 )
+from deltasync.observe.units import size
 
 if TYPE_CHECKING:
     from deltasync.files.checkpoint import Checkpoint
     from deltasync.files.comparing import Equality
     from deltasync.store.verifying import Verified
 
+_SHOWN = 10  # elements that differ
+
 
 def verify(
     first: Annotated[str, typer.Argument(metavar="FIRST", show_default=False)],
     second: Annotated[Path | None, typer.Argument(show_default=False)] = None,
-    digest: Annotated[
-        bool, typer.Option("--digest", help="Compare the state digests, and print them.")
-    ] = False,
-    limit: Annotated[int, typer.Option(min=0, help="Differing elements to show.")] = 10,
-    only: Only = None,
-    rename: Rename = None,
-    ignore_missing: IgnoreMissing = False,
     run: RunName = None,
     config: Config = None,
     key_file: KeyFile = None,
@@ -50,14 +40,12 @@ def verify(
     """Compare two checkpoints bit for bit, or check a patch or a store.
 
     Exits with 1 if they differ, or if it is damaged. FIRST and SECOND are safetensors files, or
-    folders of them. FIRST alone is a patch file, whose first damaged byte is named, or the URL of a
-    store: all of its manifests and objects are read, and each version is put together.
+    folders of them. FIRST alone is a patch file, whose first damaged frame is named, or the URL of
+    a store: all of its manifests and objects are read, and each version is put together.
     """
     from deltasync.files.checkpoint import Checkpoint
 
     if second is None:
-        if digest or only or rename or ignore_missing:
-            raise typer.BadParameter("compares two checkpoints; give a second one")
         if Path(first).exists() and not Path(first).is_dir():
             _verify_frames(Path(first), as_json=as_json)
         else:
@@ -65,11 +53,7 @@ def verify(
         return
     if run or config or key_file:
         raise typer.BadParameter("--run, --config and --key-file are for a store: give one URL")
-    chosen = selection(only, rename, ignore_missing)
-    checkpoints = Checkpoint(Path(first)), Checkpoint(second)
-    tell_left_out(chosen.apply(*checkpoints))
-    compare = _by_digest if digest else _by_bits
-    if not compare(*checkpoints, limit=limit, as_json=as_json):
+    if not _compare(Checkpoint(Path(first)), Checkpoint(second), as_json=as_json):
         raise typer.Exit(FAILED)
 
 
@@ -81,16 +65,14 @@ def _verify_frames(path: Path, *, as_json: bool) -> None:
     found = FrameCheck(path)
     if as_json:
         fault = None if found.fault is None else asdict(found.fault)
-        facts = {"bytes": found.num_bytes, "is_patch": found.is_patch, "frames": found.num_frames}
-        print_json(facts | {"fault": fault})
+        print_json({"bytes": found.num_bytes, "frames": found.num_frames, "fault": fault})
     else:
-        what = "patch file" if found.is_patch else "frames"
         frames = f"{count(found.num_frames)} sound frames"
-        make_console().print(f"{what}, {size(found.num_bytes)}, {frames}", soft_wrap=True)
+        make_console().print(f"patch file, {size(found.num_bytes)}, {frames}", soft_wrap=True)
     if found.fault is None:
         return
     if not as_json:
-        where = f"damaged at byte {count(found.fault.offset)}, rule {found.fault.rules}"
+        where = f"damaged frame at byte {count(found.fault.offset)}, rule {found.fault.rules}"
         line = f"{where}: {found.fault.error}: {found.fault.reason}"
         make_console().print(line, style="red", soft_wrap=True)
     raise typer.Exit(FAILED)
@@ -130,30 +112,11 @@ def _print_faults(found: Verified) -> None:
         console.print(table)
 
 
-def _by_digest(first: Checkpoint, second: Checkpoint, *, limit: int, as_json: bool) -> bool:
-    from deltasync.delta.digests import digest_text
-    from deltasync.files.comparing import measure_digests
-
-    with phases(max(first.num_bytes, second.num_bytes)) as phase:
-        digests = [
-            digest_text(measure_digests(one, advance=phase("reading")).total)
-            for one in (first, second)
-        ]
-    equal = digests[0] == digests[1]
-    if as_json:
-        print_json({"equal": equal, "digests": digests})
-        return equal
-    console = make_console()
-    for one, text in zip((first, second), digests, strict=True):
-        console.print(f"{text}  {one.path}", soft_wrap=True)
-    return equal
-
-
-def _by_bits(first: Checkpoint, second: Checkpoint, *, limit: int, as_json: bool) -> bool:
+def _compare(first: Checkpoint, second: Checkpoint, *, as_json: bool) -> bool:
     from deltasync.files.comparing import compare_bits
 
     with phases(first.num_bytes) as phase:
-        found = compare_bits(first, second, limit=limit, advance=phase("comparing"))
+        found = compare_bits(first, second, limit=_SHOWN, advance=phase("comparing"))
     equal = not found.different
     if as_json:
         print_json({"equal": equal, **asdict(found)})

@@ -7,17 +7,12 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
-
-def has_fast_bf16() -> bool:
-    """Whether this CPU has bf16 instructions; without them fp32 is faster by far."""
-    wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    return wide and torch.cpu._is_avx512_bf16_supported()
+from deltasync.demo.task import SortTask
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,19 +22,6 @@ class PolicySize:
     width: int = 256
     num_heads: int = 4
     num_layers: int = 4
-
-
-class Task(Protocol):
-    """What a policy is made for."""
-
-    @property
-    def vocabulary_size(self) -> int: ...
-
-    @property
-    def prompt_length(self) -> int: ...
-
-    @property
-    def answer_length(self) -> int: ...
 
 
 Cache = list[Tensor]
@@ -90,7 +72,7 @@ class Block(nn.Module):
 class Policy(nn.Module):
     """A transformer whose input and output embeddings are tied."""
 
-    def __init__(self, task: Task, size: PolicySize) -> None:
+    def __init__(self, task: SortTask, size: PolicySize) -> None:
         super().__init__()
         self.answer_length = task.answer_length
         self.embedding = nn.Embedding(task.vocabulary_size, size.width)

@@ -26,7 +26,7 @@ from deltasync import (
 )
 from deltasync import Policy as SendPolicy
 from deltasync.demo.grpo import group_advantages, grpo_loss
-from deltasync.demo.policy import Policy, PolicySize, has_fast_bf16
+from deltasync.demo.policy import Policy, PolicySize
 from deltasync.demo.report import Report, Score, Summary, VersionRecord
 from deltasync.demo.rollout import MAX_THREADS
 from deltasync.demo.task import SortTask
@@ -170,7 +170,7 @@ class Trainer:
         schedule = LambdaLR(optimizer, lambda i: min(1, (i + 1) / 20, (steps - i) / (0.5 * steps)))
         for step in range(steps):
             prompts = config.task.sample_prompts(config.warm_up_batch, self.generator)
-            loss = -self._log_probs(prompts, config.task.solutions(prompts)).mean()
+            loss = -self.policy.answer_log_probs(prompts, config.task.solutions(prompts)).mean()
             self._step(optimizer, loss)
             schedule.step()
             self.report.warm_up(step + 1, steps, loss.item())
@@ -203,7 +203,8 @@ class Trainer:
             if step == self.config.steps:  # the last version is only evaluated
                 return
             advantages = group_advantages(rewards, self.config.group_size)
-            log_probs = self._log_probs(prompts, torch.tensor(found["answers"]))
+            answers = torch.tensor(found["answers"])
+            log_probs = self.policy.answer_log_probs(prompts, answers)
             loss = grpo_loss(log_probs, torch.tensor(found["log_probs"]), advantages)
             prompts = self._ask(syncs=True)
             self._step(optimizer, loss)  # in which the hook sends the weights
@@ -222,10 +223,6 @@ class Trainer:
         generator = torch.Generator().manual_seed(EVALUATION_SEED)
         prompts = self.config.task.sample_prompts(self.config.num_evaluation_prompts, generator)
         self.rollout.ask(prompts, EVALUATION_SEED, syncs=syncs)
-
-    def _log_probs(self, prompts: Tensor, answers: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=has_fast_bf16()):
-            return self.policy.answer_log_probs(prompts, answers)
 
     def _step(self, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
         optimizer.zero_grad()

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor, nn
 
 from deltasync.delta.bits import Live, as_bits, torch_dtype
-from deltasync.engines.proof.fixed import beside, live_name
-from deltasync.engines.proof.recomputed import Learnt, Recomputed
-from deltasync.engines.routed import RoutedTarget
+from deltasync.engines.proof.recomputed import Learnt
+from deltasync.engines.routed import RoutedTarget, Routes
 from deltasync.engines.routes.recorder import CheckpointTensor, Recording
 from deltasync.errors import ConfigError
 from deltasync.wire.messages import ParameterSpec
@@ -41,56 +38,38 @@ class LearntTarget(RoutedTarget):
     ) -> None:
         super().__init__(module, checkpoint, load=lambda weights: None)
         self.learnt = learnt
-        device = next((one.device for one in module.parameters()), torch.device("cpu"))
-        self._beside = beside(learnt.fixed, device)
-        self._recomputed: Recomputed = learnt.recomputed
+        self._recomputed = learnt.recomputed
         self._layout = self._laid_out()
 
-    def verify_routes(
-        self, weights: Iterable[tuple[str, Tensor]], *args: Any, **options: Any
-    ) -> None:
-        """As of `RoutedTarget`. Fixed tensors get the values of these weights."""
-        super().verify_routes(self._fixing(weights), *args, **options)
+    def routes(self) -> dict[str, Routes]:
+        """As of `RoutedTarget`, but those of fixed tensors, which are read back each time."""
+        return {name: one for name, one in super().routes().items() if name not in self._fixed}
 
-    def _fixing(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        fixed = self.learnt.fixed
-        own = {other: name for name in fixed for other in self.learnt.given[name]}
-        for name, tensor in weights:
-            if name in own and tensor.shape == fixed[own[name]].shape:
-                fixed[own[name]].copy_(tensor)
-                self._beside[live_name(own[name])].copy_(tensor)
-            yield name, tensor
-
-    def finish(self, changed: Collection[int] | None = None) -> None:
-        """As of `RoutedTarget`. Raises ConfigError, by name, if a fixed tensor has changed."""
-        names = self._names.values() if changed is None else [self._names[n] for n in changed]
-        for name in self.learnt.fixed.keys() & set(names):
-            if not torch.equal(self._beside[live_name(name)].cpu(), self.learnt.fixed[name]):
-                raise ConfigError(
-                    f"{name!r} may not change, because the engine does not keep it by itself: "
-                    "restart the engine on a checkpoint of the trainer's model"
-                )
-        super().finish(changed)
+    @property
+    def _fixed(self) -> set[str]:
+        return {other for name in self.learnt.fixed for other in self.learnt.given[name]}
 
     def _live(self) -> dict[str, Tensor]:
-        return super()._live() | self._beside | self._recomputed.beside
+        return super()._live() | self.learnt.recomputed.beside
 
     def bind(self, layout: Sequence[ParameterSpec]) -> Mapping[int, Live]:
         """As of `RoutedTarget`. Notes what the engine has lost of what it computed."""
         found = super().bind(layout)
-        self._recomputed.look()
+        self.learnt.recomputed.look()
         return found
 
     def _takes(self, live: Live, tensor: Tensor, spec: ParameterSpec) -> bool:
         """Fills what is kept beside the engine."""
-        pieces = self.learnt.pieces[spec.name]
-        if any(piece.live in self._recomputed.beside for piece in pieces):
+        recomputed = self.learnt.recomputed
+        is_beside = any(one.live in recomputed.beside for one in self.learnt.pieces[spec.name])
+        if is_beside and tensor.numel() == spec.numel:
             wanted = tensor.to(live.line.device, torch_dtype(spec.dtype)).contiguous()
             live.write(0, as_bits(wanted).view(-1))
+            recomputed.fix(spec.name)
         return super()._takes(live, tensor, spec)
 
     def _verify_computed(self) -> None:
-        self._recomputed.verify(self._read)
+        self.learnt.recomputed.verify(self._read)
 
     def _watched(self) -> Recording:
         if self._laid_out() != self._layout:

@@ -154,7 +154,7 @@ class RoutedTarget:
         held = self.bind(layout)
         wrong: dict[int, str] = {}
         ours, proved = self.routes(), routes or {}
-        right = {number for name, number in numbers.items() if ours[name] == proved.get(name)}
+        right = {numbers[name] for name, one in ours.items() if one == proved.get(name)}
         others: list[str] = []
         loaded: list[CheckpointTensor] = []
         for name, tensor in weights:
@@ -255,12 +255,11 @@ class RoutedTarget:
         self._finish()
         has_run = changed is None or self._finish is not _nothing
         upkeep = self.upkeep if self.upkeep is not None and self.upkeep.steps else None
-        if self._recomputed is not None or upkeep is not None:
+        follows = [one for one in (self._recomputed, upkeep) if one is not None]
+        if follows:
             names = None if changed is None else {self._names[n] for n in changed}
-            if self._recomputed is not None:
-                has_run |= self._recomputed.run(self._read, names)
-            if upkeep is not None:
-                has_run |= upkeep.run(self._read, names)
+            for one in follows:
+                has_run |= one.run(self._read, names)
         if has_run:
             self.check_unmoved()
 

@@ -7,7 +7,6 @@ import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
 
@@ -24,10 +23,8 @@ from deltasync.wire.messages import ParameterSpec, limit_broken
 
 INDEX = "model.safetensors.index.json"
 _SHOWN = 80  # characters of a name that may be of any length
-_PICKLED, _ZIP = {".bin", ".pt", ".pth", ".ckpt"}, b"PK\x03\x04"
-_PROTOCOLS = (b"\x02", b"\x03", b"\x04", b"\x05")  # of pickles, after "\x80"
 _CONVERT = (
-    "deltasync unpickles nothing, convert it: "
+    "if it is a pickle, as torch.save writes it, convert it: "
     "safetensors.torch.save_file(torch.load(file, weights_only=True), 'model.safetensors')"
 )
 _LENGTH_BYTES = 8  # a file begins with the length of its header
@@ -60,44 +57,6 @@ class _Place:
 
     memory: mmap.mmap
     offset: int
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """Which tensors of two checkpoints are compared, and under which names.
-
-    Attributes:
-        rename: Prefixes of names with their replacements; the first that matches is replaced.
-        only: `fnmatch` patterns of renamed names; other tensors are left out. Empty for all.
-        ignore_missing: Leave out tensors that only one of them has.
-    """
-
-    rename: tuple[tuple[str, str], ...] = ()
-    only: tuple[str, ...] = ()
-    ignore_missing: bool = False
-
-    def apply(self, *checkpoints: Checkpoint) -> list[str]:
-        """Select tensors in each. Returns the names that were left out because one lacks them.
-
-        Raises ConfigError if nothing is left, or two tensors get one name.
-        """
-        for checkpoint in checkpoints:
-            checkpoint.choose(self._name)
-        if not self.ignore_missing:
-            return []
-        all_names = [set(checkpoint.specs) for checkpoint in checkpoints]
-        common = set.intersection(*all_names)
-        for checkpoint in checkpoints:
-            checkpoint.choose(lambda name: name if name in common else None)
-        return sorted(set.union(*all_names) - common)
-
-    def _name(self, name: str) -> str | None:
-        for old, new in self.rename:
-            if name.startswith(old):
-                name = new + name.removeprefix(old)
-                break
-        chosen = not self.only or any(fnmatchcase(name, pattern) for pattern in self.only)
-        return name if chosen else None
 
 
 class Checkpoint:
@@ -160,23 +119,6 @@ class Checkpoint:
         data = torch.frombuffer(place.memory, dtype=torch.uint8, count=count, offset=place.offset)
         return data.view(torch_dtype(spec.dtype)).view(spec.shape)
 
-    def choose(self, name: Callable[[str], str | None]) -> None:
-        """Keep tensors under the names that `name` returns; leave out those for which it is None.
-
-        Raises ConfigError if nothing is left, or two tensors get one name.
-        """
-        specs, places = {}, {}
-        for old, spec in self.specs.items():
-            if (new := name(old)) is None:
-                continue
-            if new in specs:
-                raise ConfigError(f"{self.path}: two tensors are to be called {new!r}")
-            specs[new] = ParameterSpec((new,), spec.shape, spec.dtype)
-            places[new] = self._places[old]
-        if self.specs and not specs:
-            raise ConfigError(f"{self.path}: none of its {len(self.specs)} tensors is chosen")
-        self.specs, self._places = specs, places
-
     def release(self) -> None:
         """Release the memory that tensors were read into; the next access reads them again.
 
@@ -201,21 +143,17 @@ def check_same_tensors(
     for one, other, which in ((old, new, called[0]), (new, old, called[1])):
         if only := [name for name in one if name not in other]:
             raise LayoutMismatch(f"only {which} has {some_of(only)}")
-    for what, told in (("shape", _shape), ("dtype", _dtype)):
-        if wrong := [name for name in old if told(old[name]) != told(new[name])]:
-            first, second = (told(specs[wrong[0]]) for specs in (old, new))
+    shown: dict[str, Callable[[ParameterSpec], str]] = {
+        "shape": lambda spec: str(list(spec.shape)),
+        "dtype": lambda spec: spec.dtype.name,
+    }
+    for what, text_of in shown.items():
+        if wrong := [name for name in old if text_of(old[name]) != text_of(new[name])]:
+            first, second = (text_of(specs[wrong[0]]) for specs in (old, new))
             raise LayoutMismatch(
                 f"{what} of {some_of(wrong)} differs: {first} in {called[0]}, {second} in "
                 f"{called[1]}"
             )
-
-
-def _shape(spec: ParameterSpec) -> str:
-    return str(list(spec.shape))
-
-
-def _dtype(spec: ParameterSpec) -> str:
-    return spec.dtype.name
 
 
 def _chosen(path: Path) -> dict[str, Path]:
@@ -238,9 +176,7 @@ def _all_files(path: Path) -> tuple[Path, ...]:
         return (path,)
     if files := tuple(sorted(path.glob("*.safetensors"))):
         return files
-    pickled = sorted(file.name for file in path.iterdir() if file.suffix in _PICKLED)
-    why = f": {pickled[0]} is a pickle; {_CONVERT}" if pickled else ""
-    raise ConfigError(f"{path}: a folder without safetensors files{why}")
+    raise ConfigError(f"{path}: a folder without safetensors files; {_CONVERT}")
 
 
 def _mapped(file: Path, *, writable: bool) -> mmap.mmap:
@@ -286,24 +222,13 @@ def _header(file: Path) -> Iterable[tuple[str, Dtype, tuple[int, ...]]]:
         with safe_open(file, "np") as opened:  # torch would map it once more
             for name in opened.offset_keys():
                 entry = opened.get_slice(name)
-                yield name, _known(file, name, entry.get_dtype()), tuple(entry.get_shape())
+                yield name, _dtype_of(file, name, entry.get_dtype()), tuple(entry.get_shape())
     except (SafetensorError, OSError) as error:
-        if _is_pickle(file):
-            raise ConfigError(f"{file}: a pickle, as torch.save writes it; {_CONVERT}") from None
-        raise ConfigError(f"{file}: not a safetensors file, or damaged: {error}") from error
+        why = f"not a safetensors file, or damaged: {error}"
+        raise ConfigError(f"{file}: {why}; {_CONVERT}") from error
 
 
-def _is_pickle(file: Path) -> bool:
-    """Whether a file that is not safetensors looks like, or is named like, one of torch.save."""
-    with file.open("rb") as opened:
-        begin = opened.read(_LENGTH_BYTES + 1)
-    if begin[_LENGTH_BYTES:] == b"{":  # a damaged header of safetensors
-        return False
-    is_protocol = begin[:1] == b"\x80" and begin[1:2] in _PROTOCOLS
-    return file.suffix in _PICKLED or begin.startswith(_ZIP) or is_protocol
-
-
-def _known(file: Path, name: str, dtype: str) -> Dtype:
+def _dtype_of(file: Path, name: str, dtype: str) -> Dtype:
     try:
         return dtypes.BY_NAME[SAFETENSORS_DTYPES[dtype]]
     except KeyError:

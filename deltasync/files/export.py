@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +11,9 @@ from deltasync.delta.digests import digest_text
 from deltasync.errors import ConfigError, DigestMismatch, LayoutMismatch
 from deltasync.files.checkpoint import Checkpoint
 from deltasync.files.comparing import Advance, measure_digests
-from deltasync.files.output import appearing, refuse_existing
+from deltasync.files.output import appearing, flush_to_disk, refuse_existing
 from deltasync.files.patch_file import Phase, no_phase
-from deltasync.files.shards import index_of, shards_of
+from deltasync.files.shards import shards_of
 from deltasync.sync.receiver import WeightReceiver
 from deltasync.sync.target.base import some_of
 from deltasync.wire.messages import ParameterSpec
@@ -120,11 +119,8 @@ def _write(
     for shard in shards:
         pieces = shard.pieces(specs, lambda number, start, stop: flats[number].read(start, stop))
         _write_file(folder / shard.name, pieces, advance)
-    if (index := index_of(shards, specs)) is not None:
-        name, data = index
-        _write_file(folder / name, [memoryview(data)], lambda num_bytes: None)
-    _sync(folder)
-    return [shard.name for shard in shards]
+    flush_to_disk(folder)
+    return [shard.name for shard in shards if shard.numbers]
 
 
 def _write_file(path: Path, pieces: Iterable[memoryview], advance: Advance) -> None:
@@ -132,7 +128,7 @@ def _write_file(path: Path, pieces: Iterable[memoryview], advance: Advance) -> N
         for piece in pieces:
             file.write(piece)
             advance(len(piece))
-    _sync(path)
+    flush_to_disk(path)
 
 
 def _check(made: Path, digest: int, *, advance: Advance) -> None:
@@ -146,13 +142,4 @@ def _check(made: Path, digest: int, *, advance: Advance) -> None:
         )
 
 
-def _sync(path: Path) -> None:
-    """Wait until it is on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-_ELSEWHERE = "export from an engine of one rank, or with deltasync export"
+_ELSEWHERE = "export from an engine of one rank"

@@ -26,7 +26,7 @@ class FrameFile:
 
     Attributes:
         offset: Where the last frame begins that was read, or is being read.
-        payload_offset: Where its payload begins; None until its header is known.
+        num_bytes: Size of the file.
 
     Raises:
         ConfigError: It cannot be read.
@@ -35,7 +35,6 @@ class FrameFile:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.offset = 0
-        self.payload_offset: int | None = None
         with readable(self.path) as file:
             self.num_bytes = os.fstat(file.fileno()).st_size
 
@@ -44,10 +43,8 @@ class FrameFile:
         with readable(self.path) as file:
             self.offset = 0
             while True:
-                self.payload_offset = None
                 header = self._header(file)
                 _, payload_bytes = split_header(header)
-                self.payload_offset = file.tell()
                 yield Frame(header, _payload(file, payload_bytes, self.num_bytes))
                 self.offset = file.tell()
                 if self.offset >= self.num_bytes:

@@ -5,20 +5,18 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from deltasync.delta.bits import Flat
-from deltasync.delta.bucket import ReadBucket
 from deltasync.delta.codecs.coding import Coding, policy_for
 from deltasync.delta.digests import DigestLedger, digest_text
 from deltasync.delta.host.backend import Change, HostBackend
-from deltasync.delta.host.staging import Lines, Staging
+from deltasync.delta.patch import check_indices
 from deltasync.delta.policy import Policy
 from deltasync.delta.readers import Reader, WireReader
-from deltasync.delta.shard import whole
-from deltasync.errors import ConfigError, DigestMismatch, ProtocolViolation
+from deltasync.errors import ConfigError, DigestMismatch, LayoutMismatch, ProtocolViolation
 from deltasync.files.checkpoint import Checkpoint, check_same_tensors
 from deltasync.files.comparing import Advance, measure_digests
 from deltasync.files.frame_file import FrameFile, write_frames
@@ -96,7 +94,7 @@ def write_patch(
         digest=base.total,
         compression=codec,
     )
-    num_bytes = write_frames(_told(frames, phase("writing")), Path(path))
+    num_bytes = write_frames(_reported(frames, phase("writing")), Path(path))
     return PatchSummary(num_bytes, plan.nnz, base.total, plan.ledger.total)
 
 
@@ -112,8 +110,8 @@ class PatchFile:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._frames = FrameFile(path)
-        reader, frames = OneWayReader(), iter(self._frames)
+        self._file = FrameFile(path)
+        reader, frames = OneWayReader(), iter(self._file)
         while reader.begin is None:
             frame = next(frames, None)
             if frame is None:
@@ -126,29 +124,9 @@ class PatchFile:
         self.layout = reader.specs
         self.base = int(reader.layout.digest, 16)
 
-    def _replay(
-        self,
-        stage: Callable[[ReadBucket], None],
-        flats: Mapping[int, Flat],
-        *,
-        advance: Advance = lambda num_bytes: None,
-    ) -> int:
-        """Pass each bucket to `stage`. Returns the digest that the patch promises.
-
-        `flats` are the weights that it changes, by their number in the patch's layout.
-
-        Raises:
-            WireError, SyncError: The file is damaged, or `stage` raised.
-        """
-        reader = OneWayReader(flats=flats)
-        for bucket in reader.read(_told(self._frames, advance)):
-            stage(bucket)
-        assert reader.sealed is not None
-        return int(reader.sealed.digest, 16)
-
-    @property
-    def num_bytes(self) -> int:
-        return self._frames.num_bytes
+    def frames(self, advance: Advance) -> Iterator[Frame]:
+        """The frames from the first one on. Raises WireError for one that is damaged."""
+        return _reported(self._file, advance)
 
 
 def apply_patch_file(
@@ -156,9 +134,8 @@ def apply_patch_file(
 ) -> int:
     """Write a new checkpoint: `checkpoint` with the patch applied. Returns its state digest.
 
-    Before anything is written, the whole patch is checked against the checkpoint, and the result
-    against the digest in the patch. What was written is read again before it gets its name. A
-    folder keeps its sharding and its other files.
+    The new checkpoint gets its name when all of it was read again and has the digest that the patch
+    promises. A folder keeps its sharding and its other files.
 
     Args:
         patch: The patch.
@@ -173,46 +150,73 @@ def apply_patch_file(
         ConfigError: `out` exists or cannot be written.
     """
     check_same_tensors(checkpoint.specs, patch.specs, called=("the checkpoint", "the patch"))
-    ledger = measure_digests(checkpoint, advance=phase("reading"))
-    if ledger.total != patch.base:
+    base = measure_digests(checkpoint, advance=phase("reading")).total
+    if base != patch.base:
         raise DigestMismatch(
             f"{checkpoint.path} is not what the patch was made from: its state digest is "
-            f"{digest_text(ledger.total)}, the patch needs {digest_text(patch.base)}"
+            f"{digest_text(base)}, the patch needs {digest_text(patch.base)}"
         )
-    # The patch may number the parameters in another order.
-    ledger = _reordered(ledger, patch.layout)
-    _predict(patch, checkpoint, ledger, phase("checking"))
     with appearing(Path(out)) as made:
         copy_checkpoint(checkpoint.path, made)
         written = Checkpoint(made, writable=True)
-        flats = _flats(written, patch.layout)
-        lines = Lines(flats, len(patch.layout))
-        staging = Staging(lines, ledger, in_place=True)
-        promised = patch._replay(staging.stage_bucket, flats, advance=phase("writing"))
+        promised = apply_frames(written, patch.layout, patch.frames(phase("writing")))
         written.flush()
         found = measure_digests(written, advance=phase("verifying")).total
         if found != promised:
-            raise DigestMismatch("what was written is not what the patch promises; try again")
+            raise DigestMismatch(
+                f"the patch is damaged: it makes weights of digest {digest_text(found)}, and "
+                f"promises {digest_text(promised)}"
+            )
     return found
 
 
-def _predict(
-    patch: PatchFile, checkpoint: Checkpoint, ledger: DigestLedger, advance: Advance
-) -> None:
-    """Raise DigestMismatch unless the patch makes of the checkpoint what it promises."""
-    flats = _flats(checkpoint, patch.layout)
-    lines = Lines(flats, len(patch.layout))
-    now = ledger
+def apply_frames(
+    checkpoint: Checkpoint, specs: Sequence[ParameterSpec], frames: Iterable[Frame]
+) -> int:
+    """Write one sync into a checkpoint, bucket by bucket. Returns the digest that it promises.
 
-    def stage(bucket: ReadBucket) -> None:
-        nonlocal now
-        staging = Staging(lines, now)  # one for each bucket, since it keeps what it stages
-        staging.stage_bucket(bucket)
-        now = staging.ledger
-        checkpoint.release()
+    After an error the checkpoint is half written.
 
-    if patch._replay(stage, flats, advance=advance) != now.total:
-        raise DigestMismatch("the patch is damaged: it would not make what it promises")
+    Args:
+        checkpoint: It is `writable`, and holds what the sync applies to.
+        specs: The layout of the sync.
+        frames: The frames of the sync.
+
+    Raises:
+        WireError, SyncError: A frame is damaged, or the checkpoint lacks what changes.
+    """
+    flats = flats_of(checkpoint, specs)
+    reader = OneWayReader(flats=flats)
+    for bucket in reader.read(frames):
+        for parameter, run in bucket.runs():
+            name = specs[parameter].name
+            if parameter not in flats:
+                raise LayoutMismatch(f"{checkpoint.path} has no tensor {name!r}, which changes")
+            check_indices(run, name=name)
+            assert run.bits is not None
+            run.write(flats[parameter], run.bits)
+    assert reader.sealed is not None
+    return int(reader.sealed.digest, 16)
+
+
+def flats_of(checkpoint: Checkpoint, specs: Sequence[ParameterSpec]) -> dict[int, Flat]:
+    """The tensors of a checkpoint by their number in a layout; those that it lacks are left out.
+
+    Raises LayoutMismatch if one has another shape or dtype than in the layout.
+    """
+    flats = dict[int, Flat]()
+    for number, spec in enumerate(specs):
+        for name in spec.names:  # it may have any of them
+            if (there := checkpoint.specs.get(name)) is None:
+                continue
+            if (there.shape, there.dtype) != (spec.shape, spec.dtype):
+                raise LayoutMismatch(
+                    f"{name}: the checkpoint has {there.dtype.name} {list(there.shape)}, the "
+                    f"layout {spec.dtype.name} {list(spec.shape)}"
+                )
+            flats[number] = Flat.of(checkpoint.tensor(name))
+            break
+    return flats
 
 
 def copy_checkpoint(path: Path, made: Path) -> None:
@@ -235,21 +239,7 @@ def _copy_file(path: str | Path, made: str | Path) -> None:
     os.chmod(made, os.stat(made).st_mode | stat.S_IWUSR)
 
 
-def _flats(checkpoint: Checkpoint, layout: Sequence[ParameterSpec]) -> dict[int, Flat]:
-    return {n: Flat.of(checkpoint.tensor(spec.name)) for n, spec in enumerate(layout)}
-
-
-def _reordered(ledger: DigestLedger, layout: Sequence[ParameterSpec]) -> DigestLedger:
-    numbers = {spec.name: number for number, spec in enumerate(ledger.specs)}
-    other = DigestLedger(whole(layout), chunk_numel=ledger.chunk_numel)
-    for number, spec in enumerate(layout):
-        old = numbers[spec.name]
-        chunks = ledger.sums[ledger.first[old] : ledger.first[old + 1]]
-        other.sums[other.first[number] : other.first[number + 1]] = chunks
-    return other
-
-
-def _told(frames: Iterator[Frame] | FrameFile, advance: Advance) -> Iterator[Frame]:
+def _reported(frames: Iterable[Frame], advance: Advance) -> Iterator[Frame]:
     for frame in frames:
         yield frame
         advance(len(frame.header) + (0 if frame.payload is None else len(frame.payload)))
@@ -264,7 +254,7 @@ class _OldFile(HostBackend):
     def __init__(
         self, old: Checkpoint, new: Checkpoint, ledger: DigestLedger, *, advance: Advance
     ) -> None:
-        super().__init__(_flats(old, old.layout), ledger)
+        super().__init__(flats_of(old, old.layout), ledger)
         self._checkpoints, self._advance, self._unreleased = (old, new), advance, 0
 
     def change(

@@ -23,19 +23,18 @@ ReadBits = Callable[[int, int, int], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One safetensors file of several.
+    """One file of a checkpoint: tensors in safetensors, or the index of such files.
 
     Attributes:
         name: Of the file.
-        numbers: The parameters in it, by their place in the layout, in the order of the file.
+        numbers: The parameters in it, by their place in the layout, in the order of the file; none
+            in an index.
         header: The bytes before the tensors.
-        num_bytes: Of the file.
     """
 
     name: str
     numbers: tuple[int, ...]
     header: bytes
-    num_bytes: int
 
     def pieces(self, specs: Sequence[ParameterSpec], read: ReadBits) -> Iterator[memoryview]:
         """The bytes of the file, piece by piece. Each is valid until the next is asked for."""
@@ -49,7 +48,7 @@ class Shard:
 
 
 def shards_of(specs: Sequence[ParameterSpec], *, max_bytes: int) -> list[Shard]:
-    """Split a model into files. Names are those that transformers writes.
+    """Split a model into files, with an index if they are several, as transformers writes them.
 
     Args:
         specs: The layout; a tied tensor is written once, by its canonical name. The metadata of
@@ -72,17 +71,12 @@ def shards_of(specs: Sequence[ParameterSpec], *, max_bytes: int) -> list[Shard]:
     if len(groups) == 1:
         return [_shard("model.safetensors", groups[0], specs)]
     names = (f"model-{n:05}-of-{len(groups):05}.safetensors" for n in range(1, len(groups) + 1))
-    return [_shard(name, group, specs) for name, group in zip(names, groups, strict=True)]
-
-
-def index_of(shards: Sequence[Shard], specs: Sequence[ParameterSpec]) -> tuple[str, bytes] | None:
-    """(name, bytes) of the index of several files; None for a single one, which needs none."""
-    if len(shards) == 1:
-        return None
+    shards = [_shard(name, group, specs) for name, group in zip(names, groups, strict=True)]
     places = {specs[number].name: shard.name for shard in shards for number in shard.numbers}
     total = sum(map(_bytes_of, specs))
     data = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-    return INDEX, json.dumps(data, indent=2).encode() + b"\n"
+    index = json.dumps(data, indent=2).encode() + b"\n"
+    return [*shards, Shard(INDEX, (), index)]
 
 
 def _shard(name: str, numbers: list[int], specs: Sequence[ParameterSpec]) -> Shard:
@@ -102,7 +96,7 @@ def _shard(name: str, numbers: list[int], specs: Sequence[ParameterSpec]) -> Sha
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     header = len(text).to_bytes(_ALIGNMENT, "little") + text
-    return Shard(name, tuple(ordered), header, len(header) + end)
+    return Shard(name, tuple(ordered), header)
 
 
 def _bytes_of(spec: ParameterSpec) -> int:

@@ -1,4 +1,4 @@
-"""LoRA adapters of Hugging Face PEFT: alone, or merged into their base model."""
+"""LoRA adapters of Hugging Face PEFT, merged into their base model."""
 
 from __future__ import annotations
 
@@ -23,42 +23,7 @@ from deltasync.sync.module import (
 from deltasync.sync.source.tensors import NamedTensor
 
 _PREFIX = "base_model.model."
-
-
-def adapter_only(adapter: str = "default") -> Callable[[str], str | None]:
-    """Return a `rename` for ModuleSource and ModuleTarget that keeps only one adapter.
-
-    Tensors are those that PEFT saves of the adapter, under the same names: also biases and norms
-    that it trains. The base model is left out. The module must be the PeftModel itself, and have
-    the adapter; otherwise, and if PEFT computes what it saves, they raise ConfigError.
-    """
-    return _AdapterNames(adapter)
-
-
-class _AdapterNames:
-    """A `rename` that is made for the module whose names it gets."""
-
-    def __init__(self, adapter: str) -> None:
-        self._adapter = adapter
-
-    def for_module(self, module: nn.Module) -> Callable[[str], str | None]:
-        """The checkpoint name of each tensor of the module, as PEFT itself saves it."""
-        from peft import get_peft_model_state_dict
-
-        if self._adapter not in getattr(module, "peft_config", ()):
-            raise ConfigError(
-                f"a {type(module).__name__} has no adapter {self._adapter!r}: give `adapter_only` "
-                "the name of one, and the PeftModel itself to what takes it as `rename`"
-            )
-        live: dict[str, Any] = module.state_dict()
-        saved = get_peft_model_state_dict(module, live, self._adapter, save_embedding_layers=False)
-        names = {id(tensor): name for name, tensor in live.items()}
-        if computed := [name for name, tensor in saved.items() if id(tensor) not in names]:
-            raise ConfigError(f"{computed[0]}: PEFT computes what it saves, which no tensor holds")
-        return {names[id(tensor)]: name for name, tensor in saved.items()}.get
-
-    def __call__(self, name: str) -> str | None:
-        raise ConfigError("give `adapter_only` to a ModuleSource or a ModuleTarget, as `rename`")
+_ALONE = "a ModuleSource whose `rename` keeps names with `lora_` sends adapters alone"
 
 
 class MergedSource:
@@ -129,7 +94,7 @@ def _room(name: str, layer: Any) -> Tensor:
     elif is_sharded(layer.get_base_layer().weight):
         why = "it is sharded: each rank would need all of the adapters"
     if why:
-        raise ConfigError(f"{name}: {why}; `adapter_only` sends adapters alone")
+        raise ConfigError(f"{name}: {why}; {_ALONE}")
     for own, parameter in layer.named_parameters():
         check_plain(parameter, f"{name}.{own}")
     return torch.empty_like(layer.get_base_layer().weight).requires_grad_()
@@ -154,9 +119,7 @@ def _named(model: nn.Module, layers: dict[str, tuple[Any, Tensor]]) -> Iterator[
         first = {id(layer.get_base_layer().weight): name for name, (layer, _) in layers.items()}
         other = next(name for name in layers if name not in first.values())
         tied = first[id(layers[other][0].get_base_layer().weight)]
-        raise ConfigError(
-            f"{other} and {tied} are adapted and tied: `adapter_only` sends adapters alone"
-        )
+        raise ConfigError(f"{other} and {tied} are adapted and tied; {_ALONE}")
     active: Any = model.active_adapters
     for name, tensor in named_tensors(model):
         if ".original_module." in name or _is_adapter(name, layers):

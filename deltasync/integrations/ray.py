@@ -6,10 +6,8 @@ the trainer's ranks listen now. Weights do not go through Ray.
 
 from __future__ import annotations
 
-import math
 import secrets
-import time
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -25,7 +23,6 @@ from deltasync.sync.target.base import WeightTarget
 from deltasync.transports import collective
 
 _HUB = "hub"  # where rank 0 listens to the other ranks
-_ASK_S = 0.5  # between two questions where the trainer listens
 _ANSWER_S = 10.0
 
 
@@ -43,22 +40,14 @@ class Rendezvous:
     Attributes:
         ranks: Number of ranks of the trainer.
         backend: What moves payloads: "gloo" between CPUs, "nccl" between GPUs.
-        port: First of the 2 * ranks + 2 consecutive ports that the trainer listens on, for
-            firewalls: two for each rank, two of rank 0 for the other ranks. 0 chooses free ports.
     """
 
-    def __init__(self, *, ranks: int = 1, backend: str = "gloo", port: int = 0) -> None:
-        """Start the actor; arguments as the attributes. Raises ConfigError for a bad one."""
+    def __init__(self, *, ranks: int = 1, backend: Literal["gloo", "nccl"] = "gloo") -> None:
+        """Start the actor; arguments as the attributes."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        if ranks < 1:
-            raise ConfigError(f"ranks is {ranks}; a trainer has one or more")
-        if backend not in ("gloo", "nccl"):
-            raise ConfigError(f"unknown backend {backend!r}; known are gloo and nccl")
-        if port and not 0 < port <= 65534 - 2 * ranks:
-            raise ConfigError(f"port is {port}; it and the next {2 * ranks + 1} are ports")
-        self.ranks, self.backend, self.port = ranks, backend, port
+        self.ranks, self.backend = ranks, backend
         self._secret = secrets.token_bytes(32)
         self._name = f"deltasync-{secrets.token_hex(8)}"
         here = ray.get_runtime_context().get_node_id()
@@ -85,24 +74,22 @@ class Rendezvous:
             rank: This rank of the trainer. All must be in `send_weights` for engines to connect.
             device: Where payloads live; by default the CPU or the current GPU.
             options: The same on all ranks.
-
-        Raises ConfigError, which names the port, if it cannot listen.
         """
         if not 0 <= rank < self.ranks:
             raise ConfigError(f"rank is {rank}; this trainer has ranks 0 to {self.ranks - 1}")
-        link = self._listen(rank, self.backend, device)
+        link = self._listen(self.backend, device)
         sender: WeightSender | TrainerRank
         if rank > 0:
             hub = _Receiver(self, _HUB, "gloo", None)
             sender = TrainerRank(source, link, hub, rank=rank, world=self.ranks, options=options)
         elif self.ranks > 1:
-            hubs = self._listen(self.ranks, "gloo", None)
+            hubs = self._listen("gloo", None)
             group = TrainerGroup(hubs, self.ranks)
             sender = WeightSender(source, link, options=options, group=group)
             self._post(_HUB, hubs)
         else:
             sender = WeightSender(source, link, options=options)
-        self._post(str(rank), link)
+        self._post(f"rank {rank}", link)
         return sender
 
     def follow(
@@ -130,7 +117,7 @@ class Rendezvous:
 
         Raises LayoutMismatch or Refused if the models differ, and TransportTimeout.
         """
-        links = [_Receiver(self, str(r), self.backend, device) for r in range(self.ranks)]
+        links = [_Receiver(self, f"rank {r}", self.backend, device) for r in range(self.ranks)]
         receiver = WeightReceiver(
             target,
             links[0],
@@ -158,24 +145,15 @@ class Rendezvous:
         except (ray.exceptions.RayError, ValueError) as error:  # ValueError: there is no actor
             raise OSError(f"the rendezvous does not answer: {error}") from error
         if found is None:
-            raise OSError(f"the trainer's {name if name == _HUB else f'rank {name}'} is not up yet")
+            raise OSError(f"the trainer is not up yet: {name}")
         host, port = found
         return str(host), int(port)
 
-    def _listen(
-        self, place: int, backend: str, device: torch.device | str | None
-    ) -> collective.Sender:
+    def _listen(self, backend: str, device: torch.device | str | None) -> collective.Sender:
         import ray
 
-        port = self.port and self.port + 2 * place
-        return collective.Sender(
-            ray.util.get_node_ip_address(),
-            port,
-            backend=backend,
-            device=device,
-            secret=self._secret,
-            store_port=port and port + 1,
-        )
+        here = ray.util.get_node_ip_address()
+        return collective.Sender(here, 0, backend=backend, device=device, secret=self._secret)
 
     def _post(self, name: str, link: collective.Sender) -> None:
         import ray
@@ -208,21 +186,16 @@ class _Receiver(collective.Receiver):
     ) -> None:
         super().__init__("", 0, backend=backend, device=device, secret=rendezvous._secret)
         self._rendezvous, self._name = rendezvous, name
-        self._known: tuple[str, int] | OSError = OSError("nobody was asked yet")
-        self._asked_at = -math.inf
+        self._last: tuple[str, int] | None = None
 
     def sender_address(self) -> tuple[str, int]:
-        """What the rendezvous knows, or knew before it was gone."""
-        now = time.monotonic()
-        if now - self._asked_at > _ASK_S:
-            self._asked_at = now
-            try:
-                self._known = self._rendezvous.find(self._name)
-            except OSError as error:
-                self._known = error if isinstance(self._known, OSError) else self._known
-        if isinstance(self._known, OSError):
-            raise self._known
-        return self._known
+        """Where the sender listens, or did before the rendezvous was gone."""
+        try:
+            self._last = self._rendezvous.find(self._name)
+        except OSError:
+            if self._last is None:
+                raise
+        return self._last
 
 
 def _name_of_actor() -> str:

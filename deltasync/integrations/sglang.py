@@ -28,8 +28,6 @@ PauseMode = Literal["abort", "retract", "in_place"]
 REQUEST = "deltasync"
 """The key of a request, where a ParameterServer sends a device uuid and its socket."""
 
-NOT_YET = "deltasync: done, and the weights that this server waits for come with the first version"
-
 _WORKERS: WeakKeyDictionary[nn.Module, Worker] = WeakKeyDictionary()
 # Responses of servers whose workers take no requests: a route, a package or a device is missing.
 _WITHOUT_US = ("checkpoint-engine is not installed", "not found in zmq_handles")
@@ -38,7 +36,9 @@ _STORES = ("hicache_storage_backend", "enable_lmcache", "enable_flexkv")
 
 
 class Extension:
-    """Takes requests in place of SGLang's own extension. SGLang creates one for each update.
+    """Takes requests in the place of SGLang's own extension, without checkpoint-engine.
+
+    SGLang creates one for each update.
 
     Args:
         model_runner: SGLang's model runner in this worker.
@@ -50,47 +50,34 @@ class Extension:
     def update_weights_from_ipc(self, zmq_handles: Mapping[str, str]) -> None:
         """Do what a trainer requests. SGLang answers with the error that this raises."""
         if REQUEST not in zmq_handles:
-            raise EngineFailed(
-                "checkpoint-engine cannot be imported beside SGLang: install it there to take the "
-                "checkpoints of a ParameterServer"
-            )
+            raise EngineFailed("to take a ParameterServer's checkpoints, install checkpoint-engine")
         handle_request(self._model_runner, zmq_handles[REQUEST])
 
 
 def handle_request(model_runner: Any, text: str) -> None:
-    """Do what a `WorkerRequest`, as JSON, asks of a worker.
+    """Do what a `WorkerRequest`, as JSON, asks of a worker: connect, commit or disconnect.
 
-    Raises EngineFailed with the type and the text of the error. A server counts as ready after its
-    first successful update, so an update without weights raises too if the server waits for them.
+    Raises EngineFailed with the type and the text of the error.
     """
-    from sglang.srt.runtime_context import get_server_args
-
     if model_runner.is_draft_worker:  # which keeps its weights
         return
     try:
         request = WorkerRequest.model_validate_json(text)
-        carry_out(model_runner.model, request)
+        worker = worker_of(model_runner.model)
+        if request.trainer is not None:
+            _connect(worker, model_runner.model, request.trainer)
+        elif request.version is not None:
+            worker.commit(request.version, request.holder, work=request.work)
+        else:
+            worker.disconnect(request.holder)
     except Exception as error:
-        said = " ".join(str(error).split())  # on one line
-        raise EngineFailed(f"deltasync: {type(error).__name__}: {said}") from error
-    if request.version is None and get_server_args().checkpoint_engine_wait_weights_before_ready:
-        raise EngineFailed(NOT_YET)
+        text = " ".join(str(error).split())  # on one line
+        raise EngineFailed(f"deltasync: {type(error).__name__}: {text}") from error
 
 
 def worker_of(model: nn.Module) -> Worker:
     """Return the model's worker, which lives as long as the model."""
     return _WORKERS.setdefault(model, Worker())
-
-
-def carry_out(model: nn.Module, request: WorkerRequest) -> None:
-    """Connect, commit or disconnect in a worker of SGLang's. Raises as the `Worker` does."""
-    worker = worker_of(model)
-    if request.trainer is not None:
-        _connect(worker, model, request.trainer)
-    elif request.version is not None:
-        worker.commit(request.version, request.holder, work=request.work)
-    else:
-        worker.disconnect(request.holder)
 
 
 def _connect(worker: Worker, model: nn.Module, trainer: TrainerInfo) -> None:
@@ -275,8 +262,6 @@ class SglangServer:
         try:
             self._http.post("update_weights_from_ipc", body)
         except EngineFailed as error:
-            if NOT_YET in str(error):
-                return
             if error.status == 404 or any(said in str(error) for said in _WITHOUT_US):
                 raise ConfigError(
                     "the server takes no requests: install deltasync in SGLang's environment, name "

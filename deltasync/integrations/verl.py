@@ -19,10 +19,10 @@ from verl.utils.model import convert_weight_keys
 
 from deltasync.errors import ConfigError
 from deltasync.integrations import verl_manager
-from deltasync.integrations.verl_ends import Metrics, Options, Rollout, SendingRank, Trainer
+from deltasync.integrations.verl_ends import Metrics, Options, Rollout, SendingRank
 from deltasync.integrations.verl_fleet import FleetTrainer, RolloutServer
 from deltasync.sync.module import ModuleSource
-from deltasync.sync.source.streamed import NamedWeights
+from deltasync.sync.source.streamed import StreamedWeights
 from deltasync.sync.source.tensors import Index
 from deltasync.transports.address import Address
 
@@ -40,15 +40,17 @@ class DeltaSyncEngine(CheckpointEngine):
 
     wire_format = "named_tensors"
     defaults: ClassVar[Mapping[str, object]] = {"snapshot_device": "cpu"}
+    every_rank_sends: ClassVar[bool] = False
 
     def __init__(
         self, bucket_size: int, is_master: bool | None = None, **engine_kwargs: Any
     ) -> None:
         self._options = _options(engine_kwargs, self.defaults)
         self._sizes = self._options.sized(bucket_size)
-        self._is_master = is_master
-        self._told: dict[str, Any] = {}
-        self._trainer: Trainer | FleetTrainer | None = None
+        self._is_master = bool(is_master)
+        self._topology: dict[str, Any] = {}
+        self._source: StreamedWeights | ModuleSource | None = None
+        self._sending: SendingRank | FleetTrainer | None = None
         self._servers: list[RolloutServer] = []
         self._rollout = Rollout(self._options) if is_master is None else None
 
@@ -56,25 +58,20 @@ class DeltaSyncEngine(CheckpointEngine):
         """Return the address that this rank sends from, or the name of this worker."""
         if self._rollout is not None:
             return {"engine": self._rollout.prepare()}
-        if not self._is_master:
+        if not (self._is_master or self.every_rank_sends):
             return {}
-        if isinstance(self._trainer, FleetTrainer):  # an engine has refused to write in place
-            self._trainer.close()
-            self._trainer = None
-        if self._trainer is None:
-            self._trainer = Trainer(self._options, self._sizes)
-        assert isinstance(self._trainer, Trainer)
-        return {"address": _json(self._trainer.address), "members": sorted(self._trainer.members)}
+        if self._sending is None:
+            is_hub = self._is_master and self.every_rank_sends
+            self._sending = SendingRank(self._options, self._sizes, is_hub=is_hub)
+        assert isinstance(self._sending, SendingRank)
+        found = {"address": _json(self._sending.address), "members": [*self._sending.members]}
+        return found | ({"hub": _json(self._sending.hub)} if self._sending.hub else {})
 
     def serve(self, servers: list[RolloutServer]) -> None:
         """On trainers, in place of `prepare`: `send_weights` sends to these servers' workers."""
         self._servers = servers
-        if self._is_master and self._trainer is None:
-            self._trainer = FleetTrainer(self._options, self._sizes)
-
-    def refused(self) -> str:
-        """On trainers: why a server cannot write in place; empty if none has refused."""
-        return self._trainer.refused if isinstance(self._trainer, FleetTrainer) else ""
+        if self._is_master and self._sending is None:
+            self._sending = FleetTrainer(self._options, self._sizes)
 
     @classmethod
     def build_topology(
@@ -82,122 +79,100 @@ class DeltaSyncEngine(CheckpointEngine):
     ) -> Topology:
         """Return the engines' names for trainers, and the trainers' addresses for rollouts."""
         trainers, rollouts = metadata[:actor_wg_world_size], metadata[actor_wg_world_size:]
-        engines = [rollout["engine"] for rollout in rollouts]
-        addresses = [there["address"] for there in trainers if "address" in there]
-        hub = trainers[0].get("hub")
-        told: dict[str, list[Any]] = {
-            "engines": [engines] * actor_wg_world_size,
-            "hub": [hub] * actor_wg_world_size,
-            "rank": list(range(actor_wg_world_size)),
-            "world": [actor_wg_world_size] * actor_wg_world_size,
+        of_trainers = {
+            "engines": [rollout["engine"] for rollout in rollouts],
+            "hub": trainers[0].get("hub"),
+            "world": actor_wg_world_size,
         }
-        members = trainers[0]["members"]
-        return told, {
-            "addresses": [addresses] * rollout_world_size,
-            "members": [members] * rollout_world_size,
+        of_rollouts = {
+            "addresses": [there["address"] for there in trainers if "address" in there],
+            "members": trainers[0]["members"],
         }
+        each = {name: [value] * actor_wg_world_size for name, value in of_trainers.items()}
+        each["rank"] = list(range(actor_wg_world_size))
+        return each, {name: [value] * rollout_world_size for name, value in of_rollouts.items()}
 
-    def init_process_group(self, **told: Any) -> None:
+    def init_process_group(self, **topology: Any) -> None:
         """Store what `build_topology` returned for this process."""
         if self._rollout is not None:
-            addresses = [Address(**address) for address in told["addresses"]]
-            self._rollout.connect(addresses, members=told["members"])
-        self._told = told
+            addresses = [Address(**address) for address in topology["addresses"]]
+            self._rollout.connect(addresses, members=topology["members"])
+        self._topology = topology
 
-    async def send_weights(
-        self, weights: NamedWeights, global_steps: int | None = None
-    ) -> Metrics | None:
+    async def send_weights(self, weights: Any, global_steps: int | None = None) -> Metrics | None:
         """Send these weights to the rollouts. Ranks other than 0 take part in gathering them.
 
         Raises what `WeightSender.send_weights` raises; the next call then covers this one.
         """
-        if isinstance(self._trainer, FleetTrainer):
-            return self._trainer.send(weights, self._servers)
-        if self._trainer is not None:
-            return self._trainer.send(weights, self._told.get("engines", []))
-        for _ in weights:
-            pass
-        return None
+        if isinstance(self._sending, FleetTrainer):
+            return self._sending.send(weights, self._servers)
+        if self._sending is None:
+            for _ in weights:
+                pass
+            return None
+        return self._send(self._sending, self._source_of(weights))
+
+    def _source_of(self, weights: Any) -> StreamedWeights | ModuleSource:
+        if self._source is None:
+            self._source = StreamedWeights(self._sizes)
+        assert isinstance(self._source, StreamedWeights)
+        self._source.take(weights)
+        return self._source
+
+    def _send(self, sending: SendingRank, source: StreamedWeights | ModuleSource) -> Metrics | None:
+        return sending.send(source, self._topology["engines"])
 
     def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, Tensor]]:
-        """Receive a sync; yields (name, whole tensor) of what the inference engine does not have.
+        """Receive a sync; yields (name, whole tensor) of all weights.
 
         Raises what `WeightReceiver.receive_weights` raises, before anything is yielded.
         """
-        return self._of_rollout().weights()
+        if self._rollout is None:
+            raise ConfigError("this is a trainer's checkpoint engine, it receives nothing")
+        return self._rollout.weights()
 
     def finalize(self) -> None:
-        """The sync succeeded: rollouts record that the engine has what it was given."""
-        if self._rollout is not None:
-            self._rollout.confirm()
-
-    def forget(self) -> None:
-        """On rollouts: the inference engine lost its weights. The next sync gives all of them."""
-        self._of_rollout().forget()
+        """Do nothing: connections stay for the next sync."""
 
     def close(self) -> None:
         """Close every connection. verl never calls this; its processes just end."""
-        for end in (self._trainer, self._rollout):
+        for end in (self._sending, self._rollout):
             if end is not None:
                 end.close()
 
-    def _of_rollout(self) -> Rollout:
-        if self._rollout is None:
-            raise ConfigError("this is a trainer's checkpoint engine, it receives nothing")
-        return self._rollout
-
 
 class ShardedDeltaSyncEngine(DeltaSyncEngine):
-    """The same for a trainer sharded by FSDP2: every rank compares and sends what it holds."""
+    """The same for a trainer sharded by FSDP2: every rank compares and sends what it holds.
+
+    `send_weights` raises ConfigError for an engine of verl whose shards cannot be sent.
+    """
 
     defaults: ClassVar[Mapping[str, object]] = {
         "snapshot_device": "cpu",
         "wire_dtypes": {"*": "bfloat16"},  # what verl's own delta_sharded sends
     }
+    every_rank_sends = True
 
     def __init__(
         self, bucket_size: int, is_master: bool | None = None, **engine_kwargs: Any
     ) -> None:
         super().__init__(bucket_size, is_master, **engine_kwargs)
-        if self._options.hand_over == "in_place":
+        if self._options.in_place:
             raise ConfigError(
-                "hand_over: in_place needs the backend `deltasync`: with `delta_sharded` verl "
-                "starts vLLM with its own weight transfer backend"
+                "in_place needs the backend `deltasync`: with `delta_sharded` verl starts vLLM "
+                "with its own weight transfer backend"
             )
-        self._rank: SendingRank | None = None
-        self._source: ModuleSource | None = None
 
-    def prepare(self) -> dict[str, Any]:
-        """Return the address that this rank of the trainer sends from; see `DeltaSyncEngine`."""
-        if self._rollout is not None:
-            return super().prepare()
-        if self._rank is None:
-            is_master = bool(self._is_master)
-            self._rank = SendingRank(self._options, self._sizes, is_master=is_master)
-        told: dict[str, Any] = {"address": _json(self._rank.address)}
-        if self._rank.hub is not None:
-            told |= {"hub": _json(self._rank.hub), "members": sorted(self._rank.members)}
-        return told
-
-    async def send_weights(self, weights: Any, global_steps: int | None = None) -> Metrics | None:
-        """Send the weights of verl's training engine to the rollouts.
-
-        Raises ConfigError for an engine whose shards cannot be sent, and what
-        `WeightSender.send_weights` raises.
-        """
-        if self._rank is None:
-            raise ConfigError("call prepare first")
+    def _source_of(self, weights: Any) -> StreamedWeights | ModuleSource:
         if self._source is None:
             self._source = shards_of(weights)
-        told = self._told
-        hub = Address(**told["hub"])
-        return self._rank.send(self._source, told["engines"], hub, told["rank"], told["world"])
+        return self._source
 
-    def close(self) -> None:
-        """Close every connection."""
-        super().close()
-        if self._rank is not None:
-            self._rank.close()
+    def _send(self, sending: SendingRank, source: StreamedWeights | ModuleSource) -> Metrics | None:
+        here = self._topology
+        return sending.send(
+            source, here["engines"], Address(**here["hub"]), here["rank"], here["world"]
+        )
 
 
 def shards_of(engine: Any) -> ModuleSource:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,8 +25,8 @@ from deltasync.sync.options import ReceiverOptions, SenderOptions
 from deltasync.sync.protocol.links import CallTimeout
 from deltasync.sync.receiver import WeightReceiver
 from deltasync.sync.sender import WeightSender, one_call
-from deltasync.sync.source.streamed import NamedWeights, StreamedWeights
 from deltasync.sync.source.tensors import WeightSource
+from deltasync.sync.source.weights import LocalWeights
 from deltasync.sync.stats import SyncStats, reasons
 from deltasync.sync.target.copied import CopiedTarget
 from deltasync.transports.address import Address, LinkName, listen
@@ -39,11 +38,6 @@ _MAX_BUCKET_BYTES = 64 << 20
 Metrics = dict[str, float]
 """Metrics of one sync, as verl logs them."""
 
-HandOver = Literal["changed", "all", "in_place"]
-"""What a rollout's inference engine is given in a sync: the whole tensors that have changed, all
-tensors, or none, because its workers receive the changes and write them in place.
-"""
-
 
 class Options(OptionsModel):
     """The `engine_kwargs` of both ends."""
@@ -52,9 +46,8 @@ class Options(OptionsModel):
         default="gloo", description="what moves weights, from trainers to rollouts"
     )
     host: str = Field(default="", description="of this trainer's rank, as rollouts reach it")
-    hand_over: HandOver = Field(
-        default="changed",
-        description="which tensors a rollout is given in a sync; none if engines write in place",
+    in_place: bool = Field(
+        default=False, description="whether vLLM's workers receive the changes and write them"
     )
     timeout_s: float = Field(
         default=600.0, gt=0, le=LONGEST_S, description="for each wait; covers the trainer's export"
@@ -90,11 +83,7 @@ class Options(OptionsModel):
 
 
 class Rollout:
-    """A worker that receives, and gives its inference engine the tensors that it lacks.
-
-    It keeps a copy of all weights. What the engine was given counts only if all workers confirm
-    it. Otherwise the next sync gives the engine everything: ranks of one engine load in step, so
-    each needs the same tensors, including a rank that received nothing.
+    """A worker that receives changes into its own copy of the weights, for its inference engine.
 
     Args:
         options: Of both ends.
@@ -107,15 +96,11 @@ class Rollout:
         self._addresses: tuple[Address, ...] = ()
         self._name = _new_name()
         self._calls = ThreadPoolExecutor(1, thread_name_prefix="deltasync-verl")
-        self._call: Future[dict[str, int]] | None = None
-        self._confirmed: dict[str, int] = {}  # digests of what the engine has; none in a sync
-        self._before: dict[str, int] = {}  # digests of what it had when the sync began
-        self._handed: dict[str, int] = {}  # digests of what it has if it loads all it was given
+        self._call: Future[None] | None = None
         self._turn = 0
 
     def prepare(self) -> str:
         """Begin a sync. Returns the name under which this worker receives."""
-        self._before, self._confirmed, self._handed = self._confirmed, {}, {}
         self._turn += 1
         if self._call is not None and not self._call.done():  # of an abandoned update
             self._leave()
@@ -135,20 +120,11 @@ class Rollout:
         subscribe_metrics()
 
     def weights(self) -> AsyncIterator[tuple[str, Tensor]]:
-        """Receive, then yield (name, tensor) of all that the engine lacks; do not write to them.
+        """Receive, then yield (name, tensor) of all weights; do not write to them.
 
         Raises SyncAborted if another sync has begun since this call.
         """
         return self._received(self._turn)
-
-    def confirm(self) -> None:
-        """The engine has loaded all that it was given."""
-        self._confirmed = self._handed
-
-    def forget(self) -> None:
-        """The engine has lost its weights: the next sync gives it all of them."""
-        self._before, self._confirmed, self._handed = {}, {}, {}
-        self._turn += 1  # a load in progress has lost a part of what it loaded
 
     def close(self) -> None:
         """Close the connection."""
@@ -160,15 +136,12 @@ class Rollout:
         device = self._options.device
         if self._receiver is None:
             self._receiver = self._joining(device)
-        self._call = self._calls.submit(_synced, self._receiver, device, self._options.timeout_s)
-        due = digests = await asyncio.wrap_future(self._call)
+        self._call = self._calls.submit(_receive, self._receiver, device, self._options.timeout_s)
+        await asyncio.wrap_future(self._call)
         self._check(turn)
-        if self._options.hand_over != "all":
-            due = {n: d for n, d in digests.items() if self._before.get(n) != d}
-        for name in due:
-            yield name, _placed(self._target.tensors[name])
+        for name, tensor in self._target.tensors.items():
+            yield name, _placed(tensor)
             self._check(turn)
-        self._handed = digests
 
     def _joining(self, device: torch.device) -> WeightReceiver:
         if not self._addresses:
@@ -193,45 +166,21 @@ class Rollout:
         self._receiver, self._name = None, _new_name()
 
 
-class Trainer:
-    """The rank of a trainer to which verl passes all weights, tensor by tensor."""
-
-    def __init__(self, options: Options, sizes: SenderOptions) -> None:
-        self._timeout_s = options.timeout_s
-        self._weights = StreamedWeights(sizes)
-        transport, self.address = options.listen()
-        self._sender = WeightSender(self._weights, transport)
-
-    @property
-    def members(self) -> frozenset[str]:
-        """Rollouts that hold the last version."""
-        return self._sender.engines
-
-    def send(self, weights: NamedWeights, engines: Collection[str]) -> Metrics:
-        """Sync these rollouts. Raises SyncAborted if one of them does not hold the version."""
-        taken_s = seconds_to_take(weights, self._weights)
-        return metrics_of(_sent(self._sender, engines, self._timeout_s), taken_s)
-
-    def close(self) -> None:
-        """Close every connection."""
-        self._sender.close()
-
-
 class SendingRank:
-    """One of a trainer's ranks, each of which compares and sends what it holds.
+    """A rank of a trainer that compares and sends what it holds: its part, or all weights.
 
     Args:
         options: Of both ends.
         sizes: Of the sender.
-        is_master: Whether this is rank 0.
+        is_hub: Whether this is rank 0 of several ranks that send.
     """
 
-    def __init__(self, options: Options, sizes: SenderOptions, *, is_master: bool) -> None:
+    def __init__(self, options: Options, sizes: SenderOptions, *, is_hub: bool = False) -> None:
         self._timeout_s, self._sizes = options.timeout_s, sizes
         self._transport, self.address = options.listen()
         self._link: SendTransport | None = None
         self.hub: Address | None = None
-        if is_master:
+        if is_hub:
             self._link, self.hub = options.listen(options.hub)
         self._sender: WeightSender | TrainerRank | None = None
 
@@ -242,16 +191,21 @@ class SendingRank:
         return sender.engines if isinstance(sender, WeightSender) else frozenset()
 
     def send(
-        self, source: WeightSource, engines: Collection[str], hub: Address, rank: int, world: int
+        self,
+        source: WeightSource | LocalWeights,
+        rollouts: Collection[str],
+        hub: Address | None = None,
+        rank: int = 0,
+        world: int = 1,
     ) -> Metrics | None:
         """Sync these rollouts. Returns the metrics on rank 0, None on others.
 
         Args:
             source: What this rank holds; that of the first call is kept.
-            engines: The rollouts' names.
+            rollouts: Their names.
             hub: The address at which rank 0 listens for the other ranks.
             rank: This rank.
-            world: Number of ranks of the trainer.
+            world: Number of ranks of the trainer that send.
 
         Raises SyncAborted if the sync failed on any rank, or a rollout does not hold the version.
         """
@@ -260,7 +214,7 @@ class SendingRank:
         if isinstance(self._sender, TrainerRank):
             self._sender.send_weights(timeout_s=self._timeout_s)
             return None
-        return metrics_of(_sent(self._sender, engines, self._timeout_s))
+        return metrics_of(_sent(self._sender, rollouts, self._timeout_s))
 
     def close(self) -> None:
         """Close every connection."""
@@ -269,26 +223,22 @@ class SendingRank:
                 end.close()
 
     def _begun(
-        self, source: WeightSource, hub: Address, rank: int, world: int
+        self, source: WeightSource | LocalWeights, hub: Address | None, rank: int, world: int
     ) -> WeightSender | TrainerRank:
+        if isinstance(source, LocalWeights):  # which has these options
+            return WeightSender(source, self._transport)
         if self._link is not None:
             group = TrainerGroup(self._link, world)
             return WeightSender(source, self._transport, options=self._sizes, group=group)
+        assert hub is not None
         link = hub.receiver(torch.device("cpu"), secret=network_secret())
         return TrainerRank(
             source, self._transport, link, rank=rank, world=world, options=self._sizes
         )
 
 
-def seconds_to_take(weights: NamedWeights, into: StreamedWeights) -> float:
-    """Take and compare all weights. Returns the seconds that this took."""
-    began = time.perf_counter()
-    into.take(weights)
-    return time.perf_counter() - began
-
-
-def metrics_of(stats: SyncStats, taken_s: float | None = None) -> Metrics:
-    """Return what verl logs of a sync. `taken_s`: what comparing took, if that was before it."""
+def metrics_of(stats: SyncStats) -> Metrics:
+    """Return what verl logs of a sync."""
     counted: Mapping[str, float] = {
         "changed_ratio": stats.density,
         "changed_elems": stats.nnz,
@@ -296,34 +246,32 @@ def metrics_of(stats: SyncStats, taken_s: float | None = None) -> Metrics:
         "dense_mbytes": stats.dense_bytes / (1 << 20),
         "full_synced": stats.full_synced,
         "version": stats.version,
-        "diff_s": stats.diff_s if taken_s is None else taken_s,
+        "diff_s": stats.diff_s,
         "transfer_s": stats.transfer_s,
         "commit_s": stats.commit_s,
-        "total_s": stats.total_s + (taken_s or 0.0),
+        "total_s": stats.total_s,
     }
     return {f"checkpoint_engine/{name}": float(value) for name, value in counted.items()}
 
 
-def _sent(sender: WeightSender, engines: Collection[str], timeout_s: float) -> SyncStats:
+def _sent(sender: WeightSender, rollouts: Collection[str], timeout_s: float) -> SyncStats:
     """Sync these rollouts. Raises SyncAborted if one of them does not hold the version."""
     with plain_mode(), one_call(sender, CallTimeout(timeout_s)):
-        sender.retain(engines)
-        sender.wait_for_receivers(len(engines), timeout_s=timeout_s)
+        sender.retain(rollouts)
+        sender.wait_for_receivers(len(rollouts), timeout_s=timeout_s)
         stats = sender.send_weights(timeout_s=timeout_s)
-        if stats.receivers < len(engines):
+        if stats.receivers < len(rollouts):
             why = reasons(stats.lost) or "refused"
             raise SyncAborted(
-                f"{stats.receivers} of {len(engines)} rollout workers hold v{stats.version} "
+                f"{stats.receivers} of {len(rollouts)} rollout workers hold v{stats.version} "
                 f"({why}); the next sync covers the others"
             )
         return stats
 
 
-def _synced(receiver: WeightReceiver, device: torch.device, timeout_s: float) -> dict[str, int]:
-    """Receive a sync. Returns the digest of each tensor."""
+def _receive(receiver: WeightReceiver, device: torch.device, timeout_s: float) -> None:
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         receiver.receive_weights(timeout_s=timeout_s)
-    return receiver.digests()
 
 
 def _placed(tensor: Tensor) -> Tensor:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
-from deltasync.errors import ConfigError, EngineFailed, SyncAborted
+from deltasync.errors import SyncAborted
 from deltasync.integrations.fleet import EngineFleet
-from deltasync.integrations.verl_ends import Metrics, Options, metrics_of, seconds_to_take
+from deltasync.integrations.verl_ends import Metrics, Options, metrics_of
 from deltasync.integrations.vllm import HttpClient, VllmServer
 from deltasync.sync.options import SenderOptions
 from deltasync.sync.source.streamed import NamedWeights, StreamedWeights
@@ -37,16 +37,12 @@ class FleetTrainer:
     Args:
         options: Of both ends.
         sizes: Of the sender.
-
-    Attributes:
-        refused: Why an engine cannot write in place, by its name; empty if none has said so.
     """
 
     def __init__(self, options: Options, sizes: SenderOptions) -> None:
-        self.refused = ""
         self._timeout_s = options.timeout_s
         self._weights = StreamedWeights(sizes)
-        transport, self.address = options.listen()
+        transport, _ = options.listen()
         self._fleet = EngineFleet(
             self._weights,
             transport,
@@ -60,32 +56,19 @@ class FleetTrainer:
 
         Raises SyncAborted if a server does not hold the version; the next call covers it.
         """
-        taken_s = seconds_to_take(weights, self._weights)
+        self._weights.take(weights)
         self._follow(servers)
-        try:
-            stats = self._fleet.send_weights(timeout_s=self._timeout_s)
-        except SyncAborted as error:
-            self.refused = self._refusal(error)
-            raise
+        stats = self._fleet.send_weights(timeout_s=self._timeout_s)
         if stats.lost:
             raise SyncAborted(
                 f"not every rollout holds v{stats.version} ({reasons(stats.lost)}); the next sync "
                 "covers the others"
             )
-        return metrics_of(stats, taken_s)
+        return metrics_of(stats)
 
     def close(self) -> None:
-        """Let the engines disconnect. They keep their weights."""
-        try:
-            self._fleet.disconnect()
-        finally:
-            self._fleet.close()
-
-    def _refusal(self, error: SyncAborted) -> str:
-        """Why an engine that has never taken part cannot; empty if that is not what went wrong."""
-        is_told = isinstance(error.__cause__, ConfigError | EngineFailed)
-        states = self._fleet.servers().values()
-        return str(error) if is_told and any(s.version is None and s.why for s in states) else ""
+        """Close every connection. The engines keep their weights."""
+        self._fleet.close()
 
     def _follow(self, servers: Collection[RolloutServer]) -> None:
         """Add the servers that are new, and remove those that are gone."""

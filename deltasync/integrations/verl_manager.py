@@ -9,19 +9,15 @@ verl's trainers for separate rollouts make the manager themselves, and read no
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
 
-from ray.exceptions import RayError
 from verl.checkpoint_engine.base import CheckpointEngineManager
 from verl.utils.ray_utils import auto_await
 
 from deltasync.errors import ConfigError
 from deltasync.integrations.verl_fleet import RolloutServer
-
-logger = logging.getLogger(__name__)
 
 BACKEND = "deltasync"
 
@@ -41,19 +37,7 @@ def _in_place_if_asked(update: Callable[..., Any]) -> Callable[..., Any]:
     async def update_weights(manager: Any, global_steps: int | None = None) -> Mapping[str, float]:
         if not _is_asked(manager):
             return await own(manager, global_steps)  # type: ignore[no-any-return]
-        try:
-            return await _update(manager, global_steps)
-        except (ConfigError, RayError) as error:
-            why = await _refused(manager, error)
-            if not why:
-                raise
-            logger.warning(
-                "deltasync hands whole tensors over from now on, because engines cannot write in "
-                "place: %s",
-                why,
-            )
-            manager.hands_over = True
-        return await own(manager, global_steps)  # type: ignore[no-any-return]
+        return await _update(manager, global_steps)
 
     update_weights.is_in_place = True
     return update_weights  # type: ignore[no-any-return]
@@ -61,8 +45,7 @@ def _in_place_if_asked(update: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_asked(manager: Any) -> bool:
     options = manager.config.engine_kwargs.get(manager.backend, {})
-    is_asked = manager.backend == BACKEND and options.get("hand_over") == "in_place"
-    return is_asked and not getattr(manager, "hands_over", False)
+    return bool(manager.backend == BACKEND and options.get("in_place"))
 
 
 async def _update(manager: Any, global_steps: int | None) -> Mapping[str, float]:
@@ -70,15 +53,12 @@ async def _update(manager: Any, global_steps: int | None) -> Mapping[str, float]
     trainers = manager.actor_wg
     servers = [_server_of(replica) for replica in manager.replicas]
 
-    async def ask(method: str, **arguments: Any) -> None:
-        each = {name: [value] * trainers.world_size for name, value in arguments.items()}
-        calls = trainers.execute_checkpoint_engine([method] * trainers.world_size, **each)
-        await asyncio.gather(*calls)
-
-    await ask("serve", servers=servers)
+    world = trainers.world_size
+    await asyncio.gather(
+        *trainers.execute_checkpoint_engine(["serve"] * world, servers=[servers] * world)
+    )
     updates = trainers.update_weights(global_steps=global_steps, mode=manager.backend)
     found = await asyncio.gather(*updates)
-    await ask("finalize")
     if global_steps is not None:
         heads = [replica.servers[0] for replica in manager.replicas]
         await asyncio.gather(*(head.set_global_steps.remote(global_steps) for head in heads))
@@ -89,22 +69,8 @@ def _server_of(replica: Any) -> RolloutServer:
     """Raises ConfigError, with the replica's number."""
     name = f"replica {replica.replica_rank}"
     if replica.config.name != "vllm":
-        raise ConfigError(f"{name} runs {replica.config.name}, and only vLLM's workers can")
+        raise ConfigError(f"{name} runs {replica.config.name}: in_place needs vLLM")
     if replica.config.disaggregation.enabled:
-        raise ConfigError(f"{name} splits prefill and decode among servers")
+        raise ConfigError(f"{name} splits prefill and decode among servers: leave out in_place")
     url = f"http://{replica.server_address}"
     return RolloutServer(f"{name} at {url}", url, replica.world_size)
-
-
-async def _refused(manager: Any, error: Exception) -> str:
-    """Why engines cannot write in place; empty if that is not why the update failed."""
-    if isinstance(error, ConfigError):
-        return str(error)
-    trainers = manager.actor_wg
-    try:
-        said = await asyncio.gather(
-            *trainers.execute_checkpoint_engine(["refused"] * trainers.world_size)
-        )
-    except RayError:  # a trainer has died, which the update has raised
-        return ""
-    return next(filter(None, said), "")

@@ -106,7 +106,7 @@ def reach(core: Any) -> int:
     A core in the process of its client has no loop that could finish the steps in flight.
     """
     parallel = core.vllm_config.parallel_config
-    has_loop = hasattr(core, "_process_engine_step") and hasattr(core, "set_weight_version")
+    has_loop = hasattr(core, "_process_engine_step")
     if not (_is_ours(core) and has_loop) or parallel.data_parallel_size > 1:
         return 0
     return int(parallel.world_size)

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
 from functools import wraps
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.logger import init_logger
-from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -30,11 +28,9 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.utils import initialize_model
-from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
-from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
-from deltasync.engines.proof.cold import FAILURES, Startup, WithoutMemory, default_dtype
+from deltasync.engines.proof.cold import FAILURES, Startup, default_dtype
 from deltasync.engines.proof.proving import Proof, reached
 from deltasync.engines.proof.unwritten import storages
 from deltasync.engines.reloaded import ReloadedTarget
@@ -46,8 +42,6 @@ from deltasync.sync.module import Registered
 from deltasync.sync.target.base import WeightTarget
 
 logger = init_logger(__name__)
-
-_ADAPTERS = ("lora_a_stacked", "lora_b_stacked")  # how attributes end that hold adapters
 
 
 @dataclass
@@ -93,7 +87,7 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         listed = self.vllm_config.compilation_config.static_forward_context.values()
         own = set(self.model.modules())  # each layer holds that list, where a drafter's are too
         self._drafter = [one for one in listed if one not in own]
-        self._reached = _reached_of(self.model, self._drafter)  # before there are caches
+        self._reached = reached(self.model, self._drafter)  # before there are caches
         self._storages = frozenset(storages(self.model))
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -127,7 +121,8 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         parallel = self.parallel_config
         if parallel.enable_eplb:
             raise ConfigError("vLLM moves experts between ranks: start it without --enable-eplb")
-        _refuse_adapted_experts(self.model)
+        if self.vllm_config.lora_config is not None:
+            raise ConfigError("adapters are beside the weights: start vLLM without --enable-lora")
         self._worker.connect(
             trainer,
             self._target(trainer),
@@ -192,19 +187,10 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         config.compilation_config = compilation
         with default_dtype(self.model_config.dtype), torch.device(self.device):
             model: nn.Module = initialize_model(config, model_config=self.model_config).eval()
-            if config.lora_config is not None:
-                runner: Any = SimpleNamespace()  # takes what manages adapters
-                load = LoRAModelRunnerMixin.load_lora_model
-                with WithoutMemory({torch.zeros}):  # for as many adapters as there may be
-                    model = load(runner, model, config, torch.device(self.device))
             return model
 
     def _work_on(self, modules: Sequence[nn.Module]) -> None:
-        """Process modules as vLLM does after it has loaded them: attention last.
-
-        Layers that take adapters were no modules then: they pass on attributes of those within.
-        """
-        modules = [one for one in modules if not isinstance(one, BaseLayerWithLoRA)]
+        """Process modules as vLLM does after it has loaded them: attention last."""
         with set_current_vllm_config(self.vllm_config), torch.device(self.device):
             for module in modules:
                 method = getattr(module, "quant_method", None)
@@ -216,20 +202,17 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                     work(self.model_config.dtype)
 
     def _reload(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load weights as vLLM's own backends load whole checkpoints, and do what they omit."""
-        packing, registered = _Packing(self.model), Registered(self.model)
-        packing.forget()
+        """Load weights as vLLM's own backends load whole checkpoints."""
+        registered = Registered(self.model)
         try:
             initialize_layerwise_reload(self.model)
             self.model.load_weights(weights)
             finalize_layerwise_reload(self.model, self.model_config)
         except BaseException:  # else vLLM's next reload would continue this one
             registered.put_back()
-            packing.remember()
             for module in self.model.modules():
                 get_layerwise_info(module).reset()
             raise
-        packing.renew()
 
     def _started_on(self) -> Iterator[tuple[str, Tensor]]:
         """Read the checkpoint that vLLM was started on. Raises ConfigError without one."""
@@ -243,11 +226,6 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self.model_config, self.model
         )
         return weights
-
-    @staticmethod
-    def trainer_send_weights(iterator: object, trainer_args: object) -> None:
-        """Required by vLLM 0.26. Trainers use an `EngineSync`."""
-        raise NotImplementedError("send weights by deltasync's EngineSync")
 
     def start_weight_update(self) -> None:
         """Do nothing: there is nothing to prepare."""
@@ -321,29 +299,6 @@ def _name_of_engine() -> str:
     return str(store.compare_set("deltasync-engine", "", own).decode())
 
 
-def _reached_of(model: nn.Module, others: Iterable[nn.Module]) -> set[str]:
-    """Paths of what is reached from the model, without adapters: syncs do not concern them."""
-    adapted = tuple(
-        f"{name}.{attribute}" if name else attribute
-        for name, module in model.named_modules()
-        if isinstance(module, BaseLayerWithLoRA)
-        for attribute in vars(module)
-        if attribute.endswith(_ADAPTERS)
-    )
-    return {path for path in reached(model, others) if not path.startswith(adapted)}
-
-
-def _refuse_adapted_experts(model: nn.Module) -> None:
-    """Raises ConfigError. vLLM's loader passes over such experts, and raises nothing."""
-    for name, module in model.named_modules():
-        if getattr(module, "lora_base_layer_prefix", ""):
-            raise ConfigError(
-                f"{name!r} takes LoRA adapters, and vLLM's loader does not find such experts by "
-                "their checkpoint names: start vLLM with --lora-target-modules that leave experts "
-                "out, such as q_proj k_proj v_proj o_proj"
-            )
-
-
 def _is_lost_by_reload(module: Any) -> bool:
     """Whether it uses a oneDNN handler, which points to a scale that the reload frees."""
     kernel = getattr(getattr(module, "scheme", None), "kernel", None)
@@ -358,9 +313,7 @@ _TOUCHES: dict[str, _Around] = {
     "discard": DeltaSyncEngine.discarding,
     "reload_weights": DeltaSyncEngine.reloading,
     "reset_weights": DeltaSyncEngine.reloading,
-}
-_LOADS: dict[str, _Around] = {  # methods of checkpoint-engine's extension, if there is one
-    "update_weights_from_ipc": DeltaSyncEngine.loading,
+    "update_weights_from_ipc": DeltaSyncEngine.loading,  # of checkpoint-engine's extension
 }
 
 
@@ -372,7 +325,7 @@ def _announce_touches(worker_class: type) -> None:
     """
     setattr(worker_class, WRITE, write)
     setattr(worker_class, TRY, attempt)
-    for name, around in (_TOUCHES | _LOADS).items():
+    for name, around in _TOUCHES.items():
         method = getattr(worker_class, name, None)
         if method is not None and not hasattr(method, "is_announced"):
             setattr(worker_class, name, _announced(method, around))
@@ -389,29 +342,3 @@ def _announced(method: Callable[..., object], around: _Around) -> Callable[..., 
 
     call.is_announced = True  # type: ignore[attr-defined]
     return call
-
-
-class _Packing:
-    """Weights packed for CPUs. vLLM's layerwise reload leaves some of them unpacked."""
-
-    def __init__(self, model: nn.Module) -> None:
-        modules: Iterable[Any] = model.modules() if current_platform.is_cpu() else ()
-        self._packed = [m for m in modules if getattr(m, "quant_method", None) is not None]
-        experts = [m.quant_method for m in self._packed if hasattr(m.quant_method, "moe_kernel")]
-        self._kernels = [(method, method.moe_kernel) for method in experts]
-
-    def forget(self) -> None:
-        """Remove the experts' kernels: vLLM packs only experts that have none."""
-        for method, _ in self._kernels:
-            method.moe_kernel = None
-
-    def remember(self) -> None:
-        """Put the kernels back."""
-        for method, kernel in self._kernels:
-            method.moe_kernel = kernel
-
-    def renew(self) -> None:
-        """Pack heads that keep a packed copy: vLLM gives no weights to a tied one."""
-        for module in self._packed:
-            if hasattr(module, "cpu_linear") and module.weight.numel():
-                module.quant_method.process_weights_after_loading(module)

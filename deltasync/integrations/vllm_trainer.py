@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from inspect import get_annotations, signature
+from inspect import get_annotations
 from typing import Any, ClassVar, Self
 
 import torch
@@ -24,17 +24,11 @@ from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.trainer_info import Caches
 from deltasync.integrations.vllm import HttpClient, VllmServer
 from deltasync.integrations.vllm_core import BACKEND
-from deltasync.sync.arguments import check_source
 from deltasync.sync.protocol.links import OneCaller
 from deltasync.sync.source.streamed import StreamedWeights
 from deltasync.sync.stats import SyncStats
-from deltasync.transports import forks
 from deltasync.transports.address import LinkName, listen
 from deltasync.wire.messages import ParameterSpec, check_limits
-
-_NEEDED = (
-    "use vLLM 0.27 or newer here; an EngineSync works from vLLM 0.26 on, and does not import it"
-)
 
 try:
     from vllm.distributed.weight_transfer import (
@@ -42,12 +36,14 @@ try:
         WeightTransferTrainerFactory,
     )
     from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
+
+    if "backend" not in get_annotations(TrainerInitInfo):
+        raise ImportError("it wants a configuration, too")
 except ImportError as error:
     raise ConfigError(
-        f"there is no vLLM with a trainer's half here ({error}): {_NEEDED}"
+        f"there is no vLLM here whose trainer's half is known ({error}): use vLLM 0.32 or newer, "
+        "or an EngineSync, which does not import vLLM"
     ) from error
-if "backend" not in get_annotations(TrainerInitInfo):
-    raise ConfigError(f"the trainer's half of this vLLM wants a configuration, too: {_NEEDED}")
 
 
 @dataclass
@@ -87,11 +83,8 @@ class DeltaSyncTrainer(TrainerWeightTransferEngine):
         super().__init__(client=client, source=source, is_sender=init_info.is_sender)
         self.rank = init_info.rank
         self.last_stats: SyncStats | None = None
-        self._is_gathered = not hasattr(source, "tensors")
         self._caller = OneCaller("a sync is under way; a DeltaSyncTrainer is used by one thread")
-        forks.inert_in_children(self._caller.forked)
-        self._streamed: StreamedWeights | None = None  # on rank 0, of a source that gathers
-        self._sync: EngineSync | None = None  # on rank 0
+        self._on_rank_0: tuple[StreamedWeights, EngineSync] | None = None
 
     @classmethod
     def trainer_init(
@@ -105,16 +98,14 @@ class DeltaSyncTrainer(TrainerWeightTransferEngine):
                 place of vLLM's client for HTTP an `HttpClient` is used, which can pause.
             source: vLLM's `WeightSource`, which may gather tensors of which ranks hold parts: all
                 ranks go through it once in each `send_weights`, and rank 0 has to get all
-                tensors, whole. Or deltasync's, which rank 0 alone reads, and compares in place.
+                tensors, whole.
 
         Raises:
             ConfigError: The arguments do not fit, or a worker cannot take part.
             DirtyReceiver, EngineFailed, TransportTimeout: See `EngineSync.connect`.
         """
-        if not isinstance(init_info, DeltaSyncTrainerInitInfo):
-            raise ConfigError(f"{init_info!r} is no DeltaSyncTrainerInitInfo")
         engine = cls(init_info, client=client, source=source)
-        announced = _announced(source) if engine._is_gathered else ()
+        announced = _announced(source)
         if engine.is_sender:
             engine._begin(init_info, announced)
         return engine
@@ -123,22 +114,27 @@ class DeltaSyncTrainer(TrainerWeightTransferEngine):
         self, init_info: DeltaSyncTrainerInitInfo, announced: Sequence[ParameterSpec]
     ) -> None:
         """Raises as `trainer_init`."""
-        client, settings = _with_pauses(self.client), _checked(init_info.settings)
-        server = VllmServer(client, caches=init_info.caches)
+        client, settings = self.client, dict(init_info.settings)
+        if type(client) is HTTPVLLMWeightSyncClient:
+            client = HttpClient(client.base_url, timeout_s=client.timeout)
         if "workers" not in settings:
-            settings["workers"] = _workers_of(client)
-        paused = getattr(client, "paused", None)  # others may call something else so
-        settings.setdefault("paused", paused if callable(paused) else nullcontext)
-        sent = self.source
-        if self._is_gathered:
-            options = settings.pop("options", None)
-            sent = self._streamed = StreamedWeights(options, announced=announced)
+            if not callable(getattr(client, "workers", None)):
+                raise ConfigError(
+                    f"{type(client).__name__} cannot tell how many workers hold weights: give "
+                    'settings={"workers": tensor times pipeline times data parallel}'
+                )
+            settings["workers"] = client.workers()
+        settings.setdefault("paused", getattr(client, "paused", nullcontext))
+        server = VllmServer(client, caches=init_info.caches)
+        weights = StreamedWeights(settings.pop("options", None), announced=announced)
         transport, _ = listen(init_info.link, host=init_info.host, secret=network_secret())
         try:
-            self._sync = EngineSync(sent, server, transport, **settings)
-            self._sync.connect()
+            sync = EngineSync(weights, server, transport, **settings)
+            self._on_rank_0 = weights, sync
+            sync.connect()
         except BaseException:
-            (self._sync or transport).close()
+            self.shutdown()
+            transport.close()
             raise
 
     def send_weights(self) -> None:
@@ -150,62 +146,29 @@ class DeltaSyncTrainer(TrainerWeightTransferEngine):
         Raises what `StreamedWeights.take` and `EngineSync.send_weights` raise.
         """
         with plain_mode(), self._caller.call():
-            if self._sync is None:
-                self._take_part()
+            if self._on_rank_0 is not None:
+                weights, sync = self._on_rank_0
+                weights.take(_stream(self.source))
+                self.last_stats = sync.send_weights()
                 return
-            if self._streamed is not None:
-                self._streamed.take(_stream(self.source))
-            self.last_stats = self._sync.send_weights()
-
-    def _take_part(self) -> None:
-        """Gather what rank 0 sends. Raises TransportClosed on rank 0, which has shut down."""
-        if self.is_sender:
-            raise TransportClosed("this trainer was shut down: make another one by trainer_init")
-        if self._is_gathered:
-            for _ in _stream(self.source):
+            if self.is_sender:
+                raise TransportClosed("this trainer was shut down: make another by trainer_init")
+            for _ in _stream(self.source):  # takes part in gathering
                 pass
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()  # a gather reads what the next step may write
+            if torch.accelerator.is_available():
+                torch.accelerator.synchronize()  # a gather reads what the next step may write
 
     def shutdown(self) -> None:
         """Close every connection: see `EngineSync.close`. The engine keeps its weights."""
-        sync, self._sync, self._streamed = self._sync, None, None
-        if sync is not None:
+        if self._on_rank_0 is not None:
+            (_, sync), self._on_rank_0 = self._on_rank_0, None
             sync.close()
-
-
-def _checked(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Raises ConfigError for what `EngineSync` does not take, or not here."""
-    given = {"self", "source", "server", "transport", "group"}
-    known = signature(EngineSync.__init__).parameters.keys() - given
-    if unknown := settings.keys() - known:
-        raise ConfigError(f"settings has {min(unknown)!r}, which is none of {sorted(known)}")
-    return dict(settings)
-
-
-def _with_pauses(client: Any) -> Any:
-    """A client for the same server that can pause it and clear its caches, if one is known."""
-    if type(client) is HTTPVLLMWeightSyncClient:
-        return HttpClient(client.base_url, timeout_s=client.timeout)
-    return client
-
-
-def _workers_of(client: Any) -> int:
-    """Raises ConfigError if the client cannot tell."""
-    if not callable(getattr(client, "workers", None)):
-        raise ConfigError(
-            f"{type(client).__name__} cannot tell how many workers hold weights: give "
-            'settings={"workers": tensor times pipeline times data parallel}'
-        )
-    return int(client.workers())
 
 
 def _announced(source: Any) -> tuple[ParameterSpec, ...]:
     """What a source of vLLM's brings to rank 0. Raises ConfigError if that cannot be sent."""
-    if source is None:
-        raise ConfigError("deltasync requires a WeightSource: give trainer_init a source")
     if not hasattr(type(source), "metadata"):
-        check_source(source)
+        raise ConfigError(f"{type(source).__name__} is no WeightSource of vLLM's: give one")
     declared = source.metadata  # a method up to vLLM 0.32; it may have to gather
     metas = declared() if callable(declared) else declared
     if not getattr(source, "implements_iter_full", lambda: True)():

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import builtins
 import re
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from math import nan
+from collections.abc import Iterable, Mapping
 from types import ModuleType
-from typing import Literal, TypeVar
+from typing import Literal
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, Metric
-from prometheus_client.metrics import MetricWrapperBase
-from prometheus_client.values import MutexValue, ValueClass
 
 from deltasync import errors
 from deltasync.errors import ConfigError
@@ -29,19 +25,16 @@ SECONDS = (
 OTHER = "other"
 """The label of everything beyond what labels are bounded to."""
 
-_AWAY_S = 3600.0  # an engine that misses all syncs for so long has left
-
 
 def _names_of_errors(module: ModuleType) -> frozenset[str]:
     kinds = {name: value for name, value in vars(module).items() if isinstance(value, type)}
     return frozenset(name for name, kind in kinds.items() if issubclass(kind, BaseException))
 
 
+_MOST_NAMES = 64
 _OTHERS = {"Detached", "OutOfMemoryError"}  # no exceptions, or of torch
 _ERRORS = _names_of_errors(errors) | _names_of_errors(builtins) | _OTHERS
-_PUT = ("delta", "anchor")
 _LIKELY = (*_names_of_errors(errors), *_OTHERS, "MemoryError", "OSError", "RuntimeError", OTHER)
-_M = TypeVar("_M", bound=MetricWrapperBase)
 _GENERATED = re.compile(
     r"^(engine|rollout)(?:(?:-[0-9a-f]{8}|-[0-9a-f]{16}){1,2}|-[0-9a-f]{32})(?=(?:-\d+)?(?:$|\[))"
 )
@@ -58,30 +51,22 @@ class Metrics:
 
     Args:
         registry: Where the metrics are registered; None for the global registry.
-        max_names: Most engines, and most receivers, that get a label of their own.
 
     Raises:
         ConfigError: The registry has metrics of these names already, or PROMETHEUS_MULTIPROC_DIR
-            cannot be written. Nothing stays registered.
+            cannot be written.
     """
 
-    def __init__(self, registry: CollectorRegistry | None = None, *, max_names: int = 64) -> None:
-        if max_names < 1:
-            raise ConfigError(f"max_names is {max_names}; give at least 1")
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self._registry = REGISTRY if registry is None else registry
-        self._engines, self._receivers = _Names(max_names), _Names(max_names)
-        self._away_since: dict[str, float] = {}  # engines without the last version, by label
-        self._dirty_names: defaultdict[str, set[str]] = defaultdict(set)  # by label
-        self._registered: list[MetricWrapperBase] = []
+        self._engines, self._receivers = _Names(), _Names()
         try:
             self._make_sender()
             self._make_receiver()
             self._make_publisher()
-        except (ValueError, OSError) as error:
-            for metric in self._registered:
-                self._registry.unregister(metric)
-            if isinstance(error, OSError):
-                raise ConfigError(f"PROMETHEUS_MULTIPROC_DIR cannot be written: {error}") from error
+        except OSError as error:
+            raise ConfigError(f"PROMETHEUS_MULTIPROC_DIR cannot be written: {error}") from error
+        except ValueError as error:
             raise ConfigError(f"one Metrics is enough for a registry: {error}") from error
 
     def __call__(self, event: SyncEvent) -> None:
@@ -94,12 +79,12 @@ class Metrics:
             case PublishStats():
                 self._published(event)
             case SyncFailed(role="sender"):
-                self._failures[_error(event.error)].inc()
+                self._failures.labels(_error(event.error)).inc()
                 self._count_lost(event.lost)
                 if event.receivers is not None:
                     self._num_receivers.set(event.receivers)
             case SyncFailed(role="publisher"):
-                self._publish_failures[_error(event.error)].inc()
+                self._publish_failures.labels(_error(event.error)).inc()
             case SyncFailed():
                 self._receive_failed(event)
 
@@ -138,58 +123,50 @@ class Metrics:
         self._in_place = self._counter("receiver_in_place", "Syncs written as they arrived")
         self._scrubs = self._counter("receiver_scrub_findings", "Scrubs that found corruption")
         self._held = self._gauges("receiver_version", "The version held", "receiver")
-        text = "1 while one of this label must not serve"
+        text = "1 while it must not serve"
         self._dirty = self._gauges("receiver_dirty", text, "receiver", "livemax")
 
     def _make_publisher(self) -> None:
         kinds = ("delta", "anchor", "unchanged")
         self._publishes = self._kinds("published_versions", "Versions published", *kinds)
         self._publish_failures = self._errors("publish_failures", "Calls that failed")
-        self._published_bytes = self._counters("published_bytes", "Bytes written", "object", *_PUT)
+        self._published_bytes = self._counters(
+            "published_bytes", "Bytes written", "object", "delta", "anchor"
+        )
         self._publish_s = self._histogram("publish", "One call of publish")
         self._published_version = self._gauge("published_version", "The newest version")
 
     def _sent(self, stats: SyncStats) -> None:
-        self._syncs[stats.kind].inc()
+        self._syncs.labels(stats.kind).inc()
         self._sync_s.observe(stats.total_s)
         self._compare_s.observe(stats.diff_s)
         self._transfer_s.observe(stats.transfer_s)
         self._commit_s.observe(stats.commit_s)
         for codec, num_bytes in stats.bytes_by_codec.items():
-            self._bytes[codec].inc(num_bytes)
+            self._bytes.labels(codec).inc(num_bytes)
         self._dense_bytes.inc(stats.dense_bytes)
         if stats.kind == "delta":
             self._changed.inc(stats.nnz)
             self._density.set(stats.density)
-        _inc(self._joined_bytes, stats.joined_bytes)
-        _inc(self._joins, stats.joined)
-        _inc(self._full_syncs, stats.full_synced)
-        _inc(self._retries, stats.attempts - 1)
-        _inc(self._warnings, len(stats.warnings))
+        self._joined_bytes.inc(stats.joined_bytes)
+        self._joins.inc(stats.joined)
+        self._full_syncs.inc(stats.full_synced)
+        self._retries.inc(stats.attempts - 1)
+        self._warnings.inc(len(stats.warnings))
         self._count_lost(stats.lost)
         self._version.set(stats.version)
         self._num_receivers.set(stats.receivers)
         self._sender_bytes.set(stats.sender_bytes)
         self._snapshot_bytes.set(stats.snapshot_bytes)
         self._synced_at.set(stats.ended_at)
-        labels = self._engines.labels(stats.engines)
-        for label in labels:
-            self._engine_version[label].set(stats.version)
-            self._away_since.pop(label, None)
-        for label in set(self._engine_version) - labels:
-            if stats.ended_at - self._away_since.setdefault(label, stats.ended_at) >= _AWAY_S:
-                self._forget_engine(label)
-
-    def _forget_engine(self, label: str) -> None:
-        del self._away_since[label]
-        self._engine_version.pop(label).set(nan)  # files of several processes keep the label
-        if ValueClass is MutexValue:
-            self._engine_version.family.remove(label)
+        for name in stats.engines:
+            self._engine_version.labels(self._engines.label(name)).set(stats.version)
 
     def _received(self, stats: ReceiveStats) -> None:
-        label = self._mark(stats.name, is_dirty=False)
-        self._held[label].set(stats.version)
-        self._receives[stats.kind].inc()
+        label = self._receivers.label(stats.name)
+        self._dirty.labels(label).set(0)
+        self._held.labels(label).set(stats.version)
+        self._receives.labels(stats.kind).inc()
         if stats.kind == "joined":
             return
         self._stage_s.observe(stats.stage_s)
@@ -197,60 +174,44 @@ class Metrics:
         self._pause_s.observe(stats.pause_s)
         self._received_bytes.inc(stats.num_bytes)
         self._staged_bytes.set(stats.staged_bytes)
-        _inc(self._in_place, int(stats.is_in_place))
+        self._in_place.inc(stats.is_in_place)
 
     def _receive_failed(self, event: SyncFailed) -> None:
-        self._mark(event.name, is_dirty=event.is_dirty)
-        self._receive_failures[_error(event.error)].inc()
-        _inc(self._scrubs, int(bool(event.corrupted)))
-
-    def _mark(self, name: str, *, is_dirty: bool) -> str:
-        """Note whether a receiver is dirty, and show it. Returns its label."""
-        is_new = name not in self._receivers
-        (label,) = self._receivers.labels((name,))
-        names = self._dirty_names[label]
-        if is_new:  # a new generated name is that of a receiver that has reconnected
-            names -= {one for one in tuple(names) if _lasting(one) == _lasting(name)}
-        (names.add if is_dirty else names.discard)(name)
-        shown = None
-        while shown != bool(names):  # another thread may have noted something meanwhile
-            shown = bool(names)
-            self._dirty[label].set(shown)
-        return label
+        self._dirty.labels(self._receivers.label(event.name)).set(event.is_dirty)
+        self._receive_failures.labels(_error(event.error)).inc()
+        self._scrubs.inc(bool(event.corrupted))
 
     def _published(self, stats: PublishStats) -> None:
-        self._publishes[stats.kind].inc()
+        self._publishes.labels(stats.kind).inc()
         self._publish_s.observe(stats.total_s)
-        put = (stats.delta_bytes, stats.anchor_bytes)
-        for what, num_bytes in zip(_PUT, put, strict=True):
-            _inc(self._published_bytes[what], num_bytes)
+        self._published_bytes.labels("delta").inc(stats.delta_bytes)
+        self._published_bytes.labels("anchor").inc(stats.anchor_bytes)
         self._published_version.set(stats.version)
-        _inc(self._warnings, len(stats.warnings))
+        self._warnings.inc(len(stats.warnings))
 
     def _count_lost(self, lost: Mapping[str, str]) -> None:
         for why in lost.values():
-            self._lost[reason_class(why)].inc()
+            self._lost.labels(reason_class(why)).inc()
 
     def _counter(self, name: str, text: str) -> Counter:
-        return self._kept(Counter(f"deltasync_{name}", text, registry=self._registry))
+        return Counter(f"deltasync_{name}", text, registry=self._registry)
 
-    def _counters(self, name: str, text: str, label: str, *known: str) -> _By[Counter]:
+    def _counters(self, name: str, text: str, label: str, *known: str) -> Counter:
         """Labels that are `known` begin at 0, or Prometheus would see no increase in the first."""
         family = Counter(f"deltasync_{name}", text, (label,), registry=self._registry)
-        counters = _By(self._kept(family))
         for value in known:
-            counters[value].inc(0)
-        return counters
+            family.labels(value)
+        return family
 
-    def _kinds(self, name: str, text: str, *kinds: str) -> _By[Counter]:
+    def _kinds(self, name: str, text: str, *kinds: str) -> Counter:
         return self._counters(name, text, "kind", *kinds)
 
-    def _errors(self, name: str, text: str, label: str = "error") -> _By[Counter]:
+    def _errors(self, name: str, text: str, label: str = "error") -> Counter:
         return self._counters(name, text, label, *_LIKELY)
 
     def _gauge(self, name: str, text: str) -> Gauge:
         name, registry = f"deltasync_{name}", self._registry
-        return self._kept(_Gauge(name, text, registry=registry, multiprocess_mode="livemostrecent"))
+        return _Gauge(name, text, registry=registry, multiprocess_mode="livemostrecent")
 
     def _gauges(
         self,
@@ -258,18 +219,13 @@ class Metrics:
         text: str,
         label: str,
         mode: Literal["livemostrecent", "livemax"] = "livemostrecent",
-    ) -> _By[Gauge]:
+    ) -> Gauge:
         name, registry = f"deltasync_{name}", self._registry
-        family = Gauge(name, text, (label,), registry=registry, multiprocess_mode=mode)
-        return _By(self._kept(family))
+        return Gauge(name, text, (label,), registry=registry, multiprocess_mode=mode)
 
     def _histogram(self, name: str, text: str) -> Histogram:
         name, registry = f"deltasync_{name}_seconds", self._registry
-        return self._kept(Histogram(name, text, registry=registry, buckets=SECONDS))
-
-    def _kept(self, metric: _M) -> _M:
-        self._registered.append(metric)
-        return metric
+        return Histogram(name, text, registry=registry, buckets=SECONDS)
 
 
 class _Gauge(Gauge):
@@ -285,49 +241,21 @@ class _Gauge(Gauge):
         return super().collect() if self._is_shown else self.describe()
 
 
-class _By(dict[str, _M]):
-    """The children of a metric with one label, made when they are first asked for."""
-
-    def __init__(self, metric: _M) -> None:
-        super().__init__()
-        self.family = metric
-        self._labels: Callable[[str], _M] = metric.labels
-
-    def __missing__(self, label: str) -> _M:
-        child = self[label] = self._labels(label)
-        return child
-
-
 class _Names:
-    """Names as label values: at most so many different ones, in order of appearance.
+    """Names as label values, without the part that is generated at each connect.
 
-    The part of a name that is generated at each connect is left out.
+    The first `_MOST_NAMES` have a label of their own.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._known: dict[str, str] = {}  # label by name
+    def __init__(self) -> None:
+        self._known: set[str] = set()
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._known
-
-    def labels(self, names: Iterable[str]) -> set[str]:
-        return {self._known.get(name) or self._label(name) for name in names}
-
-    def _label(self, name: str) -> str:
-        label = _lasting(name)
-        known = set(self._known.values())
-        if label not in known and len(known - {OTHER}) >= self._most:
-            label = OTHER
-        if len(self._known) >= 16 * self._most:  # generated names come and go
-            self._known = {one: one for one in known}
-        self._known[name] = label
-        return label
-
-
-def _lasting(name: str) -> str:
-    """What stays of a name when the same end connects again."""
-    return _GENERATED.sub(r"\1", name)
+    def label(self, name: str) -> str:
+        name = _GENERATED.sub(r"\1", name)
+        if name not in self._known and len(self._known) >= _MOST_NAMES:
+            return OTHER
+        self._known.add(name)
+        return name
 
 
 def reason_class(why: str) -> str:
@@ -339,8 +267,3 @@ def reason_class(why: str) -> str:
 def _error(error: BaseException) -> str:
     name = type(error).__name__
     return name if name in _ERRORS else OTHER
-
-
-def _inc(counter: Counter, amount: int) -> None:
-    if amount:
-        counter.inc(amount)

@@ -10,7 +10,7 @@ import html
 import io
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from importlib.resources import files
 from statistics import median, quantiles
@@ -19,7 +19,8 @@ from string import Template
 import numpy as np
 
 from deltasync.errors import ConfigError
-from deltasync.observe.run_lines import Mark, Run
+from deltasync.observe.run_lines import Run
+from deltasync.observe.units import percent, seconds, size
 
 try:
     from matplotlib.axes import Axes
@@ -34,27 +35,12 @@ _LISTED = 200  # rows of a table
 _LAYERS = 120  # rows of the heat map
 _MOST_DOTS = 60  # of a line
 _LEAST = 1e-15  # smaller values count as 0, which a logarithmic scale does not show
-_BLUE, _ORANGE, _RED, _GREEN = "#2f6db3", "#c9701a", "#c0303b", "#2b8a4b"
-_GREY, _VIOLET = "#7d8590", "#7b52ab"
-_LANES: dict[Mark, tuple[str, str]] = {
-    "failed": ("failed", _RED),
-    "recovered": ("recovered", _GREEN),
-    "lost": ("lost", _ORANGE),
-    "full": ("full sync", _BLUE),
-    "joined": ("joined", _GREEN),
-    "warning": ("warning", _ORANGE),
-}
+_BLUE, _GREY, _VIOLET = "#2f6db3", "#7d8590", "#7b52ab"
 _SOURCES = {
     "sync": "Syncs of a sender",
     "publish": "Versions published to a store",
     "receive": "Syncs of receivers",
 }
-_PAUSES = {
-    "sync": "From the decision until every receiver has committed.",
-    "publish": "Publishing pauses no engine; a log of the receivers has their pauses.",
-    "receive": "How long the engine had to pause for each sync.",
-}
-
 _Values = list[float | None]
 
 
@@ -65,7 +51,7 @@ def make_page(run: Run, title: str) -> str:
         run: The log.
         title: Heading of the page, such as the name of the log. It is escaped.
     """
-    body = "\n".join((_head(run, title), *_notes(run), *_charts(run), *_tables(run)))
+    body = "\n".join((_head(run, title), *_notes(run), *_charts(run), _happenings(run)))
     template = files("deltasync.observe").joinpath("page.html").read_text(encoding="utf-8")
     return Template(template).substitute(title=escaped(title), body=body)
 
@@ -102,7 +88,7 @@ def _facts(run: Run) -> Iterator[tuple[str, str, str]]:
     errors = ", ".join(f"{name} {number}" for name, number in run.failures.most_common(2))
     yield "Failed syncs", f"{run.failures.total():,}", errors
     yield "Receivers lost", f"{run.count('lost'):,}", ""
-    yield "Full syncs", f"{run.count('full'):,}", "of receivers that joined"
+    yield "Full syncs", f"{run.count('full sync'):,}", "of receivers that joined"
 
 
 def _notes(run: Run) -> Iterator[str]:
@@ -137,11 +123,10 @@ def _charts(run: Run) -> Iterator[str]:
     yield _lines(
         run,
         "Pauses",
-        _PAUSES[run.source],
+        "Of engines; of a sender, from the decision until every receiver has committed.",
         {"pause": [row.pause for row in rows], "whole call": [row.total_s for row in rows]},
         seconds,
     )
-    yield _marks(run)
 
 
 def _lines(
@@ -157,7 +142,7 @@ def _lines(
     styles = {"all weights": ("--", _GREY, None), "whole call": ("-", _VIOLET, marker)}
     for name, values in drawn.items():
         style, colour, dots = styles.get(name, ("-", _BLUE, marker))
-        axes.plot(_places(run), values, style, c=colour, label=name, marker=dots)
+        axes.plot(values, style, c=colour, label=name, marker=dots)
     low, high = _ends(np.concatenate(list(drawn.values())))
     axes.set_yscale("log")
     axes.set_ylim(low, high)
@@ -183,14 +168,13 @@ def _heat_map(run: Run) -> str:
         return _section(title, "No layer has changed.")
     figure, axes = _figure(run, 0.9 + 0.17 * len(names))
     low, high = _ends(values)
-    places = _places(run)
     picture = axes.imshow(
         values,
         aspect="auto",
         interpolation="nearest",
         cmap="Blues",
         norm=LogNorm(low, high),
-        extent=(places[0] - 0.5, places[-1] + 0.5, len(names) - 0.5, -0.5),
+        extent=(-0.5, len(run.rows) - 0.5, len(names) - 0.5, -0.5),
     )
     axes.set_yticks(range(len(names)), list(map(_label, names)), fontsize=7, parse_math=False)
     bar = figure.colorbar(picture, ax=axes, fraction=0.03, pad=0.01)
@@ -207,44 +191,17 @@ def _layers(run: Run) -> tuple[list[str], int]:
     return [name for name in sums if name in most], len(sums)
 
 
-def _marks(run: Run) -> str:
-    title = "Failures and recoveries"
-    marks = [mark for mark in _LANES if run.count(mark)]
-    if not marks:
-        return _section(title, "Nothing failed, and no receiver was lost.")
-    figure, axes = _figure(run, 0.6 + 0.25 * len(marks))
-    places = _places(run)
-    for lane, mark in enumerate(marks):
-        happened = [
-            places[min(one.place, len(places) - 1)] for one in run.happenings if one.mark == mark
-        ]
-        axes.eventplot(happened, lineoffsets=-lane, linelengths=0.7, colors=_LANES[mark][1])
-    axes.set_yticks([-lane for lane in range(len(marks))], [_LANES[mark][0] for mark in marks])
-    axes.grid(axis="y", color="#e2e5ea")
-    return _section(title, "Where they were; the table below says what they were.", figure)
-
-
 def _figure(run: Run, height: float) -> tuple[Figure, Axes]:
     """A figure of this height, in inches, whose axes have the versions along it."""
     figure = Figure(figsize=(10, height), layout="constrained")
     axes = figure.subplots()
-    labels = {place: f"v{row.version}" for place, row in zip(_places(run), run.rows, strict=True)}
-    axes.set_xlim(min(labels) - 0.5, max(labels) + 0.5)
+    labels = {place: f"v{row.version}" for place, row in enumerate(run.rows)}
+    axes.set_xlim(-0.5, len(labels) - 0.5)
     axes.xaxis.set_major_locator(MaxNLocator(10, steps=[1, 2, 5, 10], integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda place, _: labels.get(int(place), "")))
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=8, colors="#5c6675")
     return figure, axes
-
-
-def _places(run: Run) -> range:
-    """Where rows are drawn: one after another, since versions may begin again.
-
-    The first one is at its version, if matplotlib can tell that from the next.
-    """
-    version = run.rows[0].version or 0
-    first = version if version < 1 << 40 else 0
-    return range(first, first + len(run.rows))
 
 
 def _positive(values: Iterable[float | None]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
@@ -278,43 +235,26 @@ def _section(title: str, text: str, figure: Figure | None = None) -> str:
     return f'<h2>{title}</h2><p class="soft">{escaped(text)}</p>{picture}'
 
 
-def _tables(run: Run) -> Iterator[str]:
-    happened = [
+def _happenings(run: Run) -> str:
+    """A table of what happened, the newest first."""
+    title, count = "Failures and recoveries", len(run.happenings)
+    if not count:
+        return _section(title, "Nothing failed, and no receiver was lost.")
+    listed = [
         (
             moment(one.line.time),
             "" if one.line.version is None else f"v{one.line.version}",
-            *(_LANES[one.mark][0], escaped(one.who, 100), escaped(one.text)),
+            one.mark,
+            escaped(one.who, 100),
+            escaped(one.text),
         )
-        for one in run.happenings[-_LISTED:]
+        for one in reversed(run.happenings[-_LISTED:])
     ]
-    yield _table(("time (UTC)", "version", "what", "who", "why"), happened, len(run.happenings))
-    versions = [
-        (
-            *(moment(row.time), f"v{row.version}", size(row.sent)),
-            "" if row.dense_bytes is None else size(row.dense_bytes),
-            "" if row.density is None else percent(row.density),
-            "" if row.pause is None else seconds(row.pause),
-            "" if row.total_s is None else seconds(row.total_s),
-        )
-        for row in run.rows[-_LISTED:]
-    ]
-    head = ("time (UTC)", "version", "bytes", "all weights", "density", "pause", "whole call")
-    yield _table(head, versions, len(run.rows), "<h2>Versions</h2>")
-
-
-def _table(
-    head: Sequence[str], listed: Sequence[Sequence[str]], known: int, title: str = ""
-) -> str:
-    """These rows, the last of `known`, the newest first; the texts of cells are escaped already."""
-    if not listed:
-        return ""
-    note = f"The last {len(listed)} of {known:,}." if len(listed) < known else ""
-    titles = "".join(f"<th>{one}</th>" for one in head)
-    body = "".join(
-        f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>" for cells in reversed(listed)
-    )
-    table = f"<table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>"
-    return f'{title}<p class="soft">{note}</p><div class="scroll">{table}</div>'
+    heads = "".join(f"<th>{one}</th>" for one in ("time (UTC)", "version", "what", "who", "why"))
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>" for cells in listed)
+    table = f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
+    text = f"The last {len(listed)} of {count:,}." if len(listed) < count else ""
+    return f'{_section(title, text)}<div class="scroll">{table}</div>'
 
 
 def escaped(text: str, most: int = 500) -> str:
@@ -336,32 +276,6 @@ def _label(name: str, most: int = 40) -> str:
     return name if len(name) <= most else f"{name[: most // 2 - 1]}..{name[-(most // 2 - 1) :]}"
 
 
-def size(num_bytes: float) -> str:
-    """Bytes, with three digits."""
-    value, units = float(num_bytes), ["B", "kB", "MB", "GB", "TB"]
-    while value >= 999.5 and len(units) > 1:
-        value /= 1000
-        del units[0]
-    return f"{value:.3g} {units[0]}" if value < 999.5 else f"{value:.0f} {units[0]}"
-
-
-def seconds(value: float) -> str:
-    """A duration, with three digits."""
-    if value >= 120:
-        return f"{value / 3600:.3g} h" if value >= 7200 else f"{value / 60:.3g} min"
-    if value >= 1:
-        return f"{value:.3g} s"
-    return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
-
-
-def percent(share: float) -> str:
-    """A share of 1, with three digits."""
-    return f"{share * 100:.3g} %"
-
-
 def moment(unix_s: float) -> str:
     """A time, UTC."""
-    try:
-        return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S")
-    except (OverflowError, OSError, ValueError):
-        return "?"
+    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S")

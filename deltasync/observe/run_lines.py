@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,25 +14,25 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError,
 from deltasync.errors import ConfigError
 
 FORMAT = 1
-ROLES = {"sync": "sender", "receive": "receiver", "publish": "publisher"}
+_ROLES = {"sync": "sender", "receive": "receiver", "publish": "publisher"}
 """Whose success an event is: the role in a failure of the same end."""
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Seconds = Annotated[FiniteFloat, Field(ge=0, le=1e15)]
-Mark = Literal["failed", "recovered", "lost", "full", "joined", "warning"]
+Mark = Literal["failed", "recovered", "lost", "full sync", "joined", "warning"]
 
 
 class Line(BaseModel):
     """An event, with the fields of `SyncStats`, `ReceiveStats`, `PublishStats` or `SyncFailed`.
 
     What an event does not have is empty. "run" begins what a process has written, and has the
-    release of deltasync. `repeated`: the failures that the line stands for.
+    release of deltasync.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     event: Literal["run", "sync", "receive", "publish", "failed"]
-    time: FiniteFloat
+    time: Annotated[FiniteFloat, Field(ge=0, le=1e11)]
     format: Literal[1] = 1
     deltasync: str = ""
     role: str = ""
@@ -58,14 +58,13 @@ class Line(BaseModel):
     lost: dict[str, str] = {}
     error: str = ""
     message: str = ""
-    repeated: Count = 1
     was_dirty: bool = False
     is_dirty: bool = False
     corrupted: str = ""
 
     @model_validator(mode="after")
     def _has_what_is_shown(self) -> Self:
-        if self.event in ROLES and self.version is None:
+        if self.event in _ROLES and self.version is None:
             raise ValueError("no version")
         return self
 
@@ -90,7 +89,7 @@ class Line(BaseModel):
     @property
     def end(self) -> tuple[str, str]:
         """The role and name of who succeeded or failed; senders have no name."""
-        return self.role or ROLES.get(self.event, ""), self.name
+        return self.role or _ROLES.get(self.event, ""), self.name
 
 
 class Happening(NamedTuple):
@@ -98,14 +97,12 @@ class Happening(NamedTuple):
 
     Attributes:
         mark: What it is.
-        place: The row that it happened before or in.
         line: What says so.
         text: What happened.
         who: What it happened to.
     """
 
     mark: Mark
-    place: int
     line: Line
     text: str
     who: str = ""
@@ -137,24 +134,19 @@ class Run:
     @cached_property
     def failures(self) -> Counter[str]:
         """Failed syncs by type of error."""
-        found = Counter[str]()
-        for line in self.lines:
-            if line.event == "failed":
-                found[line.error] += line.repeated
-        return found
+        return Counter(line.error for line in self.lines if line.event == "failed")
 
     @cached_property
     def happenings(self) -> list[Happening]:
         """What happened, in order. A success recovers the failures of the same end."""
-        found, failed, place = list[Happening](), Counter[tuple[str, str]](), 0
+        found, failed = list[Happening](), Counter[tuple[str, str]]()
         for line in self.lines:
-            found += (Happening(mark, place, line, text, who) for mark, text, who in _of(line))
+            found += (Happening(mark, line, text, who) for mark, text, who in _of(line))
             if line.event == "failed":
-                failed[line.end] += line.repeated
+                failed[line.end] += 1
             elif count := failed.pop(line.end, 0):
                 text = f"covers {count} failed sync{'s' if count > 1 else ''}"
-                found.append(Happening("recovered", place, line, text, line.name))
-            place += line.event == self.source
+                found.append(Happening("recovered", line, text, line.name))
         return found
 
     def count(self, mark: Mark) -> int:
@@ -166,13 +158,16 @@ def _of(line: Line) -> Iterator[tuple[Mark, str, str]]:
     """(mark, text, who) of what a line says."""
     if line.event == "failed":
         dirty = "; the receiver is dirty" if line.is_dirty else ""
-        times = f" ({line.repeated} times in a row)" if line.repeated > 1 else ""
         found = f"corrupted weights in {line.corrupted}: " if line.corrupted else ""
-        yield "failed", f"{found}{line.error}: {line.message}{dirty}{times}", line.name or line.role
+        yield "failed", f"{found}{line.error}: {line.message}{dirty}", line.name or line.role
     for who, why in line.lost.items():
         yield "lost", why, who
     if line.full_synced:
-        yield "full", f"{line.full_synced} of {line.receivers} receivers needed a full sync", ""
+        yield (
+            "full sync",
+            f"{line.full_synced} of {line.receivers} receivers needed a full sync",
+            "",
+        )
     if line.joined > line.full_synced:
         yield "joined", f"{line.joined - line.full_synced} receivers joined by digest", ""
     if line.was_dirty:
@@ -192,7 +187,7 @@ def read_run(path: str | Path) -> Run:
     lines, skipped = list[Line](), list[tuple[int, str]]()
     try:
         with Path(path).open("rb") as file:
-            for number, line in _numbered(file):
+            for number, line in enumerate(file, start=1):
                 try:
                     lines.append(Line.model_validate_json(line))
                 except ValidationError as error:
@@ -203,11 +198,6 @@ def read_run(path: str | Path) -> Run:
     if not lines:
         raise ConfigError(f"{path}: no line of it is of a log that a RunLog has written")
     return Run(tuple(lines), tuple(skipped))
-
-
-def _numbered(file: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not empty, from 1."""
-    return ((number, line) for number, line in enumerate(file, start=1) if line.strip())
 
 
 def _why(error: ValidationError) -> str:

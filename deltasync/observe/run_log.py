@@ -7,42 +7,28 @@ import logging
 import os
 import threading
 import time
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from deltasync import __version__
 from deltasync.files.output import open_to_append
-from deltasync.observe.run_lines import FORMAT, ROLES
+from deltasync.observe.run_lines import FORMAT
 from deltasync.store.sender import PublishStats
 from deltasync.sync.events import ReceiveStats, SyncEvent, SyncFailed
 from deltasync.sync.stats import SyncStats
-from deltasync.transports import forks
 from deltasync.transports.base import Closing
 
 logger = logging.getLogger(__name__)
 
-_KINDS = {SyncStats: "sync", ReceiveStats: "receive", PublishStats: "publish"}
+_KINDS = {
+    SyncStats: "sync",
+    ReceiveStats: "receive",
+    PublishStats: "publish",
+    SyncFailed: "failed",
+}
 _LEFT_OUT = {"ended_at", "engines"}
 _LONGEST = 2000  # characters of a message
-_MOST_STREAKS = 256  # ends whose failures are counted at the same time
-
-_End = tuple[str, str]  # the role and name of what has failed
-
-
-@dataclass(slots=True)
-class _Streak:
-    """Failures of one end with the same text.
-
-    Attributes:
-        last: The last one, as it is written.
-        length: How many there were.
-        unwritten: How many of them no line stands for yet.
-    """
-
-    last: dict[str, Any] = field(default_factory=dict)
-    length: int = 0
-    unwritten: int = 0
 
 
 class RunLog(Closing):
@@ -50,10 +36,8 @@ class RunLog(Closing):
 
     A process that is killed leaves at most a last line that is torn; `deltasync report` skips it,
     and a later `RunLog` on the same file begins a new line. If a line cannot be written, as on a
-    full disk, that is logged once and no sync is affected. A failure that repeats at one end is
-    written the first, second, fourth, eighth ... time and the last; each line says how many
-    failures it stands for. Threads may share one; give each process a file of its own; a forked
-    child writes nothing.
+    full disk, that is logged once and no sync is affected. Threads may share one; give each process
+    a file of its own.
 
     Args:
         path: The file. It is made if it is missing, otherwise it is continued. Or a character
@@ -66,65 +50,30 @@ class RunLog(Closing):
     def __init__(self, path: str | Path) -> None:
         self._file = open_to_append(path)
         self._path, self._lock = path, threading.Lock()
-        self._streaks: dict[_End, _Streak] = {}  # in the order of their last failures
         self._has_failed = self._is_closed = False
-        self._is_torn = not _ends_a_line(self._file)
+        size = os.fstat(self._file).st_size
+        self._is_torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
         run = {"event": "run", "time": time.time(), "format": FORMAT, "deltasync": __version__}
         self._write(run | {"process": os.getpid()})
-        forks.inert_in_children(self._forked)
-
-    def _forked(self) -> None:
-        """The file is the parent's."""
-        self._lock, self._is_closed = threading.Lock(), True
 
     def __call__(self, event: SyncEvent) -> None:
         """Append a line."""
-        with self._lock:
-            if self._is_closed:
-                return
-            if isinstance(event, SyncFailed):
-                self._write_failure(event)
-            elif (kind := _KINDS.get(type(event))) is not None:
-                self._end_streak((ROLES[kind], getattr(event, "name", "")))
-                self._write({"event": kind, **_fields(event)})
+        if (kind := _KINDS.get(type(event))) is not None:
+            with self._lock:
+                if not self._is_closed:
+                    self._write({"event": kind, **_fields(event)})
 
     def close(self) -> None:
-        """Write what is left of failures that repeat, and no more. Idempotent."""
+        """Write no more. Idempotent."""
         with self._lock:
             if not self._is_closed:
-                for end in tuple(self._streaks):
-                    self._end_streak(end)
                 self._is_closed = True
                 os.close(self._file)
 
-    def _write_failure(self, event: SyncFailed) -> None:
-        end, failure = (event.role, event.name), _failure_of(event)
-        streak = self._streaks.get(end)
-        if streak is None or any(streak.last[key] != failure[key] for key in ("error", "message")):
-            self._end_streak(end)
-            streak = _Streak()
-        self._streaks.pop(end, None)
-        self._streaks[end] = streak
-        streak.last = failure
-        streak.length += 1
-        streak.unwritten += 1
-        if streak.length & (streak.length - 1) == 0:
-            self._write_last(streak)
-        if len(self._streaks) > _MOST_STREAKS:
-            self._end_streak(next(iter(self._streaks)))
-
-    def _end_streak(self, end: _End) -> None:
-        """Write its last failure, if it was not written."""
-        streak = self._streaks.pop(end, None)
-        if streak is not None and streak.unwritten:
-            self._write_last(streak)
-
-    def _write_last(self, streak: _Streak) -> None:
-        self._write(streak.last | {"repeated": streak.unwritten})
-        streak.unwritten = 0
-
     def _write(self, record: dict[str, Any]) -> None:
-        line = _line_of(record)
+        # What is no Unicode, as of a path that is not UTF-8, becomes a "?".
+        text = json.dumps(record, separators=(",", ":"), ensure_ascii=False)
+        line = text.encode(errors="replace") + b"\n"
         if self._is_torn:
             line = b"\n" + line
         try:
@@ -135,38 +84,10 @@ class RunLog(Closing):
             self._has_failed = True
 
 
-def _line_of(record: dict[str, Any]) -> bytes:
-    """A line of ASCII; what is no Unicode, as of a path that is not UTF-8, becomes a "?"."""
-    text = json.dumps(record, separators=(",", ":"), ensure_ascii=False)
-    if not text.isascii():
-        text = json.dumps(json.loads(text.encode(errors="replace")), separators=(",", ":"))
-    return text.encode() + b"\n"
-
-
-def _failure_of(event: SyncFailed) -> dict[str, Any]:
-    return {
-        "event": "failed",
-        "time": event.ended_at,
-        "role": event.role,
-        "name": event.name,
-        "stream_id": event.stream_id,
-        "version": event.version,
-        "error": type(event.error).__name__,
-        "message": str(event.error)[:_LONGEST],
-        "lost": event.lost,
-        "is_dirty": event.is_dirty,
-        "corrupted": event.corrupted,
-        "total_s": event.total_s,
-        "phases": event.phases,
-    }
-
-
-def _ends_a_line(file: int) -> bool:
-    size = os.fstat(file).st_size
-    return size == 0 or os.pread(file, 1, size - 1) == b"\n"
-
-
 def _fields(event: SyncEvent) -> dict[str, Any]:
-    """Its fields, and when it was."""
+    """Its fields that are known, and when it was."""
     found = {each.name: getattr(event, each.name) for each in fields(event)}  # type: ignore[arg-type]
-    return {"time": found["ended_at"]} | {n: v for n, v in found.items() if n not in _LEFT_OUT}
+    if isinstance(event, SyncFailed):
+        found["error"], found["message"] = type(event.error).__name__, str(event.error)[:_LONGEST]
+    kept = {n: v for n, v in found.items() if v is not None and n not in _LEFT_OUT}
+    return {"time": found["ended_at"], **kept}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
@@ -13,7 +13,7 @@ from deltasync import dtypes
 from deltasync.errors import ConfigError
 from deltasync.quant import reads
 from deltasync.quant.computation import KernelForm
-from deltasync.quant.form import Part, Shape
+from deltasync.quant.form import OfRows, Part, Shape, check_choice
 from deltasync.quant.rounding import (
     LARGEST_FP8,
     as_fp8,
@@ -28,16 +28,11 @@ from deltasync.quant.rounding import (
 _BLOCK = 128
 
 Scale = Literal["float32", "ue8m0"]
-Arithmetic = Literal["deepgemm", "nemo-rl", "compressed-tensors"]
-
-_REFUSED = {
-    "slime": "its kernel divides by Triton's /, which GPUs only approximate",
-    "vllm": "on GPUs it compiles DeepGEMM's function to Triton's /, which GPUs only approximate",
-}
+Arithmetic = Literal["deepgemm", "compressed-tensors"]
 
 
 @dataclass(frozen=True, slots=True)
-class BlockFp8:
+class BlockFp8(OfRows):
     """`weight` as float8_e4m3fn and `weight_scale_inv`, float32 for each block.
 
     Blocks at the ends of rows and columns may be smaller. All is in float32, but for
@@ -51,13 +46,6 @@ class BlockFp8:
     Each division is rounded once, as on CPUs. On GPUs torch multiplies by 1 / 448 instead, which
     gives other scales in the last bit of float32, and the same ue8m0.
 
-    `arithmetic="nemo-rl"`: an element is multiplied by (1 / amax) * 448, or by 1 if amax is 0 or
-    infinite, clamped to what float8_e4m3fn has and rounded; the scale is the reciprocal of that
-    factor. With `scale="ue8m0"` the factor is the reciprocal of the least power of two that is not
-    below amax / 448, from 2^-126 to 2^127, or 1 if that is less. What lacks of a last block counts
-    as the matrix's last element. Source: `cast_tensor_to_fp8_blockwise` of NeMo-RL
-    (nemo_rl/models/generation/vllm/quantization/fp8.py); 448 / amax is that product in torch.
-
     `arithmetic="compressed-tensors"`: as `Fp8`, for each block: all is in bfloat16, and so is the
     scale, which is called `weight_scale`. So are "float-quantized" checkpoints of strategy "block".
     Source: `calculate_qparams` (compressed_tensors/quantization/utils/helpers.py) on the minimum
@@ -68,19 +56,11 @@ class BlockFp8:
     arithmetic: Arithmetic = "deepgemm"
     rows: ClassVar[int] = _BLOCK
     cols: ClassVar[int] = _BLOCK
-    shares: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Raises ConfigError for what is unknown, or cannot be matched bit for bit."""
-        known = get_args(Arithmetic)
-        if self.arithmetic not in known:
-            why = _REFUSED.get(self.arithmetic, "it is not known")
-            raise ConfigError(
-                f"block FP8 cannot be made by the arithmetic of {self.arithmetic!r}: {why}; "
-                f"choose one of {sorted(known)}"
-            )
-        if self.scale not in get_args(Scale):
-            raise ConfigError(f"block FP8 has float32 or ue8m0 scales, not {self.scale!r}")
+        check_choice("block FP8", self.arithmetic, get_args(Arithmetic))
+        check_choice("scales of block FP8", self.scale, get_args(Scale))
         if self.arithmetic == "compressed-tensors" and self.scale != "float32":
             raise ConfigError("block FP8 of compressed-tensors has bfloat16 scales, not ue8m0")
 
@@ -88,8 +68,7 @@ class BlockFp8:
     def name(self) -> str:
         if self.arithmetic == "compressed-tensors":
             return "block FP8 of compressed-tensors"
-        whose = "" if self.arithmetic == "deepgemm" else f" of {self.arithmetic}"
-        return f"block FP8{whose} with {self.scale} scales"
+        return f"block FP8 with {self.scale} scales"
 
     @property
     def kernel(self) -> KernelForm | None:
@@ -103,10 +82,6 @@ class BlockFp8:
         is_theirs = self.arithmetic == "compressed-tensors"
         return "weight_scale" if is_theirs else "weight_scale_inv"
 
-    def fills(self, shape: tuple[int, ...]) -> bool:
-        """Whether no block has an element for what it lacks."""
-        return self.arithmetic != "nemo-rl" or not any(length % _BLOCK for length in shape)
-
     def parts(self, shape: Shape) -> Mapping[str, Part]:
         rows, cols = shape
         blocks = -(-rows // _BLOCK), -(-cols // _BLOCK)
@@ -117,28 +92,15 @@ class BlockFp8:
             self._scale_name: Part(blocks, dtype, _BLOCK, _BLOCK),
         }
 
-    def whole(self, weights: Iterable[Tensor]) -> Mapping[str, Tensor]:
-        """The element that pads blocks, which is no part; nothing if zeros do."""
-        if self.arithmetic != "nemo-rl":
-            return {}
-        (weight,) = weights
-        return {"padding": weight[-1:, -1:].clone()}
-
     def quantize(self, band: Tensor, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         rows, cols = band.shape
         padded = band.new_zeros((-(-rows // _BLOCK) * _BLOCK, -(-cols // _BLOCK) * _BLOCK))
-        if whole:
-            padded.copy_(whole["padding"])
         padded[:rows, :cols] = band
         blocks = padded.view(-1, _BLOCK, padded.shape[1] // _BLOCK, _BLOCK)
         amax = largest(blocks, (1, 3))
         if self.arithmetic == "compressed-tensors":
             scale = scale_of_compressed_tensors(amax)
             scaled = (blocks / scale).add_(0).clamp_(-LARGEST_FP8, LARGEST_FP8)
-        elif self.arithmetic == "nemo-rl":
-            amax = amax.float()
-            factor = _nemo_factor(amax, self.scale)
-            scale, scaled = 1.0 / factor, (blocks * factor).clamp_(-LARGEST_FP8, LARGEST_FP8)
         else:
             scale = divided(amax.float().clamp(1e-4), LARGEST_FP8)
             if self.scale == "ue8m0":
@@ -147,12 +109,3 @@ class BlockFp8:
             scaled = blocks * (1.0 / scale)
         codes = as_fp8(scaled).view_as(padded)
         return {"weight": codes[:rows, :cols], self._scale_name: with_one_nan(scale[:, 0, :, 0])}
-
-
-def _nemo_factor(amax: Tensor, scale: Scale) -> Tensor:
-    """float32: what NeMo-RL multiplies elements of blocks with maxima `amax` by."""
-    if scale == "float32":
-        factor = amax.reciprocal() * LARGEST_FP8
-        return torch.where((amax == 0) | amax.isinf(), 1.0, factor)
-    exponent = power_of_two_above(divided(amax, LARGEST_FP8)).clamp_(0, 254)
-    return torch.where(exponent == 0, 1.0, power_of_two(254 - exponent))

@@ -20,10 +20,6 @@ from deltasync.quant.mxfp8 import MxFp8
 from deltasync.quant.nvfp4 import CompressedNvfp4, ModelOptNvfp4
 
 _REGEX = "re:"
-_CLASSES = (  # of vLLM's layers; it finds a target in these that is a part of one
-    *("ReplicatedLinear", "ColumnParallelLinear", "MergedColumnParallelLinear"),
-    *("QKVParallelLinear", "RowParallelLinear", "RoutedExperts", "ParallelLMHead"),
-)
 _KV = (
     "the engine's cache has scales of its own: give the config without it, and those scales as "
     "`constants` of ServedSource"
@@ -108,22 +104,13 @@ class CompressedTensors(OptionsModel):
         found: dict[str, Form] = {}
         for name, group in self.config_groups.items():
             for target in group.targets:
-                if target != "Linear" and _is_of_classes(target):
+                if not (target == "Linear" or "." in target or target.startswith(_REGEX)):
                     raise ConfigError(f"{name}: layers of class {target!r} have no served form")
                 try:
                     found[target] = _form_of(group.weights, group.format or self.format)
                 except ConfigError as error:
                     raise ConfigError(f"{name}: {error}") from None
         return found
-
-
-def _is_of_classes(target: str) -> bool:
-    """Whether vLLM finds layers by their class with it. A pattern of everything finds by name."""
-    if target.startswith(_REGEX):
-        pattern = re.compile(target.removeprefix(_REGEX))
-        return not pattern.match("") and any(pattern.match(one) for one in _CLASSES)
-    is_one = "." not in target and target[:1].isupper()
-    return is_one or any(target.lower() in one.lower() for one in _CLASSES)
 
 
 def _form_of(weights: Arguments, kind: str | None) -> Form:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
@@ -97,6 +97,23 @@ class Form(Protocol):
             whole: What `whole` has returned.
         """
         ...
+
+
+class OfRows:
+    """What forms have in common whose rows are quantized on their own."""
+
+    rows: ClassVar[int] = 1
+    shares: ClassVar[bool] = False
+
+    def whole(self, weights: Iterable[Tensor]) -> Mapping[str, Tensor]:
+        """Nothing."""
+        return {}
+
+
+def check_choice(form: str, choice: str, known: tuple[str, ...]) -> None:
+    """Raise ConfigError if a choice is none of those known."""
+    if choice not in known:
+        raise ConfigError(f"{form}: {choice!r} is not known; choose one of {sorted(known)}")
 
 
 def check_columns(shape: Shape, block: int, form: str) -> None:

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from deltasync import dtypes
-from deltasync.errors import ConfigError
 from deltasync.quant import reads
 from deltasync.quant.computation import KernelForm
-from deltasync.quant.form import Part, Shape, check_columns
+from deltasync.quant.form import Part, Shape, check_choice, check_columns
 from deltasync.quant.rounding import (
     LARGEST_FP8,
     as_fp8,
@@ -56,13 +55,8 @@ class Fp8:
 
     def __post_init__(self) -> None:
         """Raises ConfigError for what is unknown."""
-        if self.per not in get_args(Per):
-            raise ConfigError(f"FP8 has scales per channel or per tensor, not per {self.per!r}")
-        if self.arithmetic not in get_args(Arithmetic):
-            raise ConfigError(
-                f"FP8 per {self.per} cannot be made by the arithmetic of {self.arithmetic!r}; "
-                f"choose one of {sorted(get_args(Arithmetic))}"
-            )
+        check_choice("scales of FP8", self.per, get_args(Per))
+        check_choice("FP8", self.arithmetic, get_args(Arithmetic))
 
     @property
     def name(self) -> str:

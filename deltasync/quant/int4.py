@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from deltasync import dtypes
 from deltasync.errors import ConfigError
 from deltasync.quant import reads
 from deltasync.quant.computation import KernelForm
-from deltasync.quant.form import Part, Shape, check_columns
+from deltasync.quant.form import OfRows, Part, Shape, check_choice, check_columns
 from deltasync.quant.four_bits import packed
 from deltasync.quant.rounding import largest, with_one_nan
 
@@ -28,7 +28,7 @@ Arithmetic = Literal["compressed-tensors", "slime"]
 
 
 @dataclass(frozen=True, slots=True)
-class Int4:
+class Int4(OfRows):
     """INT4 as compressed-tensors keeps it, format pack-quantized, symmetric: W4A16 and the like.
 
     `weight_packed` int32 [rows, cols / 8], codes + 8 with the first one in the low bits;
@@ -60,16 +60,10 @@ class Int4:
 
     group: int | None = 128
     arithmetic: Arithmetic = "compressed-tensors"
-    rows: ClassVar[int] = 1
-    shares: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Raises ConfigError for what is unknown."""
-        if self.arithmetic not in get_args(Arithmetic):
-            raise ConfigError(
-                f"INT4 by the arithmetic of {self.arithmetic!r} is not known; choose one of "
-                f"{get_args(Arithmetic)}"
-            )
+        check_choice("INT4", self.arithmetic, get_args(Arithmetic))
         if self.group is not None and self.group < 1:
             raise ConfigError(f"INT4 of groups of {self.group} columns; give 1 or more, or None")
 
@@ -96,10 +90,6 @@ class Int4:
             "weight_scale": Part((rows, cols // group), dtypes.BY_NAME["bfloat16"], 1, group),
             "weight_shape": Part((2,), dtypes.BY_NAME["int64"], None, elements=shape),
         }
-
-    def whole(self, weights: Iterable[Tensor]) -> Mapping[str, Tensor]:
-        """Nothing: rows are on their own."""
-        return {}
 
     def quantize(self, band: Tensor, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         groups = band.view(len(band), -1, self.group or band.shape[1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,12 +12,12 @@ from torch import Tensor
 from deltasync import dtypes
 from deltasync.quant import reads
 from deltasync.quant.computation import KernelForm
-from deltasync.quant.form import Part, Shape, check_columns
+from deltasync.quant.form import OfRows, Part, Shape, check_columns
 from deltasync.quant.rounding import divided, largest, with_one_nan
 
 
 @dataclass(frozen=True, slots=True)
-class Int8:
+class Int8(OfRows):
     """`weight` as int8 and `weight_scale`, bfloat16 of [rows, 1]: "int-quantized" checkpoints.
 
     All is in bfloat16. The scale is amax / 127.5, or 2^-7 if that is 0. An element is divided by
@@ -28,9 +28,7 @@ class Int8:
     (quantization/lifecycle/forward.py), symmetric, on the minimum and the maximum of a row.
     """
 
-    rows: ClassVar[int] = 1
     cols: ClassVar[None] = None
-    shares: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
@@ -46,10 +44,6 @@ class Int8:
             "weight": Part(shape, dtypes.BY_NAME["int8"], 1),
             "weight_scale": Part((shape[0], 1), dtypes.BY_NAME["bfloat16"], 1, shape[1]),
         }
-
-    def whole(self, weights: Iterable[Tensor]) -> Mapping[str, Tensor]:
-        """Nothing: rows are on their own."""
-        return {}
 
     def quantize(self, band: Tensor, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         scale = divided(largest(band, 1), 127.5)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from deltasync import dtypes
 from deltasync.quant import reads
 from deltasync.quant.computation import KernelForm
-from deltasync.quant.form import Part, Shape, check_columns
+from deltasync.quant.form import OfRows, Part, Shape, check_columns
 from deltasync.quant.four_bits import e2m1, packed
 from deltasync.quant.rounding import mx_exponent, power_of_two
 
@@ -20,7 +20,7 @@ _BLOCK = 32
 
 
 @dataclass(frozen=True, slots=True)
-class MxFp4:
+class MxFp4(OfRows):
     """MXFP4 of compressed-tensors, format mxfp4-pack-quantized: MXFP4 and MXFP4A16.
 
     `weight_packed` uint8 [rows, cols / 2], and `weight_scale` uint8 [rows, cols / 32]: e for the
@@ -32,9 +32,7 @@ class MxFp4:
     forward_helpers.py), `compress_mx_scale` (compressors/mx_utils.py), 0.17.
     """
 
-    rows: ClassVar[int] = 1
     cols: ClassVar[int] = _BLOCK
-    shares: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
@@ -51,10 +49,6 @@ class MxFp4:
             "weight_packed": Part((rows, cols // 2), dtypes.BY_NAME["uint8"], 1, 2),
             "weight_scale": Part((rows, cols // _BLOCK), dtypes.BY_NAME["uint8"], 1, _BLOCK),
         }
-
-    def whole(self, weights: Iterable[Tensor]) -> Mapping[str, Tensor]:
-        """Nothing: blocks are on their own."""
-        return {}
 
     def quantize(self, band: Tensor, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         blocks = band.view(len(band), -1, _BLOCK)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from deltasync import dtypes
-from deltasync.errors import ConfigError
 from deltasync.quant import reads
 from deltasync.quant.computation import KernelForm
-from deltasync.quant.form import Part, Shape, check_columns
+from deltasync.quant.form import OfRows, Part, Shape, check_choice, check_columns
 from deltasync.quant.rounding import (
     LARGEST_FP8,
     NO_EXPONENT,
@@ -31,7 +30,7 @@ Arithmetic = Literal["vllm", "compressed-tensors"]
 
 
 @dataclass(frozen=True, slots=True)
-class MxFp8:
+class MxFp8(OfRows):
     """`weight` as float8_e4m3fn and `weight_scale`, uint8 of [rows, cols / 32]: biased exponents.
 
     The scale of e is 2^(e - 127). Columns must be a multiple of 32.
@@ -53,17 +52,11 @@ class MxFp8:
     """
 
     arithmetic: Arithmetic = "vllm"
-    rows: ClassVar[int] = 1
     cols: ClassVar[int] = _BLOCK
-    shares: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Raises ConfigError for what is unknown."""
-        if self.arithmetic not in get_args(Arithmetic):
-            raise ConfigError(
-                f"MXFP8 cannot be made by the arithmetic of {self.arithmetic!r}; "
-                f"choose one of {sorted(get_args(Arithmetic))}"
-            )
+        check_choice("MXFP8", self.arithmetic, get_args(Arithmetic))
 
     @property
     def name(self) -> str:
@@ -82,10 +75,6 @@ class MxFp8:
             "weight": Part(shape, dtypes.BY_NAME["float8_e4m3fn"], 1),
             "weight_scale": Part((rows, cols // _BLOCK), dtypes.BY_NAME["uint8"], 1, _BLOCK),
         }
-
-    def whole(self, weights: Iterable[Tensor]) -> Mapping[str, Tensor]:
-        """Nothing: blocks are on their own."""
-        return {}
 
     def quantize(self, band: Tensor, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         blocks = band.reshape(len(band), -1, _BLOCK)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from deltasync.delta.shard import ShardSpec
 from deltasync.errors import ConfigError
-from deltasync.quant.block_fp8 import BlockFp8
 from deltasync.quant.form import Form
 from deltasync.quant.matrices import WEIGHT, Matrix, ServedReader
 from deltasync.quant.sharing import FUSED, Fused, Shared, siblings
@@ -145,15 +144,10 @@ def _together(group: list[Matrix]) -> Iterator[tuple[str, Tensor]]:
 
 def _check_part(entry: NamedTensor, held: ShardSpec, form: Form) -> None:
     """Raise ConfigError, by name, for a part that is not quantized by what ranks agree on."""
-    why = None
     if len(held.shape) != 2:
-        why = f"{form.name} is for matrices; split stacked ones by `name_map`"
-    elif isinstance(form, BlockFp8) and not form.fills(held.shape):
-        why = f"blocks of {form.name} at its ends have its last element for what they lack"
-    if why is not None:
         raise ConfigError(
             f"{entry.name}: this rank holds {held.size} at {held.offset} of {held.shape}, and "
-            f"{why}; gather it, see StreamedWeights"
+            f"{form.name} is for matrices; split stacked ones by `name_map`"
         )
 
 

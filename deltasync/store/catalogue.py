@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -10,7 +9,6 @@ from typing import TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from deltasync.errors import (
-    ConfigError,
     ManifestInvalid,
     ObjectDamaged,
     RunUnknown,
@@ -24,8 +22,6 @@ from deltasync.store.manifest import (
     MAX_MANIFEST_BYTES,
     Anchor,
     Manifest,
-    Parent,
-    RunRecord,
     Way,
     check_mac,
     decode,
@@ -37,6 +33,7 @@ from deltasync.sync.target.base import some_of
 from deltasync.wire.messages import Entries, Entry, ParameterSpec, entries, parameter_specs
 
 _MAX_LAYOUT_BYTES = 256 << 20
+_NO_RUN = "there is no run here: check the URL, or wait for the first version"
 _Any = TypeVar("_Any", Manifest, Anchor)
 _ENTRIES: TypeAdapter[tuple[Entry, ...]] = TypeAdapter(Entries)
 
@@ -57,14 +54,9 @@ class Published:
     def version(self) -> int:
         return self.manifest.version
 
-    @property
-    def as_parent(self) -> Parent:
-        """What a child says of it."""
-        return Parent(version=self.version, sha256=self.sha256)
-
     def check_child(self, child: Published) -> None:
         """Raise ManifestInvalid unless the next version names this one as it is: rule S4."""
-        if child.manifest.parent != self.as_parent:
+        if child.manifest.parent != self.sha256:
             raise ManifestInvalid(
                 f"v{child.version} is not a child of v{self.version} as it is: one of the two "
                 "manifests was altered; restore it, or fetch a version that has an anchor"
@@ -98,20 +90,16 @@ class Run:
             StoreError: The store cannot be read.
         """
         objects = Objects(url, options)
-        if run is not None:
-            keys.check_run(run)
-            if (found := record_of(objects)) is not None and found.run == run:
-                return cls(objects, run)
-            below = objects.under(run)
-            if (found := record_of(below)) is None or found.run != run:
-                raise RunUnknown(f"{url}: has no run {run!r}; {_listed(runs_below(objects))}")
-            return cls(below, run)
-        if (found := record_of(objects)) is not None:
-            return cls(objects, found.run)
-        runs = runs_below(objects)
-        if len(runs) != 1:
-            raise (SeveralRuns if runs else RunUnknown)(f"{url}: {_listed(runs)}")
-        return cls(objects.under(runs[0]), runs[0])
+        here = run_of(objects)
+        if here is not None and run in (None, here):
+            return cls(objects, here)
+        runs = list(filter(keys.is_run, objects.folders())) if here is None else [here]
+        listed = f"its runs are {some_of(runs)}: name one" if runs else _NO_RUN
+        if run is not None and run not in runs:
+            raise RunUnknown(f"{url}: has no run {run!r}; {listed}")
+        if run is None and len(runs) != 1:
+            raise (SeveralRuns if runs else RunUnknown)(f"{url}: {listed}")
+        return cls(objects.under(run or runs[0]), run or runs[0])
 
     def published(self, version: int) -> Published | None:
         """The manifest of a version; None if there is no such version.
@@ -165,11 +153,6 @@ class Run:
             found.check_child(following)
         return following
 
-    def newer(self, than: Published) -> Published | None:
-        """The newest version, for a reader that was overtaken: None if it is not newer."""
-        newest = self.newest(than.version)
-        return newest if newest is not None and newest.version > than.version else None
-
     def versions(self, after: int | None = None) -> list[int]:
         """Versions that have manifests, in order; those after a version. They are not read."""
         offset = None if after is None else keys.manifest_key(after)
@@ -188,21 +171,6 @@ class Run:
             if anchor.manifest == published.sha256:
                 found.append(anchor.way)
         return found
-
-    def chain(self, versions: Sequence[int]) -> Iterator[Published]:
-        """Manifests of consecutive versions, from the last one back, until one is gone.
-
-        Raises ManifestInvalid if one is none, or two do not belong together.
-        """
-        child: Published | None = None
-        for version in reversed(versions):
-            published = self.published(version)
-            if published is None:  # deleted meanwhile
-                return
-            if child is not None:
-                published.check_child(child)
-            yield published
-            child = published
 
     def layout(self, layout_hash: str) -> tuple[ParameterSpec, ...]:
         """The parameters of a layout.
@@ -230,30 +198,10 @@ class Run:
         return found
 
 
-def record_of(objects: Objects) -> RunRecord | None:
-    """What marks a folder as that of a run; None if nothing does."""
-    data = objects.get(keys.RUN, max_bytes=1 << 16)
-    return None if data is None else decode(data, RunRecord, key=keys.RUN)
-
-
-def runs_below(objects: Objects) -> list[str]:
-    """Ids of the runs whose folders are right below."""
-    found = []
-    for name in objects.folders():
-        try:
-            keys.check_run(name)
-        except ConfigError:
-            continue
-        record = record_of(objects.under(name))
-        if record is not None and record.run == name:
-            found.append(name)
-    return found
-
-
-def _listed(runs: list[str]) -> str:
-    if not runs:
-        return "there is no run here: check the URL, or wait for the first version"
-    return f"its runs are {some_of(runs)}: name one"
+def run_of(objects: Objects) -> str | None:
+    """The run whose folder a URL names; None if it is no folder of a run."""
+    name = objects.folder.name if objects.folder else objects.url.rstrip("/").rpartition("/")[2]
+    return name if keys.MANIFESTS in objects.folders() and keys.is_run(name) else None
 
 
 def layout_bytes(specs: tuple[ParameterSpec, ...]) -> bytes:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from deltasync.delta.bits import Flat
 from deltasync.delta.digests import digest_text
-from deltasync.errors import DigestMismatch, LayoutMismatch, ObjectDamaged, VersionMissing
+from deltasync.errors import DigestMismatch, VersionMissing
 from deltasync.files.checkpoint import Checkpoint
 from deltasync.files.comparing import Advance, measure_digests
-from deltasync.files.output import appearing, refuse_existing
-from deltasync.files.patch_file import copy_checkpoint
+from deltasync.files.output import appearing, flush_to_disk, refuse_existing
+from deltasync.files.patch_file import apply_frames, copy_checkpoint
 from deltasync.store.catalogue import Published, Run
 from deltasync.store.fetched import (
     Fetched,
@@ -24,11 +22,8 @@ from deltasync.store.fetched import (
     frames_of,
     take_cheapest,
 )
-from deltasync.store.merged import MergedDeltas, flats_of
 from deltasync.store.objects import StoreOptions
 from deltasync.store.routes import Route, find_route
-from deltasync.transports.base import Frame
-from deltasync.wire.messages import ParameterSpec
 
 Phase = Callable[[str, int], Advance]
 """Called with the name of a phase and its bytes; returns what to call with its progress."""
@@ -78,8 +73,7 @@ def fetch_checkpoint(
     Args:
         url: The store, or a run in it.
         out: The new folder (or file, if `base` is one). It appears as a whole or not at all.
-        to: The version; None for the newest one, also if it is published meanwhile and the one
-            that was fetched is deleted.
+        to: The version; None for the newest one.
         run: The run below `url`; needed if there are several.
         base: A checkpoint that is there already; only read.
         options: How the store is reached.
@@ -101,14 +95,7 @@ def fetch_checkpoint(
     if base is not None:
         digest = measure_digests(base, advance=phase("reading", base.num_bytes)).total
     with appearing(path) as made:
-        while True:
-            try:
-                return _Writer(found, target, base, digest, made, phase).write()
-            except (ObjectDamaged, VersionMissing):
-                newest = found.newer(target) if to is None else None
-                if newest is None:
-                    raise
-                target = newest
+        return _Writer(found, target, base, digest, made, phase).write()
 
 
 class _Writer:
@@ -132,10 +119,7 @@ class _Writer:
         objects = Fetched(self._run.objects, self._made.parent)
         try:
             if not take_cheapest(
-                self._route,
-                lambda route: FetchedRoute(route, objects, self._progress),
-                self._take,
-                failed=self._undo,
+                self._route, objects, self._progress, self._take, failed=self._undo
             ):
                 self._check(self._copied())
         finally:
@@ -176,23 +160,17 @@ class _Writer:
                 written = Checkpoint(self._made, writable=True)
             else:
                 assert written is not None
-                frames = frames_of(step.way, folder, step.base, step.to)
-                apply_delta(written, specs, frames)
+                apply_frames(written, specs, frames_of(step.way, folder, step.base, step.to))
         assert written is not None
         written.flush()
         self._check(written)
         self._ways = tuple(step.way.kind for step in fetched.route.steps)
 
     def _check(self, written: Checkpoint) -> None:
-        """Read all again. Raises DigestMismatch."""
-        found = measure_digests(written, advance=self._phase("verifying", written.num_bytes)).total
-        if digest_text(found) != self._target.manifest.digest:
-            raise DigestMismatch(
-                f"what came for v{self._target.version} has the digest {digest_text(found)}, its "
-                f"manifest says {self._target.manifest.digest}; deltasync verify says more"
-            )
+        advance = self._phase("verifying", written.num_bytes)
+        check_version(written, self._target, advance=advance)
         for file in written.files:
-            _sync(file)
+            flush_to_disk(file)
 
     def _undo(self) -> None:
         if self._made.is_dir():
@@ -201,31 +179,13 @@ class _Writer:
             self._made.unlink(missing_ok=True)
 
 
-def apply_delta(
-    written: Checkpoint, specs: Sequence[ParameterSpec], frames: Iterable[Frame]
-) -> dict[int, Flat]:
-    """Write a delta into a checkpoint. Returns the parameters that have changed.
-
-    Raises WireError, SyncError if it is damaged, or the checkpoint lacks what changes.
-    """
-    flats = flats_of(written, specs)
-    delta = MergedDeltas(specs, flats)
-    delta.take(frames)
-    for number in delta.changed:
-        if number not in flats:
-            raise LayoutMismatch(
-                f"{written.path} has no tensor {specs[number].name!r}, which changes"
-            )
-        for run in delta.runs(number):
-            assert run.bits is not None
-            run.write(flats[number], run.bits)
-    return {number: flats[number] for number in delta.changed}
-
-
-def _sync(path: Path) -> None:
-    """Wait until it is on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def check_version(
+    written: Checkpoint, published: Published, *, advance: Advance = lambda num_bytes: None
+) -> None:
+    """Read all of a checkpoint. Raises DigestMismatch unless it has the digest of the version."""
+    found = digest_text(measure_digests(written, advance=advance).total)
+    if found != published.manifest.digest:
+        raise DigestMismatch(
+            f"what came for v{published.version} has the digest {found}, its manifest says "
+            f"{published.manifest.digest}; deltasync verify says more"
+        )

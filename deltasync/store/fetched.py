@@ -28,16 +28,17 @@ from deltasync.errors import (
 )
 from deltasync.files.checkpoint import Checkpoint
 from deltasync.files.frame_file import FrameFile
+from deltasync.files.patch_file import flats_of
 from deltasync.store.catalogue import Published
-from deltasync.store.manifest import StoredFile, Way, sha256_of
-from deltasync.store.merged import MergedDeltas, flats_of, plan_of_anchor
+from deltasync.store.manifest import StoredFile, Way
+from deltasync.store.merged import MergedDeltas, plan_of_anchor
 from deltasync.store.objects import ObjectFacts, Objects, started
 from deltasync.store.routes import Route, Step
 from deltasync.store.scratch import ScratchFolder
 from deltasync.sync.protocol.one_way import one_way_frames
 from deltasync.transports.base import Frame
 from deltasync.wire.frame import MAX_PAYLOAD_BYTES, decode
-from deltasync.wire.messages import Begin, Layout, ParameterSpec, Sealed
+from deltasync.wire.messages import ParameterSpec
 
 logger = logging.getLogger(__name__)
 Advance = Callable[[int], None]
@@ -54,34 +55,25 @@ class Progress:
     Attributes:
         version: The version that is fetched; None before the first.
         fetched_bytes, total_bytes: Of its way; what an earlier attempt has left counts as fetched.
-        bytes_per_s: How fast they have come, without what was left.
         advanced: Called with the bytes that have come.
     """
 
     version: int | None = None
     fetched_bytes: int = 0
     total_bytes: int = 0
-    bytes_per_s: float = 0.0
     advanced: Advance = lambda num_bytes: None
-    _began: float = 0.0
-    _kept_bytes: int = 0
 
     def begin(self, version: int, total_bytes: int) -> None:
         """Count from 0."""
         self.version, self.fetched_bytes, self.total_bytes = version, 0, total_bytes
-        self.bytes_per_s, self._began, self._kept_bytes = 0.0, time.monotonic(), 0
 
-    def advance(self, num_bytes: int, *, kept_bytes: int = 0) -> None:
-        """So many bytes have come; and so many more were kept of an earlier attempt."""
-        self.fetched_bytes += num_bytes + kept_bytes
-        self._kept_bytes += kept_bytes
-        took_s = max(time.monotonic() - self._began, 1e-6)
-        self.bytes_per_s = (self.fetched_bytes - self._kept_bytes) / took_s
-        self.advanced(num_bytes + kept_bytes)
+    def advance(self, num_bytes: int) -> None:
+        """So many bytes have come, or were kept of an earlier attempt."""
+        self.fetched_bytes += num_bytes
+        self.advanced(num_bytes)
 
     def __str__(self) -> str:
-        came = f"{self.fetched_bytes} of {self.total_bytes} bytes"
-        return f"v{self.version}: {came}, {self.bytes_per_s / 1e6:.1f} MB/s"
+        return f"v{self.version}: {self.fetched_bytes} of {self.total_bytes} bytes"
 
 
 class Fetched:
@@ -134,7 +126,7 @@ class Fetched:
 
         Args:
             way: What to fetch.
-            progress: Told of what comes.
+            progress: Counts what comes.
 
         Raises:
             ObjectDamaged: An object is missing, or is not what the manifest names.
@@ -168,7 +160,7 @@ class Fetched:
             sha256 = hashlib.file_digest(out, "sha256")
             kept_bytes = out.tell()
             if kept_bytes:
-                progress.advance(0, kept_bytes=kept_bytes)
+                progress.advance(kept_bytes)
             for part in self._parts(file, kept_bytes) if kept_bytes < file.bytes else ():
                 out.write(part)
                 sha256.update(part)
@@ -180,7 +172,7 @@ class Fetched:
         if not kept_bytes:
             self._altered[self._facts] = (now := time.monotonic()) + _SPARED * (now - began)
             raise ObjectDamaged(f"{file.key} was altered: its SHA-256 is another")
-        progress.advance(0, kept_bytes=-max(kept_bytes, file.bytes))
+        progress.advance(-max(kept_bytes, file.bytes))
         return False
 
     def _parts(self, file: StoredFile, start: int) -> Iterator[memoryview]:
@@ -221,7 +213,7 @@ class FetchedRoute:
     Args:
         route: At least one step.
         objects: Where they are kept.
-        progress: Told of what comes.
+        progress: Counts what comes.
 
     Attributes:
         route: The same.
@@ -246,9 +238,9 @@ class FetchedRoute:
     def _steps(self) -> Iterator[Step]:
         """One step after the other, each blamed while it is used. Afterwards all may be wrong."""
         for step in self.route.steps:
-            self.blamed = step.keys
+            self.blamed = step.way.keys
             yield step
-        self.blamed = frozenset().union(*(step.keys for step in self.route.steps))
+        self.blamed = frozenset().union(*(step.way.keys for step in self.route.steps))
 
     def folders(self) -> Iterator[tuple[Step, Path]]:
         """Each step with the folder of its files; whoever takes it may move that."""
@@ -293,7 +285,8 @@ class FetchedRoute:
 
 def take_cheapest(
     find: Callable[[set[str]], Route],
-    fetched_of: Callable[[Route], FetchedRoute],
+    objects: Fetched,
+    progress: Progress,
     take: Callable[[FetchedRoute], None],
     *,
     failed: Callable[[], None],
@@ -302,7 +295,8 @@ def take_cheapest(
 
     Args:
         find: Returns the cheapest route without objects of these keys. Raises StoreError.
-        fetched_of: Makes what fetches a route.
+        objects: Where they are kept.
+        progress: Counts what comes.
         take: Uses what was fetched.
         failed: Called when a route was of no use, before another one is found.
 
@@ -315,7 +309,7 @@ def take_cheapest(
     refused = set[str]()
     route = find(refused)
     while route.steps:
-        fetched = fetched_of(route)
+        fetched = FetchedRoute(route, objects, progress)
         try:
             fetched.load()
             take(fetched)
@@ -354,29 +348,26 @@ def frames_of(way: Way, folder: Path, base: Published | None, to: Published) -> 
     """
     (file,) = way.files
     run, after, before = to.manifest.run, to.manifest, to.version - 1
+    expected: dict[str, dict[str, object]] = {
+        "layout": {"stream_id": run, "version": before, "hash": after.layout_hash},
+        "begin": {"stream_id": run, "base_version": before, "version": after.version},
+        "sealed": {"version": after.version, "digest": after.digest},
+    }
+    if base is not None:
+        expected["layout"]["digest"] = base.manifest.digest
     for number, frame in enumerate(FrameFile(folder / Path(file.key).name)):
         message, _ = decode(frame.header, max_payload_bytes=MAX_PAYLOAD_BYTES)
-        said: tuple[object, ...] = ()
-        named: tuple[object, ...] = ()
-        match message:
-            case Layout():
-                said = message.stream_id, message.version, message.hash, message.digest
-                digest = message.digest if base is None else base.manifest.digest
-                named = run, before, after.layout_hash, digest
-            case Begin():
-                said = message.stream_id, message.base_version, message.version
-                named = run, before, after.version
-            case Sealed():
-                said, named = (message.version, message.digest), (after.version, after.digest)
-            case _ if not number:
-                said = (message.kind,)
-        if said != named:
-            raise ProtocolViolation(
-                f"{file.key}: its {message.kind} says {said}, where the manifests have {named}"
-            )
+        if not number and message.kind != "layout":
+            raise ProtocolViolation(f"{file.key}: begins with {message.kind}, not with a layout")
+        for name, value in expected.get(message.kind, {}).items():
+            if (there := getattr(message, name)) != value:
+                raise ProtocolViolation(
+                    f"{file.key}: its {message.kind} says {name} {there!r}, where the manifests "
+                    f"have {value!r}"
+                )
         yield frame
 
 
 def _name_of(way: Way) -> str:
-    """A folder's name that no other way has, though its files may begin with the same content."""
-    return sha256_of("\n".join(f"{file.key} {file.sha256}" for file in way.files).encode())
+    """The part of its keys that is random, which no other way has."""
+    return Path(way.files[0].key).parts[1]

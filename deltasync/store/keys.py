@@ -12,10 +12,6 @@ from typing import Annotated
 
 from pydantic import Field
 
-from deltasync.errors import ConfigError
-
-RUN = "run.json"
-CLOCK = "clock"
 MANIFESTS, ANCHORS, LAYOUTS, OBJECTS = "manifests", "anchors", "layouts", "objects"
 
 _DIGITS = 16  # of a version, which is below 2^53
@@ -27,14 +23,9 @@ RunId = Annotated[str, Field(pattern=f"^{_RUN_ID}$")]
 ObjectKey = Annotated[str, Field(pattern=f"^{_KEY}$")]
 
 
-def check_run(run: str) -> str:
-    """Return the id of a run. Raises ConfigError if it cannot be a part of keys."""
-    if not re.fullmatch(_RUN_ID, run):
-        raise ConfigError(
-            f"run {run[:80]!r}: use 1 to 128 letters, digits, '.', '_' and '-', and begin with a "
-            "letter or digit"
-        )
-    return run
+def is_run(name: str) -> bool:
+    """Whether a run can have this id, which is a part of keys."""
+    return re.fullmatch(_RUN_ID, name) is not None
 
 
 def manifest_key(version: int) -> str:

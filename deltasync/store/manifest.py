@@ -13,7 +13,6 @@ from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     FailFast,
     Field,
@@ -28,7 +27,6 @@ from deltasync.wire.messages import Count, Digest, Version
 FORMAT = 1
 MAX_MANIFEST_BYTES = 64 << 20
 MAX_FILES = 16384  # of a way, such as an anchor of as many shards
-MAX_CODECS = 64  # of a way
 MAX_CHANGED = 1 << 20  # parameters
 
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -39,12 +37,6 @@ Kind = Literal["anchor", "delta"]
 class _Record(BaseModel):
     # Unknown members are dropped, and `decode` misses them: to report each takes a kilobyte.
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
-
-
-def _few(found: object) -> object:
-    if isinstance(found, dict) and len(found) > MAX_CODECS:
-        raise ValueError(f"{len(found)} codecs, {MAX_CODECS} at most")
-    return found
 
 
 class StoredFile(_Record):
@@ -59,13 +51,11 @@ class Way(_Record):
     """One way to hold a version: fetch `files`.
 
     Those of an `anchor` are safetensors and their index, of the whole model. A `delta` leads from
-    the parent, and is one file of one-way frames. `codecs` has the payload bytes of each codec, by
-    name.
+    the parent, and is one file of one-way frames.
     """
 
     kind: Kind
     files: Annotated[tuple[StoredFile, ...], Field(min_length=1, max_length=MAX_FILES), FailFast()]
-    codecs: Annotated[dict[Label, Count], BeforeValidator(_few)] = {}
 
     @model_validator(mode="after")
     def _check_kind(self) -> Self:
@@ -84,13 +74,6 @@ class Way(_Record):
     def keys(self) -> frozenset[str]:
         """The objects that it takes."""
         return frozenset(file.key for file in self.files)
-
-
-class Parent(_Record):
-    """The version before, and the SHA-256 of the bytes of its manifest."""
-
-    version: Version
-    sha256: Sha256
 
 
 class Written(_Record):
@@ -124,7 +107,7 @@ class Manifest(Written):
     """A version. It exists if and only if its manifest does.
 
     Attributes:
-        parent: The version before; None for the first one of the run.
+        parent: SHA-256 of the manifest of the version before; None for the first one of the run.
         digest: State digest of its weights.
         layout_hash: Names its parameters, see `layout_key`.
         numel: Elements of the model.
@@ -134,7 +117,7 @@ class Manifest(Written):
     """
 
     kind: Literal["version"] = "version"
-    parent: Parent | None
+    parent: Sha256 | None
     digest: Digest
     layout_hash: Sha256
     numel: Count
@@ -143,10 +126,10 @@ class Manifest(Written):
 
     @model_validator(mode="after")
     def _check_bases(self) -> Self:
+        if (self.parent is None) != (self.version == 1):
+            raise ValueError("version 1 has no parent, and every other version has one")
         if self.parent is None and self.way.kind == "delta":
             raise ValueError("a delta, and no parent")
-        if self.parent is not None and self.parent.version + 1 != self.version:
-            raise ValueError("the parent is not the version before")
         if self.nnz > self.numel or not self.numel:
             raise ValueError("nnz is more than numel, or there are no elements")
         numbers = [number for number, _ in self.changed]
@@ -172,16 +155,7 @@ class Anchor(Written):
         return self
 
 
-class RunRecord(_Record):
-    """What marks the folder of a run."""
-
-    kind: Literal["run"] = "run"
-    format: Literal[1] = 1
-    run: RunId
-
-
-Record = TypeVar("Record", bound=_Record)
-Signed = TypeVar("Signed", Manifest, Anchor)
+Record = TypeVar("Record", Manifest, Anchor)
 
 
 def canonical(record: BaseModel) -> bytes:
@@ -190,7 +164,7 @@ def canonical(record: BaseModel) -> bytes:
     return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
 
 
-def signed(record: Signed, mac_key: bytes | None) -> Signed:
+def signed(record: Record, mac_key: bytes | None) -> Record:
     """The record with its MAC, or without one if there is no key."""
     return record.model_copy(update={"mac": None if mac_key is None else _mac(record, mac_key)})
 
@@ -224,7 +198,7 @@ def decode(data: bytes, model: type[Record], *, key: str) -> Record:
     return record
 
 
-def check_mac(record: Signed, mac_key: bytes | None, *, key: str) -> None:
+def check_mac(record: Manifest | Anchor, mac_key: bytes | None, *, key: str) -> None:
     """Raise MacMismatch unless the record was signed with this key; without a key, none is needed.
 
     Args:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -11,11 +12,10 @@ from torch import Tensor
 from deltasync.delta.bits import Flat, Live, Run
 from deltasync.delta.host.packing import Bucket, buckets, bytes_of
 from deltasync.delta.patch import check_indices
-from deltasync.delta.region import Region
 from deltasync.delta.shard import whole
-from deltasync.dtypes import Dtype
 from deltasync.errors import LayoutMismatch
 from deltasync.files.checkpoint import Checkpoint
+from deltasync.files.patch_file import flats_of
 from deltasync.store.fold import fold_runs
 from deltasync.sync.protocol.one_way import OneWayReader
 from deltasync.transports.base import Frame
@@ -34,36 +34,27 @@ class MergedDeltas:
         flats: The weights that the first delta applies to, by parameter: it is decoded by them,
             later ones by what earlier deltas make of them. They are only read, and must not change
             before `take` has returned.
+
+    Attributes:
+        runs: What all deltas together write, by parameter.
     """
 
     def __init__(self, specs: Sequence[ParameterSpec], flats: Mapping[int, Live]) -> None:
         self._specs, self._flats = specs, flats
-        self._deltas: dict[int, list[list[Run]]] = {}
+        self.runs: dict[int, list[Run]] = {}
 
     def take(self, frames: Iterable[Frame]) -> None:
         """Add the next delta. Raises WireError, SyncError if it is damaged: nothing was added."""
-        # Made here: kept in `self`, it would keep all weights until cycles are collected.
-        flats, found = _Overlaid(self._flats, self), dict[int, list[Run]]()
-        for bucket in OneWayReader(flats=flats).read(frames):
+        held = [number for number in self.runs if number in self._flats]
+        patched = {n: cast("Live", _PatchedFlat(self._flats[n], self.runs[n])) for n in held}
+        reader, found = OneWayReader(flats={**self._flats, **patched}), dict[int, list[Run]]()
+        for bucket in reader.read(frames):
             for parameter, run in bucket.runs():  # the memory of the bucket lives as long
                 check_indices(run, name=self._specs[parameter].name)
                 found.setdefault(parameter, []).append(run)
         for parameter, runs in found.items():
-            self._deltas.setdefault(parameter, []).append(runs)
-
-    @property
-    def changed(self) -> list[int]:
-        """Numbers of the parameters that some delta brings."""
-        return sorted(self._deltas)
-
-    def runs(self, parameter: int) -> list[Run]:
-        """What all deltas together write of a parameter."""
-        deltas = self._deltas.get(parameter)
-        if deltas is None:
-            return []
-        merged = fold_runs(deltas, self._specs[parameter].numel)
-        self._deltas[parameter] = [merged]
-        return merged
+            before = self.runs.get(parameter, [])
+            self.runs[parameter] = fold_runs([before, runs], self._specs[parameter].numel)
 
     def plan(self, *, base_version: int, digest: int) -> StoredPlan:
         """All of them as one delta.
@@ -72,7 +63,7 @@ class MergedDeltas:
             base_version: What the first one applies to.
             digest: State digest of the weights after the last one.
         """
-        runs = [(number, run) for number in self.changed for run in self.runs(number)]
+        runs = [(number, run) for number in sorted(self.runs) for run in self.runs[number]]
         shares = whole(tuple(self._specs))
         sizes = [bytes_of(shares[number], run) for number, run in runs]
         sparse, dense = (sum(column) for column in zip((0, 0), *sizes, strict=True))
@@ -137,7 +128,7 @@ def plan_of_anchor(
         for number in sorted(held):
             if numel := specs[number].numel:
                 flat = flats[number]
-                if changes := later.runs(number):
+                if changes := later.runs.get(number):
                     flat = Flat.of(flat.tensor.clone())
                     for run in changes:
                         assert run.bits is not None
@@ -149,29 +140,9 @@ def plan_of_anchor(
     return StoredPlan(None, 0, dense_bytes, Stated(digest), specs, runs())
 
 
-def flats_of(checkpoint: Checkpoint, specs: Sequence[ParameterSpec]) -> dict[int, Flat]:
-    """The tensors of a checkpoint by their number in a layout; those that it lacks are left out.
-
-    Raises LayoutMismatch if one has another shape or dtype than in the layout.
-    """
-    found = dict[int, Flat]()
-    for number, spec in enumerate(specs):
-        for name in spec.names:  # it may have any of them
-            if (there := checkpoint.specs.get(name)) is None:
-                continue
-            if (there.shape, there.dtype) != (spec.shape, spec.dtype):
-                raise LayoutMismatch(
-                    f"{name}: the checkpoint has {there.dtype.name} {list(there.shape)}, the "
-                    f"layout {spec.dtype.name} {list(spec.shape)}"
-                )
-            found[number] = Flat.of(checkpoint.tensor(name))
-            break
-    return found
-
-
 @dataclass(frozen=True, slots=True)
-class _OverlaidFlat:
-    """A parameter with other bits where some runs write, to read; what is not held stays unknown.
+class _PatchedFlat:
+    """A parameter with other bits where some runs write: of a `Live`, what decoding asks for.
 
     Attributes:
         flat: The parameter itself.
@@ -182,25 +153,9 @@ class _OverlaidFlat:
     runs: list[Run]
 
     @property
-    def dtype(self) -> Dtype:
-        return self.flat.dtype
-
-    @property
     def line(self) -> Tensor:
         """That of the parameter before: for its device and dtype only."""
         return self.flat.line
-
-    @property
-    def is_contiguous(self) -> bool:
-        return False
-
-    @property
-    def numel(self) -> int:
-        return self.flat.numel
-
-    def boxes(self) -> list[tuple[Region, Tensor]]:
-        """None: nobody is to write here."""
-        return []
 
     def held(self, start: int, stop: int) -> Tensor | None:
         return self.flat.held(start, stop)
@@ -209,29 +164,9 @@ class _OverlaidFlat:
         return self.flat.keeps(positions)
 
     def read(self, start: int, stop: int) -> Tensor:
-        """int[k]: the bits at those positions of [start, stop) that are held, in own memory."""
-        positions = self.flat.held(start, stop)
-        if positions is not None:
-            return self.gather(positions)
-        found = self.flat.read(start, stop).clone()
-        for run in self.runs:
-            low, high = max(start, run.start), min(stop, run.stop)
-            assert run.bits is not None
-            if low >= high:
-                continue
-            if run.indices is None:
-                found[low - start : high - start] = run.bits[low - run.start : high - run.start].to(
-                    found.device
-                )
-                continue
-            edges = torch.tensor([low - run.start, high - run.start], device="cpu")
-            first, last = torch.searchsorted(run.indices, edges.to(run.indices)).tolist()
-            where = run.indices[first:last].long() + (run.start - start)
-            found[where.to(found.device)] = run.bits[first:last].to(found.device)
-        return found
+        return self.gather(torch.arange(start, stop, device=self.line.device))
 
     def gather(self, positions: Tensor) -> Tensor:
-        """int[n]: the bits at int64[n] positions that are held."""
         found, where = self.flat.gather(positions).clone(), positions.cpu()
         for run in self.runs:
             assert run.bits is not None
@@ -245,26 +180,3 @@ class _OverlaidFlat:
                 at = place[met]
             found[inside.to(found.device)] = run.bits[at].to(found.device)
         return found
-
-    def write(self, start: int, bits: Tensor) -> None:
-        raise NotImplementedError("weights of deltas that are read")
-
-    def scatter(self, positions: Tensor, bits: Tensor) -> None:
-        raise NotImplementedError("weights of deltas that are read")
-
-
-class _Overlaid(Mapping[int, Live]):
-    """The weights after the deltas that were taken so far."""
-
-    def __init__(self, flats: Mapping[int, Live], deltas: MergedDeltas) -> None:
-        self._flats, self._deltas = flats, deltas
-
-    def __getitem__(self, number: int) -> Live:
-        flat, runs = self._flats[number], self._deltas.runs(number)
-        return _OverlaidFlat(flat, runs) if runs else flat
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._flats)
-
-    def __len__(self) -> int:
-        return len(self._flats)

@@ -6,9 +6,9 @@ and a StoreRefused if it needs somebody to do something.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
-import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -22,7 +22,8 @@ from typing import Any, TypeVar
 from pydantic import Field, SecretBytes
 
 from deltasync.delta.options import OptionsModel
-from deltasync.errors import ConfigError, ObjectDamaged, StoreError, StoreRefused, StoreUnavailable
+from deltasync.errors import ConfigError, ObjectDamaged, StoreRefused, StoreUnavailable
+from deltasync.files.output import flush_to_disk
 from deltasync.transports.control.connection import LONGEST_S
 
 Data = bytes | bytearray | memoryview
@@ -124,9 +125,8 @@ class Objects:
     def get(self, key: str, *, max_bytes: int) -> bytes | None:
         """A small object; None if there is none.
 
-        Raises ObjectDamaged if it has more than `max_bytes`, or is a pipe or a device.
+        Raises ObjectDamaged if it has more than `max_bytes`.
         """
-        self._check_no_pipe(key)
         with suppress(FileNotFoundError), self._answered(key):
             found = self._wait(self._obstore.get, self._store, self._prefix + key)
             size = found.meta["size"]
@@ -136,26 +136,18 @@ class Objects:
         return None
 
     def get_range(self, key: str, start: int, stop: int) -> memoryview:
-        """Bytes [start, stop) of an object, at most `options.part_bytes`.
+        """Bytes [start, stop) of an object, some at least and at most `options.part_bytes`.
 
-        Raises ObjectDamaged if the object does not exist, is shorter, or is a pipe or a device.
+        Raises ObjectDamaged if the object does not exist, or ends within them.
         """
-        if start == stop:
-            return memoryview(b"")
-        self._check_no_pipe(key)
         try:
             with self._answered(key):
                 args = self._store, self._prefix + key
                 data = memoryview(self._wait(self._obstore.get_range, *args, start=start, end=stop))
         except FileNotFoundError:
             raise ObjectDamaged(f"{key} does not exist: it was deleted") from None
-        except StoreError as error:
-            facts = self.head(key)
-            if facts is not None and facts.num_bytes < stop:
-                raise _cut(key, facts.num_bytes, stop) from None
-            raise error from None
         if len(data) != stop - start:
-            raise _cut(key, start + len(data), stop)
+            raise ObjectDamaged(f"{key} ends after {start + len(data)} bytes: it was altered")
         return data
 
     def head(self, key: str) -> ObjectFacts | None:
@@ -193,52 +185,43 @@ class Objects:
 
         An object with these very bytes counts as put: an answer may have been lost.
         """
-        for is_last in (False, True):
-            try:
-                with self._answered(key):
-                    self._put(key, data, mode="create")
-                return True
-            except self._obstore.exceptions.AlreadyExistsError:
-                return self.get(key, max_bytes=max(len(data), 64 << 20)) == data
-            except StoreUnavailable:
-                # A request without an answer may have been done.
-                if is_last:
-                    raise
-        raise AssertionError
+        try:
+            self._twice(key, lambda: self._create(key, data))
+        except self._obstore.exceptions.AlreadyExistsError:
+            return self.get(key, max_bytes=max(len(data), 64 << 20)) == data
+        return True
 
-    def put(self, key: str, data: bytes) -> None:
-        """Put a small object, whether there is one or not."""
-        with self._answered(key):
-            self._put(key, data, mode="overwrite")
-
-    def write(self, key: str, parts: Callable[[], Iterable[Data]]) -> None:
+    def write(self, key: str, parts: Callable[[], Iterable[Data]]) -> tuple[int, str]:
         """Write a large object in parts. It appears as a whole, or not at all.
 
         Args:
             key: A new name.
             parts: Makes its bytes, piece by piece; called once more if the store fails. Pieces are
                 taken one by one, and are not changed before the next is asked for.
+
+        Returns:
+            (its length in bytes, its SHA-256).
         """
-        for is_last in (False, True):
-            try:
-                with self._answered(key):
-                    self._put_parts(key, parts())
-                return
-            except StoreUnavailable:
-                if is_last:
-                    raise
-            except FileNotFoundError as error:
-                # S3 ends an upload of parts by which it is known, though the answer may be lost.
-                if is_last:
-                    raise self._unavailable(key, error) from None
+        written: list[tuple[int, str]] = []
+        self._twice(key, lambda: written.append(self._put_parts(key, parts())))
+        return written[0]
 
     def delete(self, key: str) -> None:
         """Delete an object, if there is one. In a folder, none that a symbolic link leads to."""
         with suppress(FileNotFoundError), self._answered(key):
-            if self.folder is not None:
-                _unlink(self.folder, key)
-            else:
+            if self.folder is None:
                 self._wait(self._obstore.delete, self._store, self._prefix + key)
+                return
+            path = self.folder / key
+            if path.parent.resolve() != self.folder.resolve() / Path(key).parent:
+                raise StoreRefused(
+                    f"{path}: lies behind a symbolic link, where nothing is deleted: remove the "
+                    "link, or put in its place what it leads to"
+                )
+            path.unlink()
+            if key.count("/") > 1:  # the folder of an anchor, which may be empty now
+                with suppress(OSError):
+                    path.parent.rmdir()
 
     def _open(self, make: bool) -> Any:
         if self.folder is not None:
@@ -246,7 +229,8 @@ class Objects:
                 raise StoreRefused(f"{self.folder}: there is no such folder; check the path")
             return self._obstore.store.LocalStore(prefix=self.folder, mkdir=make)
         if self.url.startswith("memory:"):
-            name = self.url.removeprefix("memory:").strip("/")
+            name, _, below = self.url.removeprefix("memory:").strip("/").partition("/")
+            self._prefix = below and f"{below}/"
             return _MEMORIES.setdefault(name, self._obstore.store.MemoryStore())
         return self._open_remote()
 
@@ -268,23 +252,44 @@ class Objects:
             )
         except (self._obstore.exceptions.BaseError, ValueError, TypeError) as error:
             raise ConfigError(f"{self.url}: {_first_line(error)}") from None
-        except BaseException as error:
-            if type(error).__name__ != "PanicException":  # as obstore ends at some unknown options
-                raise
-            known = ", ".join(sorted(options.config))
-            raise ConfigError(f"{self.url}: obstore does not take one of: {known}") from None
 
-    def _put(self, key: str, data: bytes, *, mode: Any) -> None:
+    def _create(self, key: str, data: bytes) -> None:
         path, put = self._prefix + key, self._obstore.put
-        self._wait(put, self._store, path, data, mode=mode, use_multipart=False)
+        self._wait(put, self._store, path, data, mode="create", use_multipart=False)
         self._sync(key)
 
-    def _put_parts(self, key: str, parts: Iterable[Data]) -> None:
+    def _put_parts(self, key: str, parts: Iterable[Data]) -> tuple[int, str]:
         size, parallel = self.options.part_bytes, self.options.parallel
-        self._obstore.put(
-            self._store, self._prefix + key, iter(parts), chunk_size=size, max_concurrency=parallel
-        )
+        path, put = self._prefix + key, self._obstore.put
+        sha256, num_bytes = hashlib.sha256(), 0
+
+        def hashed() -> Iterator[Data]:
+            nonlocal num_bytes
+            for part in parts:
+                sha256.update(part)
+                num_bytes += len(part)
+                yield part
+
+        put(self._store, path, hashed(), chunk_size=size, max_concurrency=parallel)
         self._sync(key)
+        return num_bytes, sha256.hexdigest()
+
+    def _twice(self, key: str, put: Callable[[], None]) -> None:
+        """Once more if there is no answer: the request may have been done.
+
+        S3 does not find an upload that it has ended.
+        """
+        for is_last in (False, True):
+            try:
+                with self._answered(key):
+                    put()
+                return
+            except StoreUnavailable:
+                if is_last:
+                    raise
+            except FileNotFoundError as error:
+                if is_last:
+                    raise self._unavailable(key, error) from None
 
     def _wait(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """What a call of obstore returns. A Ctrl-C ends the wait, if not the request."""
@@ -296,23 +301,11 @@ class Objects:
         """Make a file survive a loss of power, and its name, before anything names it."""
         if self.folder is not None:
             path = self.folder / key
-            for one in (path, *list(path.parents)[: key.count("/") + 2]):
-                try:
-                    descriptor = os.open(one, os.O_RDONLY)
-                except FileNotFoundError as error:  # deleted, or the folder moved, just now
-                    raise self._unavailable(key, error) from None
-                try:
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
-
-    def _check_no_pipe(self, key: str) -> None:
-        """Raise ObjectDamaged for what might be read for ever: whoever writes here can make it."""
-        if self.folder is not None:
-            with suppress(OSError):  # which obstore meets too
-                mode = (self.folder / key).stat().st_mode
-                if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-                    raise ObjectDamaged(f"{key} is a pipe or a device, not a file: remove it")
+            try:
+                for one in (path, *list(path.parents)[: key.count("/") + 2]):
+                    flush_to_disk(one)
+            except FileNotFoundError as error:  # deleted, or the folder moved, just now
+                raise self._unavailable(key, error) from None
 
     def _facts(self, meta: Any) -> ObjectFacts:
         key = meta["path"].removeprefix(self._prefix)
@@ -363,17 +356,14 @@ def started(call: Callable[..., Result], *args: Any, **options: Any) -> Future[R
 
     def run() -> None:
         with ExitStack() as stack:
-            stack.push(lambda kind, error, traceback: _told(future, error))
+            stack.push(lambda kind, error, traceback: _failed(future, error))
             future.set_result(call(*args, **options))
 
-    try:
-        threading.Thread(target=run, name="deltasync-store", daemon=True).start()
-    except RuntimeError:  # there is no room for one more, or the process ends
-        run()
+    threading.Thread(target=run, name="deltasync-store", daemon=True).start()
     return future
 
 
-def _told(future: Future[Result], error: BaseException | None) -> bool:
+def _failed(future: Future[Result], error: BaseException | None) -> bool:
     """What a call raised is raised where its result is asked for."""
     if error is not None:
         future.set_exception(error)
@@ -387,32 +377,6 @@ def _check_process(url: str) -> None:
             f"{url}: this process was forked from one that used a store, which its threads did not "
             "survive: start it by spawn or forkserver, or use no store before the fork"
         )
-
-
-def _cut(key: str, num_bytes: int, expected: int) -> ObjectDamaged:
-    return ObjectDamaged(f"{key} ends after {num_bytes} bytes, {expected} are expected: altered")
-
-
-def _unlink(folder: Path, key: str) -> None:
-    """Delete a file below a folder. Raises StoreRefused if a link on its way leads elsewhere."""
-    *parents, name = key.split("/")
-    opened = [os.open(folder, os.O_RDONLY | os.O_DIRECTORY)]
-    try:
-        for parent in parents:
-            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-            opened.append(os.open(parent, flags, dir_fd=opened[-1]))
-        os.unlink(name, dir_fd=opened[-1])
-        if len(parents) > 1:  # the folder of an anchor, which may be empty now
-            with suppress(OSError):
-                os.rmdir(parents[-1], dir_fd=opened[-2])
-    except NotADirectoryError:
-        raise StoreRefused(
-            f"{folder / key}: lies behind a symbolic link, where nothing is deleted: remove the "
-            "link, or put in its place what it leads to"
-        ) from None
-    finally:
-        for at in opened:
-            os.close(at)
 
 
 def _first_line(error: BaseException) -> str:

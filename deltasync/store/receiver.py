@@ -16,7 +16,7 @@ from deltasync.errors import (
     CallOrderError,
     DeltaSyncError,
     DirtyReceiver,
-    ObjectDamaged,
+    ProtocolViolation,
     StoreUnavailable,
     TransportClosed,
     TransportTimeout,
@@ -75,7 +75,8 @@ class StoreReceiver(BaseReceiver):
 
     Attributes:
         name: In logs: store[rank/world].
-        progress: How far the version that is being fetched has come; set its `advanced` to be told.
+        progress: How far the version that is being fetched has come; `advanced` is called with each
+            part if it is set.
     """
 
     _cure, _heal = "fetch one", "fetch to heal"
@@ -105,9 +106,9 @@ class StoreReceiver(BaseReceiver):
         self._label = None if spool is None else f"{rank}of{world}"
         self._objects: Fetched | None = None  # what was fetched, also by attempts that failed
         self.progress = Progress()
-        self._bound: str | None = None  # hash of the layout that the weights are bound to
-        self._held: Published | None = None
-        self._begun: Published | None = None  # of which something has come
+        self._layout_hash: str | None = None  # hash of the layout that the weights are bound to
+        self._current: Published | None = None
+        self._unfinished: Published | None = None  # of which something has come
         self._staged: StoredSync | None = None
         self._is_broken_off = False
         self._poll = Poll(self._check_wanted)
@@ -118,15 +119,6 @@ class StoreReceiver(BaseReceiver):
     def _forked(self) -> None:
         super()._forked()
         self._objects = self._staged = None  # the parent's
-
-    @property
-    def run(self) -> str | None:
-        """The id of the run; None until it was found."""
-        return None if self._run is None else self._run.name
-
-    def versions(self) -> list[int]:
-        """Return the versions in the store, in order. Raises StoreError."""
-        return self._opened().versions()
 
     def fetch(self, to: int | None = None, *, timeout_s: float = 600.0) -> int:
         """Bring a version into the weights. Returns the version held.
@@ -218,7 +210,7 @@ class StoreReceiver(BaseReceiver):
         """Report that something else released, reloaded or wrote the weights. Any thread may."""
         with self._lock:
             super().invalidate()
-            self._bound = self._held = self._weights.staging = None
+            self._layout_hash = self._current = self._weights.staging = None
 
     def detach(self) -> None:
         """Do not touch the weights until `attach`: for an engine that sleeps or moves them."""
@@ -263,27 +255,20 @@ class StoreReceiver(BaseReceiver):
             sought = "no version" if to is None else f"no v{to}"
             raise VersionMissing(f"{self._url}: {sought}; deltasync log lists what there is")
         if follows:  # else calls that break off would never arrive
-            target = self._begun or target
-        self._begun = None
-        while True:
-            try:
-                with self._failing_safely():
-                    is_staged = self._bring(target)
-                self._poll.reset()
-                return is_staged
-            except (TransportTimeout, StoreUnavailable) as error:
-                came, is_off = self.progress, isinstance(error, TransportTimeout)
-                if to is None and (came.fetched_bytes if is_off else came.bytes_per_s):
-                    self._begun = target
-                raise
-            except DeltaSyncError as error:
-                # A collector may have gone past it; then there is a newer one.
-                may_pass = to is None and isinstance(error, ObjectDamaged | VersionMissing)
-                newest = self._opened().newer(target) if may_pass else None
-                if newest is None:
-                    self._poll.put_off(error)
-                    raise
-                target = newest
+            target = self._unfinished or target
+        self._unfinished = None
+        try:
+            with self._failing_safely():
+                is_staged = self._bring(target)
+            self._poll.reset()
+            return is_staged
+        except (TransportTimeout, StoreUnavailable):
+            if to is None and self.progress.fetched_bytes:
+                self._unfinished = target
+            raise
+        except DeltaSyncError as error:
+            self._poll.put_off(error)
+            raise
 
     def _found(self, to: int | None, *, wants_newer: bool) -> Published | None:
         """The version that is asked for, if it is there and not the one known to be held."""
@@ -304,8 +289,8 @@ class StoreReceiver(BaseReceiver):
 
     def _is_known(self, found: Published) -> bool:
         """Whether it is the version that was committed here last, and the weights are in order."""
-        is_in_order = self._bound is not None and not self._session.dirty
-        return is_in_order and self._held is not None and self._held.sha256 == found.sha256
+        is_in_order = self._layout_hash is not None and not self._session.dirty
+        return is_in_order and self._current is not None and self._current.sha256 == found.sha256
 
     def _bring(self, target: Published) -> bool:
         """Stage a version over the cheapest way that turns out to be in order."""
@@ -317,10 +302,11 @@ class StoreReceiver(BaseReceiver):
         objects = self._objects = self._objects or Fetched(
             run.objects, self._spool_folder, label=label, check=self._check_wanted
         )
-        oldest = target.version - _LOOK_BACK if self._held is None else self._held.version
+        oldest = target.version - _LOOK_BACK if self._current is None else self._current.version
         if take_cheapest(
             lambda refused: find_route(run, target, self._holds, oldest=oldest, refused=refused),
-            lambda route: FetchedRoute(route, objects, self.progress),
+            objects,
+            self.progress,
             self._take,
             failed=self._leave,
         ):
@@ -334,26 +320,26 @@ class StoreReceiver(BaseReceiver):
         if self._session.state is not ReceiverState.OUTSIDE:
             self._session.on("lost")
         layout_hash = target.manifest.layout_hash
-        if self._bound == layout_hash and self._weights.are_kept():
+        if self._layout_hash == layout_hash and self._weights.are_kept():
             return
-        self._bound = self._held = None
+        self._layout_hash = self._current = None
         self._weights.bind(run.layout(layout_hash), lanes=1, is_alone=self._world == 1)
-        self._bound = layout_hash
+        self._layout_hash = layout_hash
         self._stream = own_stream(self._weights.backend.device, self._stream)
 
     def _holds(self, published: Published) -> bool:
         """Whether the weights are a version: by what was committed here, or by digest."""
-        if self._session.half_written or published.manifest.layout_hash != self._bound:
+        if self._session.half_written or published.manifest.layout_hash != self._layout_hash:
             return False
-        if self._held is not None:
-            return self._held.sha256 == published.sha256
+        if self._current is not None:
+            return self._current.sha256 == published.sha256
         return is_version(self._weights, published)
 
     def _join(self, target: Published) -> None:
         """The weights are a version already."""
         with self._lock:
             join(self._session, target, self._weights, is_full=False)
-            self._held = target
+            self._current = target
         self._record.joined()
         logger.info("%s holds v%d: same digest", self.name, target.version)
 
@@ -361,12 +347,15 @@ class StoreReceiver(BaseReceiver):
         """Stage what was fetched; if it has to be written in place, only begin."""
         route, backend = fetched.route, self._weights.backend
         frames = fetched.frames(backend.ledger.specs, backend.flats)
-        sync = StoredSync(route, frames, self._weights)
+        sync = StoredSync(route, frames)
         with self._lock, self._stream.entered() if self._stream else nullcontext():
             self._check_attached()
             is_full = route.base is None
             join(self._session, route.base or route.target, self._weights, is_full=is_full)
-            sync.begin(self._session)
+            while self._session.begun is None:
+                if (frame := next(frames, None)) is None:
+                    raise ProtocolViolation("frames end before `begin`")
+                sync.take(frame, self._session, self._weights)
             self._record.begin(self._session.begun, route.num_bytes)
             self._staged = sync
         staging = self._weights.staging
@@ -382,10 +371,9 @@ class StoreReceiver(BaseReceiver):
         for frame in sync.frames:
             with self._lock, self._stream.entered() if self._stream else nullcontext():
                 self._check_begun()
-                sync.take(frame, self._session)
+                sync.take(frame, self._session, self._weights)
         with self._lock, self._stream.entered() if self._stream else nullcontext():
             self._check_begun()
-            sync.check_sealed()
             check_digests(sync.route, self._weights, sync.reached)
             self._session.on(messages.Commit(version=sync.route.target.version))
         self._record.note("ready")
@@ -407,7 +395,7 @@ class StoreReceiver(BaseReceiver):
                 self._check_begun()
                 _, commit_s = self._weights.write(heals=self._session.heals)
                 self._record.committed(commit_s, self._weights.staging)
-                self._weights.staging, self._held = None, sync.route.target
+                self._weights.staging, self._current = None, sync.route.target
                 self._scrub_is_due = True
         self._weights.staging = self._staged = None
         self._forget()
@@ -422,7 +410,7 @@ class StoreReceiver(BaseReceiver):
             try:
                 self._scrub()
             except DirtyReceiver:
-                self._bound = None
+                self._layout_hash = None
                 raise
 
     def _forget(self) -> None:
@@ -447,7 +435,7 @@ class StoreReceiver(BaseReceiver):
                 has_begun = self._session.begun is not None
                 self._session.on("lost")
                 if has_begun or self._session.dirty:
-                    self._bound = self._held = None
+                    self._layout_hash = self._current = None
                 self._weights.staging = self._staged = None
             self._check_open()
             raise

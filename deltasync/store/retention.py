@@ -2,19 +2,21 @@
 
 What is deleted is always a beginning of the chain: versions older than an anchor from which all
 that is kept can be fetched. Manifests go first, oldest first, so that no manifest is left whose
-objects are gone. Time is the store's own: when objects were written, as the store says.
+objects are gone. Ages count back from the newest object of the run, by the times of the store.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache
 from numbers import Real
 from pathlib import Path
 
-from deltasync.errors import ConfigError, StoreUnavailable
+from deltasync.errors import ConfigError
 from deltasync.store import keys
 from deltasync.store.catalogue import Run
 from deltasync.store.manifest import Way
@@ -67,9 +69,9 @@ def gc(
         url: As of `Run.open`.
         run: Likewise.
         keep: How many of the newest versions stay, at least 1.
-        keep_s: Whatever was written less than so many seconds ago stays as well: versions, and
-            objects that no manifest names yet. Longer than any upload or fetch of a version takes;
-            infinite to delete nothing.
+        keep_s: Whatever was written less than so many seconds before the newest object stays as
+            well: versions, and objects that no manifest names yet. Longer than any upload or fetch
+            of a version takes; infinite to delete nothing.
         dry_run: Only count.
         options: How the store is reached. Give the key if manifests are signed.
         advance: Called to report progress.
@@ -84,61 +86,39 @@ def gc(
     if not (isinstance(keep_s, Real) and keep_s >= 0):
         raise ConfigError(f"keep_s={keep_s!r}: give 0 seconds or more")
     found = Run.open(url, run, options)
-    garbage = _Garbage(found, keep, _now_s(found) - keep_s)
+    manifests, named = _manifests(found), cache(lambda version: _named(found, version))
+    objects = [
+        *found.objects.listed(keys.ANCHORS),
+        *found.objects.listed(keys.OBJECTS),
+        *_leftovers(found),
+    ]
+    before_s = max(map(_written_s, (*manifests.values(), *objects)), default=0.0) - keep_s
+    floor = _floor(found, manifests, keep, before_s)
+    old = [facts for version, facts in manifests.items() if version < floor]
+    versions, unnamed = len(old), list[ObjectFacts]()
+    for facts in objects:
+        if (version := keys.version_of(facts.key)) is None:
+            continue
+        is_due = facts.key.startswith(keys.OBJECTS) and _written_s(facts) <= before_s
+        if version < floor:
+            old.append(facts)
+        elif is_due and facts.key not in named(version):
+            unnamed.append(facts)
     if not dry_run:
-        garbage.delete(advance)
-    return garbage.stats()
-
-
-class _Garbage:
-    """What is to be deleted of a run: all but the newest versions, and what is young."""
-
-    def __init__(self, run: Run, keep: int, before_s: float) -> None:
-        self._run, self._manifests = run, _manifests(run)
-        self._floor = _floor(run, self._manifests, keep, before_s)
-        self._old = [one for version, one in self._manifests.items() if version < self._floor]
-        self._versions, unnamed = len(self._old), list[ObjectFacts]()
-        for facts in (*run.objects.listed(keys.ANCHORS), *run.objects.listed(keys.OBJECTS)):
-            if (version := keys.version_of(facts.key)) is not None and version < self._floor:
-                self._old.append(facts)
-            elif facts.key.startswith(keys.OBJECTS) and _written_s(facts) <= before_s:
-                unnamed.append(facts)
-        self._unnamed, self._leftovers = _unnamed(run, unnamed), _leftovers(run, before_s)
-
-    def delete(self, advance: Advance) -> None:
-        """Manifests first, the oldest one first."""
-        for facts in self._old:
-            self._run.objects.delete(facts.key)
+        for facts in (*old, *unnamed):  # manifests first, the oldest one first
+            version = keys.version_of(facts.key) or 0
+            if version < floor or facts.key not in _named(found, version):  # nor named meanwhile
+                found.objects.delete(facts.key)
             advance(1)
-        for facts in self._unnamed:
-            if _unnamed(self._run, [facts]):  # it was not finished meanwhile
-                self._run.objects.delete(facts.key)
-            advance(1)
-        for key, _ in self._leftovers:
-            self._run.objects.delete(key)
-
-    def stats(self) -> GcStats:
-        """What there is."""
-        objects = [*self._old, *self._unnamed]
-        sizes = [one.num_bytes for one in objects] + [size for _, size in self._leftovers]
-        return GcStats(
-            run=self._run.name,
-            oldest=self._floor if self._manifests else None,
-            newest=max(self._manifests, default=None),
-            versions=self._versions,
-            objects=len(sizes),
-            num_bytes=sum(sizes),
-            unfinished=len(self._unnamed) + len(self._leftovers),
-        )
-
-
-def _now_s(run: Run) -> float:
-    """What time it is in the store, in seconds since the Unix epoch."""
-    run.objects.put(keys.CLOCK, b"")
-    facts = run.objects.head(keys.CLOCK)
-    if facts is None:
-        raise StoreUnavailable(f"{run.objects.url}: what was just written is not there; try again")
-    return _written_s(facts)
+    return GcStats(
+        run=found.name,
+        oldest=floor if manifests else None,
+        newest=max(manifests, default=None),
+        versions=versions,
+        objects=len(old) + len(unnamed),
+        num_bytes=sum(facts.num_bytes for facts in (*old, *unnamed)),
+        unfinished=len(unnamed),
+    )
 
 
 def _written_s(facts: ObjectFacts) -> float:
@@ -179,31 +159,22 @@ def _is_whole(run: Run, way: Way) -> bool:
     )
 
 
-def _unnamed(run: Run, objects: list[ObjectFacts]) -> list[ObjectFacts]:
-    """Those that neither the manifest of their version nor its later anchor name."""
-    named: dict[int, set[str]] = {}
-    for facts in objects:
-        version = keys.version_of(facts.key)
-        if version is not None and version not in named:
-            published = run.published(version)
-            ways = [] if published is None else run.ways(published)
-            named[version] = {file.key for way in ways for file in way.files}
-    return [
-        facts
-        for facts in objects
-        if (version := keys.version_of(facts.key)) is not None and facts.key not in named[version]
-    ]
+def _named(run: Run, version: int) -> set[str]:
+    """The objects that the manifest of a version and its later anchor name."""
+    published = run.published(version)
+    ways = [] if published is None else run.ways(published)
+    return {file.key for way in ways for file in way.files}
 
 
-def _leftovers(run: Run, before_s: float) -> list[tuple[str, int]]:
-    """(key, bytes) of uploads into a folder that were killed; lists of objects leave them out."""
+def _leftovers(run: Run) -> Iterator[ObjectFacts]:
+    """Files of uploads into a folder that were killed; lists of objects leave them out."""
     folder = run.objects.folder
-    found = list[tuple[str, int]]()
     if folder is None:
-        return found
-    for path in folder.rglob("*#*"):
+        return
+    for path in (folder / keys.OBJECTS).rglob("*#*"):
         with suppress(OSError):
             facts = path.stat()
-            if _LEFTOVER.search(path.name) and facts.st_mtime <= before_s:
-                found.append((path.relative_to(folder).as_posix(), facts.st_size))
-    return found
+            if _LEFTOVER.search(path.name):
+                modified = datetime.fromtimestamp(facts.st_mtime, UTC)
+                key = path.relative_to(folder).as_posix()
+                yield ObjectFacts(key, facts.st_size, modified)

@@ -24,11 +24,6 @@ class Step:
     to: Published
     way: Way
 
-    @property
-    def keys(self) -> frozenset[str]:
-        """The objects that it takes."""
-        return self.way.keys
-
 
 @dataclass(frozen=True, slots=True)
 class Route:
@@ -79,8 +74,8 @@ def find_route(
     while anchored is None or (at.version >= oldest and num_bytes <= anchored.num_bytes):
         if holds(at):
             return Route(at, tuple(reversed(deltas)), target)
-        known = run.ways(at) if anchored is None else [at.manifest.way]
-        ways = [way for way in known if way.keys.isdisjoint(refused)]
+        ways = run.ways(at) if anchored is None else [at.manifest.way]
+        ways = [way for way in ways if way.keys.isdisjoint(refused)]
         anchor = next((way for way in ways if way.kind == "anchor"), None)
         if anchor is not None and anchored is None:
             anchored = Route(None, (Step(None, at, anchor), *reversed(deltas)), target)
@@ -108,9 +103,8 @@ def _parent(run: Run, child: Published) -> Published | None:
 
     Raises ManifestInvalid if it is not the one that the child names.
     """
-    named = child.manifest.parent
-    parent = None if named is None else run.published(named.version)
-    if parent is None or named is None:
+    parent = None if child.manifest.parent is None else run.published(child.version - 1)
+    if parent is None:
         return None
     parent.check_child(child)
     return parent if parent.manifest.layout_hash == child.manifest.layout_hash else None

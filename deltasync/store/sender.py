@@ -7,8 +7,10 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from tempfile import SpooledTemporaryFile
 from typing import Literal
 
 import numpy as np
@@ -18,13 +20,13 @@ from deltasync.delta.codecs.coding import Coding
 from deltasync.delta.digests import DigestLedger, Ints, digest_text
 from deltasync.delta.host.backend import DeltaPlan
 from deltasync.delta.modes import plain_mode
-from deltasync.errors import ConfigError, ObjectDamaged, SyncAborted
+from deltasync.errors import ConfigError, DigestMismatch, ObjectDamaged, StoreError, SyncAborted
 from deltasync.store import keys
-from deltasync.store.anchors import AnchorWriter, PublishOptions
-from deltasync.store.catalogue import Published, record_of
-from deltasync.store.manifest import Manifest, Way
+from deltasync.store.anchors import PublishOptions, write_anchor
+from deltasync.store.catalogue import Published, run_of
+from deltasync.store.manifest import Manifest, StoredFile, Way
 from deltasync.store.objects import Objects, StoreOptions
-from deltasync.store.spool import Spool
+from deltasync.store.spool import IN_MEMORY_BYTES, pieces_of, spool_frames
 from deltasync.store.writer import Changed, RunWriter
 from deltasync.sync.arguments import check_options, local_weights
 from deltasync.sync.events import Phase, SyncEvent, SyncFailed, report, reporting
@@ -53,7 +55,6 @@ class PublishStats(SyncEvent):
         nnz: Elements that differ from the version before.
         delta_bytes, anchor_bytes: Of the objects written.
         dense_bytes: Bytes of all values.
-        codecs: Payload bytes by codec.
         compression: What deltas are coded with.
         diff_s: To compare.
         upload_s: To pack and to write.
@@ -78,7 +79,6 @@ class PublishStats(SyncEvent):
     diff_s: float
     upload_s: float
     total_s: float
-    codecs: dict[str, int] = field(default_factory=dict)
     compression: Coding = "none"
     postponed: str = ""
     run: str = ""
@@ -147,13 +147,14 @@ class StoreSender:
         self.publishing = publishing or PublishOptions()
         self._weights = _weights_of(source, options)
         objects, run = _run_of(Objects(url, store, make=True), self._weights.options.stream_id)
-        self._writer = RunWriter(objects, run, self.publishing.writer)
+        self._writer = RunWriter(objects, run)
         self._pending: _Pending | None = None
         self._is_started = self._holds_head = False
-        self._anchors = AnchorWriter(self._writer, self.publishing)
+        self._anchor_is_due = self._is_damaged = False
+        self._delta_bytes = 0  # since the last anchor
         refusal = "a version is being published; a StoreSender is for one thread"
         self._caller = OneCaller(refusal)
-        self._watch, self._is_hinted = DeltaWatch(), False
+        self._watch = DeltaWatch()
 
     @property
     def run(self) -> str:
@@ -212,7 +213,7 @@ class StoreSender:
         )
 
     def _publish_next(self, began: float) -> PublishStats:
-        if not self._holds_head or self._anchors.is_damaged:
+        if not self._holds_head or self._is_damaged:
             return self._begin(began)
         head = self._writer.head
         assert head is not None
@@ -222,20 +223,17 @@ class StoreSender:
         way = self._write_delta(delta)
         changed = _digests_of(delta.ledger, delta.changed)
         published = self._commit(way, delta=delta, nnz=delta.nnz, changed=changed)
-        anchor, postponed = self._write_anchor()
+        anchor, postponed = self._write_due_anchor(published)
         return self._stats(
-            published,
-            "delta",
-            began,
-            compared,
-            way=way,
-            anchor=anchor,
-            postponed=postponed,
+            *(published, "delta", began, compared),
             delta=delta,
+            delta_bytes=way.num_bytes,
+            anchor_bytes=0 if anchor is None else anchor.num_bytes,
+            postponed=postponed,
         )
 
     def _write_delta(self, delta: Delta) -> Way:
-        version, codecs = self._writer.next_version, dict[str, int]()
+        version = self._writer.next_version
         frames = one_way_frames(
             delta,
             self._layout.specs,
@@ -243,15 +241,17 @@ class StoreSender:
             version=version,
             digest=self._weights.digests.total,
             compression=self._weights.options.compression,
-            counts=codecs,
         )
-        with Spool() as spool:
-            spool.take(frames)
+        objects, key = self._writer.run.objects, keys.frames_key(version)
+        with SpooledTemporaryFile[bytes](max_size=IN_MEMORY_BYTES) as spool:
+            spool_frames(frames, spool)
             self._weights.release()
             self._check_still(delta)
             self._writer.put_layout(self._layout)
-            file = spool.write(self._writer.run.objects, keys.frames_key(version))
-        return Way(kind="delta", files=(file,), codecs=codecs)
+            pieces = partial(pieces_of, spool, objects.options.part_bytes)
+            num_bytes, sha256 = objects.write(key, pieces)
+        file = StoredFile(key=key, bytes=num_bytes, sha256=sha256)
+        return Way(kind="delta", files=(file,))
 
     def _check_still(self, delta: Delta) -> None:
         """Raise SyncAborted if what was packed is not what its digests say.
@@ -272,24 +272,17 @@ class StoreSender:
         self._is_started = True
         self._weights.capture(())
         compared = time.perf_counter()
-        if head is not None and not self._anchors.is_damaged and self._is_same(head):
-            self._weights.release()
-            self._holds_head = True
-            self._anchors.resume(head)
-            anchor, postponed = self._write_anchor()
-            return self._stats(
-                head, "unchanged", began, compared, anchor=anchor, postponed=postponed
-            )
         self._weights.release()
+        if head is not None and not self._is_damaged and self._is_same(head):
+            self._holds_head = True
+            return self._stats(head, "unchanged", began, compared)
         ledger, snapshot = self._weights.digests, self._weights.snapshot
-        if self._anchors.is_damaged:
+        if self._is_damaged:
             snapshot.ledger.sums[:] = snapshot.measure(np.arange(len(snapshot.ledger.sums)))
-        way = self._anchors.write(
-            self._writer.next_version, self._layout, snapshot.flats, digest=ledger.total
-        )
+        way = self._write_anchor(self._writer.next_version, ledger.total)
         changed = _digests_of(ledger, np.arange(len(self._layout.specs)))
         published = self._commit(way, delta=None, nnz=self._layout.numel, changed=changed)
-        return self._stats(published, "anchor", began, compared, anchor=way)
+        return self._stats(published, "anchor", began, compared, anchor_bytes=way.num_bytes)
 
     def _commit(self, way: Way, *, delta: Delta | None, nnz: int, changed: Changed) -> Published:
         digest = self._weights.digests.total if delta is None else delta.ledger.total
@@ -298,47 +291,68 @@ class StoreSender:
         return self._finish(self._pending)
 
     def _finish(self, pending: _Pending) -> Published:
-        published = self._committed(pending.manifest)
-        if pending.delta is None:
-            self._anchors.restart()
-        else:
-            pending.delta.decided()
-            self._anchors.add(pending.manifest.way)
-        self._holds_head, self._pending = True, None
-        return published
-
-    def _settle(self) -> None:
-        """Find out what became of a manifest that got no answer: it is put again.
-
-        Weights that were compared meanwhile were compared with the version before.
-        """
-        pending = self._pending
-        if pending is None:
-            return
-        with suppress(ObjectDamaged):  # then the version was never published
-            if not isinstance(self._weights, OwnWeights):
-                self._holds_head = False
-                self._committed(pending.manifest)
-                self._pending = None
-                return
-            self._finish(pending)
-
-    def _committed(self, manifest: Manifest) -> Published:
-        """What exists now. If it never will, its changes are those of the next version."""
+        """Put the manifest. If it can never exist, its changes are those of the next version."""
         try:
-            return self._writer.commit(manifest)
+            published = self._writer.commit(pending.manifest)
         except ObjectDamaged:
             self._pending = None
             raise
+        self._pending, self._holds_head = None, True
+        if pending.delta is None:
+            self._anchor_is_due, self._is_damaged, self._delta_bytes = False, False, 0
+            return published
+        pending.delta.decided()
+        self._delta_bytes += pending.manifest.way.num_bytes
+        is_its_turn = (published.version - 1) % self.publishing.anchor_every == 0
+        self._anchor_is_due |= is_its_turn or self._delta_bytes > self._layout.num_bytes
+        return published
+
+    def _settle(self) -> None:
+        """Find out what became of a manifest that got no answer: it is put again."""
+        if self._pending is None:
+            return
+        is_streamed = not isinstance(self._weights, OwnWeights)
+        if is_streamed:  # what came meanwhile was compared with the version before
+            self._pending = replace(self._pending, delta=None)
+        with suppress(ObjectDamaged):  # then the version was never published
+            self._finish(self._pending)
+        self._holds_head &= not is_streamed
 
     def _is_same(self, head: Published) -> bool:
         """Whether the version of the store is what was captured."""
         is_layout = head.manifest.layout_hash == self._layout.hash
         return is_layout and int(head.manifest.digest, 16) == self._weights.digests.total
 
-    def _write_anchor(self) -> tuple[Way | None, str]:
-        """An anchor of the version just published, which the snapshot has, if one is due."""
-        return self._anchors.write_due(self._layout, self._weights.snapshot.flats)
+    def _write_due_anchor(self, head: Published) -> tuple[Way | None, str]:
+        """(an anchor of the version just published, or None; why one that is due failed, or "").
+
+        It comes after the manifest, so that it delays nobody, and if it fails, the version stands.
+        """
+        if not self._anchor_is_due:
+            return None, ""
+        try:
+            anchor = self._write_anchor(head.version, int(head.manifest.digest, 16))
+            self._writer.add_anchor(anchor)
+        except (StoreError, DigestMismatch) as error:
+            self._is_damaged = isinstance(error, DigestMismatch)
+            postponed = f"anchor: {type(error).__name__}: {error}"
+            logger.warning("v%d was published, but: %s", head.version, postponed)
+            return None, postponed
+        self._anchor_is_due, self._delta_bytes = False, 0
+        return anchor, ""
+
+    def _write_anchor(self, version: int, digest: int) -> Way:
+        """Write the objects of an anchor. Raises as `write_anchor`."""
+        self._writer.put_layout(self._layout)
+        flats = self._weights.snapshot.flats
+        return write_anchor(
+            self._writer.run.objects,
+            version,
+            self._layout.specs,
+            lambda parameter, start, stop: flats[parameter].read(start, stop),
+            max_file_bytes=self.publishing.anchor_file_bytes,
+            digest=digest,
+        )
 
     @property
     def _layout(self) -> SentLayout:
@@ -353,25 +367,24 @@ class StoreSender:
         began: float,
         compared: float,
         *,
-        way: Way | None = None,
-        anchor: Way | None = None,
-        postponed: str = "",
         delta: Delta | None = None,
+        delta_bytes: int = 0,
+        anchor_bytes: int = 0,
+        postponed: str = "",
     ) -> PublishStats:
         version, manifest, options = published.version, published.manifest, self._weights.options
         noticed = self._watch.look(self._weights, delta, options, version=version)
         now = time.perf_counter()
         return PublishStats(
             version=version,
-            base_version=None if way is None else version - 1,
+            base_version=None if delta is None else version - 1,
             kind=kind,
             digest=int(manifest.digest, 16),
             numel=manifest.numel,
             nnz=0 if kind == "unchanged" else manifest.nnz,
-            delta_bytes=0 if way is None else way.num_bytes,
-            anchor_bytes=0 if anchor is None else anchor.num_bytes,
+            delta_bytes=delta_bytes,
+            anchor_bytes=anchor_bytes,
             dense_bytes=self._layout.num_bytes,
-            codecs={} if way is None else dict(way.codecs),
             compression=self._weights.options.compression,
             diff_s=compared - began,
             upload_s=now - compared,
@@ -381,23 +394,8 @@ class StoreSender:
             ended_at=time.time(),
             phases=(("compare", 0.0, compared - began), ("upload", compared - began, now - began)),
             density_by=noticed.density_by,
-            warnings=(*noticed.warnings, *self._hint(delta)),
+            warnings=noticed.warnings,
         )
-
-    def _hint(self, delta: Delta | None) -> tuple[str, ...]:
-        """Say once that of a narrower dtype less would change."""
-        numels = (s.numel for s in self._layout.specs if s.dtype.name in ("float32", "float64"))
-        numel = self._layout.numel
-        if delta is None or self._is_hinted or min(delta.nnz, sum(numels)) <= numel / 2:
-            return ()
-        self._is_hinted = True
-        text = (
-            f"{delta.nnz / numel:.2%} of the elements changed, and most are float32: if engines "
-            "hold bfloat16, publish that, which steps change less: "
-            "SenderOptions(wire_dtypes={'*': 'bfloat16'})"
-        )
-        logger.warning("v%d: %s", self.version, text)
-        return (text,)
 
 
 def _weights_of(source: WeightSource | LocalWeights, options: SenderOptions | None) -> LocalWeights:
@@ -410,15 +408,20 @@ def _weights_of(source: WeightSource | LocalWeights, options: SenderOptions | No
 
 def _run_of(objects: Objects, stream_id: str | None) -> tuple[Objects, str]:
     """Where a run is, and its id."""
-    record = record_of(objects)
-    if record is not None:
-        if stream_id not in (None, record.run):
+    here = run_of(objects)
+    if here is not None:
+        if stream_id not in (None, here):
             raise ConfigError(
-                f"{objects.url} is the folder of run {record.run!r}, and `stream_id` is "
-                f"{stream_id!r}: give the folder above it, or no `stream_id`"
+                f"{objects.url} is the folder of run {here!r}, and `stream_id` is {stream_id!r}: "
+                "give the folder above it, or no `stream_id`"
             )
-        return objects, record.run
-    run = keys.check_run(stream_id or uuid.uuid4().hex)
+        return objects, here
+    run = stream_id or uuid.uuid4().hex
+    if not keys.is_run(run):
+        raise ConfigError(
+            f"run {run[:80]!r}: use 1 to 128 letters, digits, '.', '_' and '-', and begin with a "
+            "letter or digit"
+        )
     return objects.under(run), run
 
 

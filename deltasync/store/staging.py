@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Set
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -25,13 +26,9 @@ def is_version(weights: BoundWeights, published: Published) -> bool:
     return is_whole and ledger.total == int(published.manifest.digest, 16)
 
 
+@dataclass(slots=True)
 class StoredSync:
-    """A route that was fetched, replayed as one sync, once.
-
-    Args:
-        route: The way that was taken.
-        frames: All of it. They agree with the manifests.
-        weights: Where it goes, bound to the layout.
+    """A route that was fetched, which comes as one sync.
 
     Attributes:
         route: The way that was taken.
@@ -39,51 +36,30 @@ class StoredSync:
         reached: Numbers of the parameters that rows have come for.
     """
 
-    def __init__(self, route: Route, frames: Iterator[Frame], weights: BoundWeights) -> None:
-        self.route, self.frames, self._weights = route, frames, weights
-        self.reached: set[int] = set()
-        self._is_sealed = False
+    route: Route
+    frames: Iterator[Frame]
+    reached: set[int] = field(default_factory=set)
 
-    def begin(self, session: ReceiverSession) -> None:
-        """Take the first frames, up to `begin`. Raises WireError, SyncError."""
-        for frame in self.frames:
-            message = _opened(frame)
-            if isinstance(message, messages.Begin):
-                session.on(message)
-                self._weights.begin(message)
-                return
-            if not isinstance(message, messages.Layout):
-                raise ProtocolViolation(f"{message.kind} where layout or begin has its place")
-        raise ProtocolViolation("frames end before `begin`")
-
-    def take(self, frame: Frame, session: ReceiverSession) -> None:
-        """Stage one frame. Raises WireError, SyncError."""
-        message = _opened(frame)
+    def take(self, frame: Frame, session: ReceiverSession, weights: BoundWeights) -> None:
+        """Stage one frame, which agrees with the manifests. Raises WireError, SyncError."""
+        arrived = 0 if frame.payload is None else len(frame.payload)
+        message, _ = decode(
+            frame.header, max_payload_bytes=MAX_PAYLOAD_BYTES, arrived_bytes=arrived
+        )
         match message:
+            case messages.Layout() | messages.Sealed():
+                pass  # what the manifests say too
+            case messages.Begin():
+                session.on(message)
+                weights.begin(message)
             case messages.Bucket():
                 session.on(message)
-                rows = self._weights.stage(message, frame.payload, 0, progress=lambda: None)
+                rows = weights.stage(message, frame.payload, 0, progress=lambda: None)
                 self.reached.update(np.unique(rows.rows["parameter"]).tolist())
             case messages.Prepare():
                 session.on(message)
-            case messages.Sealed():
-                self._is_sealed = True
             case _:
-                raise ProtocolViolation(f"{message.kind} has no place after begin")
-
-    def check_sealed(self) -> None:
-        """Raise ProtocolViolation unless all has come."""
-        if not self._is_sealed:
-            raise ProtocolViolation("frames end before `sealed`: a part is missing")
-
-
-def _opened(frame: Frame) -> messages.Message:
-    message, _ = decode(
-        frame.header,
-        max_payload_bytes=MAX_PAYLOAD_BYTES,
-        arrived_bytes=0 if frame.payload is None else len(frame.payload),
-    )
-    return message
+                raise ProtocolViolation(f"{message.kind} has no place in a delta")
 
 
 def join(

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deltasync.delta.digests import DigestLedger, digest_text
-from deltasync.delta.patch import CHUNK_NUMEL
-from deltasync.delta.shard import whole
-from deltasync.errors import (
-    ConfigError,
-    DeltaSyncError,
-    DigestMismatch,
-    StoreRefused,
-    StoreUnavailable,
-)
-from deltasync.files.comparing import measure_digests
+from deltasync.errors import ConfigError, DeltaSyncError, StoreRefused, StoreUnavailable
+from deltasync.files.checkpoint import Checkpoint
+from deltasync.files.patch_file import apply_frames
 from deltasync.store.catalogue import Published, Run
-from deltasync.store.checkpoints import Phase, apply_delta, no_phase
+from deltasync.store.checkpoints import Phase, check_version, no_phase
 from deltasync.store.fetched import Fetched, checkpoint_of, frames_of
 from deltasync.store.manifest import Way
 from deltasync.store.objects import StoreOptions
-from deltasync.transports.base import Frame
-from deltasync.wire.digest import MASK
-from deltasync.wire.messages import ParameterSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,49 +95,40 @@ class _Check:
     def __init__(self, run: Run, objects: Fetched, result: Verified) -> None:
         self._run, self._objects, self._result = run, objects, result
         self._before: Published | None = None
-        self._held: _Held | None = None  # the version before
+        self._checkpoint: Checkpoint | None = None  # what it has, made in the folder of `_anchor`
+        self._anchor: Way | None = None
 
     def look(self, version: int) -> None:
         """Check the next version."""
-        held, self._held = self._held, None
-        before, self._before = self._before, None
+        before, base = self._before, self._checkpoint
+        self._before = self._checkpoint = None
         with self._noting(version, "manifest"):
             self._before = published = self._run.require(version)
             if before is not None:
                 before.check_child(published)
-        if (published := self._before) is None:
-            return
-        with self._noting(version, "manifest"):
-            self._run.layout(published.manifest.layout_hash)
+            specs = self._run.layout(published.manifest.layout_hash)
             for way in self._run.ways(published):
                 with self._noting(version, way.kind):
-                    held = self._look_at(published, way, before, held)
-        if held is not None and held.version == version:
-            self._held = held
+                    folder = self._objects.fetch(way)
+                    self._result.num_bytes += way.num_bytes
+                    if way.kind == "anchor":
+                        self._begin_at(published, way, folder)
+                        continue
+                    frames = frames_of(way, folder, before, published)
+                    if base is None:  # what the frames make of it is not known
+                        deque(frames, maxlen=0)
+                        continue
+                    apply_frames(base, specs, frames)
+                    check_version(base, published)
+                    self._checkpoint = base
+        if self._checkpoint is not None:
             self._result.proved.append(version)
-        elif held is not None:
-            held.close()
+        self._objects.keep([] if self._anchor is None else [self._anchor])
 
-    def _look_at(
-        self, published: Published, way: Way, before: Published | None, held: _Held | None
-    ) -> _Held | None:
-        """Fetch a way and check it. Returns a copy of the version if it leads there."""
-        folder = self._objects.fetch(way)
-        self._result.num_bytes += way.num_bytes
-        if way.kind == "anchor":
-            made = _Held(folder, published)
-            if held is not None:
-                held.close()
-            return made
-        try:
-            frames = frames_of(way, folder, before, published)
-            if held is not None and held.version + 1 == published.version:
-                held.apply(frames, self._run.layout(published.manifest.layout_hash), published)
-            for _ in frames:
-                pass
-        finally:
-            shutil.rmtree(folder)
-        return held
+    def _begin_at(self, published: Published, anchor: Way, folder: Path) -> None:
+        made = checkpoint_of(folder, writable=True)
+        check_version(made, published)
+        self._checkpoint, self._anchor = made, anchor
 
     @contextmanager
     def _noting(self, version: int, what: str) -> Iterator[None]:
@@ -160,40 +140,3 @@ class _Check:
             if version < min(self._run.versions(), default=0):
                 return  # it was deleted meanwhile
             self._result.faults.append(Fault(version, what, f"{type(error).__name__}: {error}"))
-
-
-class _Held:
-    """A version as a checkpoint that is changed from one version to the next.
-
-    Raises ObjectDamaged, DigestMismatch if it is not the version.
-    """
-
-    def __init__(self, folder: Path, published: Published) -> None:
-        self._folder, self.version = folder, published.version
-        self._checkpoint = checkpoint_of(folder, writable=True)
-        ledger = measure_digests(self._checkpoint)
-        found = ledger.by_parameter().tolist()
-        self._digests = {spec.name: int(one) for spec, one in zip(ledger.specs, found, strict=True)}
-        self._check(published)
-
-    def apply(
-        self, frames: Iterable[Frame], specs: Sequence[ParameterSpec], published: Published
-    ) -> None:
-        """Go on to the next version. Raises DigestMismatch, WireError, SyncError."""
-        for number, flat in apply_delta(self._checkpoint, specs, frames).items():
-            ledger = DigestLedger(whole([specs[number]]), chunk_numel=CHUNK_NUMEL)
-            ledger.measure(0, flat.read)
-            self._digests[specs[number].name] = ledger.total
-        self._check(published)
-        self.version = published.version
-
-    def close(self) -> None:
-        """Remove it."""
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _check(self, published: Published) -> None:
-        total = digest_text(sum(self._digests.values()) & MASK)
-        if total != published.manifest.digest:
-            raise DigestMismatch(
-                f"it makes weights of digest {total}, the manifest says {published.manifest.digest}"
-            )

@@ -6,25 +6,20 @@ import logging
 import os
 import socket
 import uuid
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from deltasync.delta.digests import digest_text
 from deltasync.errors import (
-    ManifestInvalid,
     ObjectDamaged,
-    StoreError,
     StoreRefused,
     WriterConflict,
 )
 from deltasync.store import keys
-from deltasync.store.catalogue import Published, Run, layout_bytes, record_of
+from deltasync.store.catalogue import Published, Run, layout_bytes
 from deltasync.store.manifest import (
     Anchor,
     Manifest,
-    RunRecord,
-    StoredFile,
     Way,
     Written,
     canonical,
@@ -37,7 +32,7 @@ from deltasync.wire.messages import Count, Digest
 
 logger = logging.getLogger(__name__)
 
-_MAX_NAME = 200  # characters of what people call a writer
+_MAX_NAME = 200  # characters of a host
 Changed = Sequence[tuple[Count, Digest]]
 
 
@@ -47,19 +42,17 @@ class RunWriter:
     Args:
         objects: Of the run.
         run: Its id.
-        name: What people call this writer; None for the host and process.
 
     Attributes:
         run: To read what is there.
         head: The version that the next one follows; None before the first.
-        name: Names this writer in all that it writes.
+        name: Names this writer in all that it writes: no other has it.
     """
 
-    def __init__(self, objects: Objects, run: str, name: str | None = None) -> None:
+    def __init__(self, objects: Objects, run: str) -> None:
         self.run = Run(objects, run)
         self.head: Published | None = None
-        called = name or f"{socket.gethostname()}:{os.getpid()}"
-        self.name = f"{uuid.uuid4().hex} {called[:_MAX_NAME]}"
+        self.name = f"{uuid.uuid4().hex} {socket.gethostname()[:_MAX_NAME]}:{os.getpid()}"
         self._lost: str | None = None
         self._layouts: set[str] = set()
 
@@ -69,20 +62,7 @@ class RunWriter:
         return 1 if self.head is None else self.head.version + 1
 
     def start(self) -> Published | None:
-        """Mark the run, and find its newest version, which is `head` then.
-
-        Raises ManifestInvalid if the folder is another run's.
-        """
-        self.check_alone()
-        objects = self.run.objects
-        record = record_of(objects)
-        if record is None and not objects.create(keys.RUN, canonical(RunRecord(run=self.run.name))):
-            record = record_of(objects)
-        if record is not None and record.run != self.run.name:
-            raise ManifestInvalid(
-                f"{objects.url}: belongs to run {record.run!r}, not to {self.run.name!r}; give "
-                "another URL"
-            )
+        """Find the newest version of the run, which is `head` then."""
         self.head = self.run.newest()
         return self.head
 
@@ -93,10 +73,10 @@ class RunWriter:
 
     def check_there(self) -> None:
         """Raise StoreRefused if the run is gone: readers would find none of what follows."""
-        if self.run.objects.head(keys.RUN) is None:
+        if self._is_head_gone() and not self.run.versions():
             raise StoreRefused(
-                f"{self.run.objects.url}: {keys.RUN} is gone, and the run with it: look whether "
-                "the store is mounted, or restore it; to begin again, make another StoreSender"
+                f"{self.run.objects.url}: all versions are gone: look whether the store is "
+                "mounted, or restore it; to begin again, make another StoreSender"
             )
 
     def put_layout(self, layout: SentLayout) -> None:
@@ -125,7 +105,7 @@ class RunWriter:
                 version=self.next_version,
                 writer=self.name,
                 written_at=_now(),
-                parent=None if self.head is None else self.head.as_parent,
+                parent=None if self.head is None else self.head.sha256,
                 way=way,
                 digest=digest_text(digest),
                 layout_hash=layout.hash,
@@ -151,8 +131,10 @@ class RunWriter:
         data, key = canonical(manifest), keys.manifest_key(manifest.version)
         self._check_whole(manifest)
         if self._is_overtaken(manifest) or not self.run.objects.create(key, data):
-            self._lost = self._conflict(manifest)
-            self.discard(manifest.way.files)
+            self._lost = (
+                f"{self.run.objects.url}: another writer has published v{manifest.version} of run "
+                f"{self.run.name!r}: let one trainer publish to a run, and start this one again"
+            )
             raise WriterConflict(self._lost)
         self.head = Published(manifest, sha256_of(data))
         return self.head
@@ -171,25 +153,20 @@ class RunWriter:
         )
         self._check_whole(anchor)
         data = canonical(signed(anchor, self.run.objects.options.mac))
-        if not self.run.objects.create(keys.anchor_key(anchor.version), data):
-            self.discard(way.files)  # it has one already
-
-    def discard(self, files: Iterable[StoredFile]) -> None:
-        """Delete objects that no manifest names, as far as that is possible."""
-        for file in files:
-            with suppress(StoreError):
-                self.run.objects.delete(file.key)
+        self.run.objects.create(keys.anchor_key(anchor.version), data)  # or it has one already
 
     def _is_overtaken(self, manifest: Manifest) -> bool:
         """Whether other versions have come, and gc has deleted that of this number.
 
         It never deletes the newest one, so the version before is there as long as no other came.
         """
-        if self.head is None:
-            is_passed = bool(self.run.versions(after=manifest.version))
-        else:
-            is_passed = self.run.objects.head(keys.manifest_key(self.head.version)) is None
+        is_first = self.head is None
+        is_passed = bool(self.run.versions(after=1)) if is_first else self._is_head_gone()
         return is_passed and self.run.published(manifest.version) is None
+
+    def _is_head_gone(self) -> bool:
+        head = self.head
+        return head is not None and self.run.objects.head(keys.manifest_key(head.version)) is None
 
     def _check_whole(self, written: Written) -> None:
         """Raise ObjectDamaged if an object of what does not exist yet is gone.
@@ -207,17 +184,6 @@ class RunWriter:
                 f"{objects.url}: {file.key} was deleted or altered before v{written.version} was "
                 "published, as gc does if this process slept meanwhile: publish again"
             )
-
-    def _conflict(self, manifest: Manifest) -> str:
-        other = "another writer"
-        with suppress(StoreError):
-            found = self.run.published(manifest.version)
-            if found is not None:
-                other = f"writer {found.manifest.writer!r}, at {found.manifest.written_at},"
-        return (
-            f"{self.run.objects.url}: {other} has published v{manifest.version} of run "
-            f"{self.run.name!r}: let one trainer publish to a run, and start this one again"
-        )
 
 
 def _now() -> str:

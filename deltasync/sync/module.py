@@ -49,7 +49,7 @@ class ModuleSource:
         name_map: NameMap | None = None,
     ) -> None:
         self.module = module
-        self._rename = getattr(rename, "for_module", lambda _: rename)(module)
+        self._rename = rename
         self._name_map = name_map
         self._watch: ModuleWatch | None = None
         self._tensors: list[NamedTensor] = []
@@ -86,7 +86,7 @@ class ModuleTarget(WeightTarget):
         self, module: nn.Module, *, rename: Callable[[str], str | None] | None = None
     ) -> None:
         self._module = module
-        self._rename = getattr(rename, "for_module", lambda _: rename)(module)
+        self._rename = rename
         self._places: list[tuple[object, ...]] = []
         self._watch = ModuleWatch(module)
 

@@ -19,7 +19,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from deltasync.errors import ConfigError, PeerLost, TransportClosed, TransportTimeout
 from deltasync.testing.links import (
@@ -66,24 +65,17 @@ class TransportContract(ABC):
 
     # Frames
 
-    @pytest.mark.parametrize("num_receivers", [1, 3])
-    def test_every_receiver_gets_the_same_bytes_in_order(
-        self, link: Link, num_receivers: int
-    ) -> None:
-        link.add(num_receivers)
+    def test_every_receiver_gets_the_same_bytes_in_order(self, link: Link) -> None:
+        link.add(3)
         link.open()
         frames = [Frame(b"%d" % n, link.payload_of(n, seed=n)) for n in SIZES]
         for frame in [*frames, Frame(b"header only"), *reversed(frames)]:
             assert all(same_frame(got, frame) for got in link.exchange(frame))
-
-    def test_header_only_frames_queue_in_order(self, link: Link) -> None:
-        link.add(2)
-        link.open()
-        for number in range(50):
-            link.sender.send(Frame(b"%d" % number), timeout_s=PATIENCE_S)
+        queued = [b"%d" % number for number in range(50)]  # nobody receives meanwhile
+        for header in queued:
+            link.sender.send(Frame(header), timeout_s=PATIENCE_S)
         for receiver in link.receivers:
-            headers = [receiver.receive(timeout_s=PATIENCE_S).header for _ in range(50)]
-            assert headers == [b"%d" % number for number in range(50)]
+            assert [receiver.receive(timeout_s=PATIENCE_S).header for _ in queued] == queued
 
     def test_buffers_of_every_size_are_sent(self, link: Link) -> None:
         link.add(2)
@@ -97,19 +89,15 @@ class TransportContract(ABC):
             for got in link.exchange(Frame(b"packed", buffer)):
                 assert same_frame(got, expected)
 
-    @pytest.mark.parametrize(
-        "payload",
-        [
+    def test_other_payloads_are_refused(self, link: Link) -> None:
+        for payload in (
             torch.zeros(10, dtype=torch.uint8)[::2],
             torch.zeros(10, dtype=torch.int8),
             torch.zeros(2, 5, dtype=torch.uint8),
             torch.zeros(MAX_PAYLOAD_BYTES + 1, dtype=torch.uint8),
-        ],
-        ids=["strided", "int8", "matrix", "too large"],
-    )
-    def test_other_payloads_are_refused(self, link: Link, payload: Tensor) -> None:
-        with pytest.raises(ConfigError):
-            link.sender.send(Frame(b"bad", payload), timeout_s=PATIENCE_S)
+        ):
+            with pytest.raises(ConfigError):
+                link.sender.send(Frame(b"bad", payload), timeout_s=PATIENCE_S)
         with pytest.raises(ConfigError):
             link.sender.send(Frame(b""), timeout_s=PATIENCE_S)
         with pytest.raises(ConfigError):
@@ -161,14 +149,6 @@ class TransportContract(ABC):
 
     # Replies
 
-    def test_replies_come_by_peer(self, link: Link) -> None:
-        link.add(3)
-        link.open()
-        for number, receiver in enumerate(link.receivers):
-            receiver.reply(b"%d" % number, timeout_s=PATIENCE_S)
-        replies = link.sender.collect_replies(timeout_s=PATIENCE_S)
-        assert replies == {peer: b"%d" % number for number, peer in enumerate(link.peers)}
-
     def test_who_replies_late_is_dropped_and_others_go_on(self, link: Link) -> None:
         link.add(1)
         link.open()
@@ -199,11 +179,11 @@ class TransportContract(ABC):
         gone = link.sender.some_replies([first, lost], timeout_s=PATIENCE_S)
         assert isinstance(gone.pop(lost), PeerLost)
         assert not gone
-        link.receivers[0].reply(b"first", timeout_s=PATIENCE_S)
-        got = link.sender.some_replies([first, second], timeout_s=PATIENCE_S)
-        assert got == {first: b"first"}
-        assert link.sender.is_connected(first)
-        assert link.sender.is_connected(second)
+        for number in (0, 1):
+            link.receivers[number].reply(b"%d" % number, timeout_s=PATIENCE_S)
+        got = link.sender.collect_replies(timeout_s=PATIENCE_S)
+        assert isinstance(got.pop(lost), PeerLost)
+        assert got == {first: b"0", second: b"1"}
 
     def test_some_peers_are_told(self, link: Link) -> None:
         link.add(3)
@@ -245,21 +225,6 @@ class TransportContract(ABC):
                 lost += 1
         assert lost == 1
         assert all(received.result(PATIENCE_S))
-
-    def test_a_receiver_that_never_answers_does_not_keep_the_rest(self, link: Link) -> None:
-        link.add(1)
-        link.open()
-        good = link.add_echo()
-        link.sender.drop(link.peers[0])
-        link.check([good])
-
-    def test_a_receive_that_timed_out_may_be_repeated(self, link: Link) -> None:
-        link.add(1)
-        link.open()
-        with pytest.raises(TransportTimeout):
-            link.receivers[0].receive(timeout_s=0.02)
-        frame = Frame(b"later", link.payload_of(3))
-        assert same_frame(link.exchange(frame)[0], frame)
 
     def test_short_timeouts_do_not_lose_frames(self, link: Link) -> None:
         link.add(1)
@@ -350,24 +315,32 @@ class TransportContract(ABC):
         with pytest.raises(PeerLost):
             link.receiver().receive(timeout_s=0)
 
-    # Closing
-
-    def test_closing_twice_is_closing_once(self, link: Link) -> None:
+    def test_a_reset_ends_every_connection_and_peers_come_back(self, link: Link) -> None:
         link.add(1)
         link.open()
+        old = link.peers[0]
         for _ in range(2):
-            link.sender.close()
-            link.receivers[0].close()
-        with pytest.raises(TransportClosed):
-            link.sender.poll(timeout_s=0)
-        with pytest.raises(TransportClosed):
-            link.receivers[0].receive(timeout_s=0)
+            link.sender.reset()
+        assert not link.sender.is_connected(old)
+        with pytest.raises(PeerLost):
+            link.receivers[0].receive(timeout_s=PATIENCE_S)
+        link.peers[0] = link.connect(link.receivers[0])
+        assert link.peers[0] > old
+        link.open()
+        frame = Frame(b"again", link.payload_of(1000))
+        assert all(same_frame(got, frame) for got in link.exchange(frame))
 
-    def test_both_ends_are_context_managers_that_close(self, link: Link) -> None:
+    # Closing
+
+    def test_ends_close_at_the_end_of_a_with_block_or_twice(self, link: Link) -> None:
         link.add(1)
         with link.sender as sender, link.receivers[0] as receiver:
             link.open()
         assert (sender, receiver) == (link.sender, link.receivers[0])
+        sender.close()
+        receiver.close()
+        sender.drop(link.peers[0])
+        sender.reset()
         with pytest.raises(TransportClosed):
             sender.poll(timeout_s=0)
         with pytest.raises(TransportClosed):
@@ -401,17 +374,6 @@ class TransportContract(ABC):
 
     # Other processes
 
-    def test_a_killed_receiver_is_lost_and_others_go_on(self, processes: Link) -> None:
-        good = processes.add_echo()
-        child, peer = processes.add_process()
-        processes.check([good, peer])
-        child.kill()
-        with within(PROMPT_S):
-            assert peer in lost_peers(
-                processes, [good, peer], Frame(b"anyone?"), timeout_s=PATIENCE_S
-            )
-        processes.check([good])
-
     def test_a_receiver_killed_while_receiving_is_lost(self, processes: Link) -> None:
         good = processes.add_echo()
         child, peer = processes.add_process()
@@ -423,17 +385,13 @@ class TransportContract(ABC):
             assert peer in lost_peers(processes, [good, peer], frame, timeout_s=PATIENCE_S)
         processes.check([good])
 
-    @pytest.mark.parametrize("num_bytes", [None, 4 << 20], ids=["header only", "payload"])
-    def test_a_stopped_receiver_is_late_and_dropped(
-        self, processes: Link, num_bytes: int | None
-    ) -> None:
+    def test_a_stopped_receiver_is_late_and_dropped(self, processes: Link) -> None:
         good, also_good = processes.add_echo(), processes.add_echo()
         child, peer = processes.add_process()
         processes.check([peer, good, also_good])
         child.pause()
-        payload = None if num_bytes is None else processes.payload_of(num_bytes)
         with within(2 * PROMPT_S):
-            peers, frame = [good, also_good, peer], Frame(b"hello?", payload)
+            peers, frame = [good, also_good, peer], Frame(b"hello?", processes.payload_of(4 << 20))
             assert lost_peers(processes, peers, frame, timeout_s=1.0) == {peer}
         assert not processes.sender.is_connected(peer)
         processes.check([good, also_good])

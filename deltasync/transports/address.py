@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Literal, Self, get_args
-from urllib.parse import urlsplit
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -13,9 +12,6 @@ from deltasync.errors import ConfigError
 from deltasync.transports.base import ReceiveTransport, SendTransport
 
 LinkName = Literal["nccl", "gloo", "nixl", "cuda_ipc", "shared_memory"]
-
-
-_NETWORK = ("gloo", "nccl", "nixl")
 
 
 class Address(BaseModel):
@@ -33,74 +29,30 @@ class Address(BaseModel):
 
     @classmethod
     def of(cls, transport: SendTransport) -> Self | None:
-        """That of `transport`, if it has one: none for back ends that others registered."""
+        """That of `transport`, if it has one."""
         from deltasync.transports import collective, cuda_ipc, nixl, shared_memory
 
         match transport:
-            case collective.Sender(backend=("gloo" | "nccl") as backend):
+            case collective.Sender() | nixl.Sender():
                 host, port = transport.address
-                return cls(link=backend, host=host, port=port)
-            case nixl.Sender():
-                host, port = transport.address
-                return cls(link="nixl", host=host, port=port)
+                link = transport.backend if isinstance(transport, collective.Sender) else "nixl"
+                return cls(link=link, host=host, port=port)  # type: ignore[arg-type]
             case cuda_ipc.Sender():
                 return cls(link="cuda_ipc", path=str(transport.path))
             case shared_memory.Sender():
                 return cls(link="shared_memory", path=str(transport.path))
         return None
 
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """Read `gloo://HOST:PORT`, also `nccl` and `nixl`, `shared_memory:PATH`, `cuda_ipc:PATH`.
-
-        Raises ConfigError for anything else.
-        """
-        link, _, rest = text.partition(":")
-        try:
-            if link not in _NETWORK:
-                return cls(link=link, path=rest)  # type: ignore[arg-type]  # which pydantic checks
-            parts = urlsplit(text)
-            if parts.path or parts.query or parts.username or not parts.hostname:
-                raise ValueError
-            return cls(link=link, host=parts.hostname, port=parts.port or 0)  # type: ignore[arg-type]
-        except ValueError:  # of pydantic too
-            raise ConfigError(
-                f"{text!r} is no address: give gloo://HOST:PORT, nccl://HOST:PORT, "
-                "nixl://HOST:PORT, shared_memory:PATH or cuda_ipc:PATH"
-            ) from None
-
-    def __str__(self) -> str:
-        """As `parse` reads it."""
-        if self.link not in _NETWORK:
-            return f"{self.link}:{self.path}"
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{self.link}://{host}:{self.port}"
-
-    def sender(self, *, secret: bytes | None = None) -> SendTransport:
-        """Listen there; port 0 chooses a free one. Links on a network share `secret`."""
-        from deltasync.transports import collective, cuda_ipc, nixl, shared_memory
-
-        match self.link:
-            case "nccl" | "gloo":
-                return collective.Sender(self.host, self.port, backend=self.link, secret=secret)
-            case "nixl":
-                return nixl.Sender(self.host, self.port, secret=secret)
-            case "cuda_ipc":
-                return cuda_ipc.Sender(self.path)
-            case "shared_memory":
-                return shared_memory.Sender(self.path)
-
     def receiver(self, device: torch.device, *, secret: bytes | None = None) -> ReceiveTransport:
         """The other end, of weights on `device`. Links on a network share `secret`."""
         from deltasync.transports import collective, cuda_ipc, nixl, shared_memory
 
         match self.link:
-            case "nccl":
+            case "nccl" | "gloo":
+                where = device if self.link == "nccl" else None
                 return collective.Receiver(
-                    self.host, self.port, backend="nccl", device=device, secret=secret
+                    self.host, self.port, backend=self.link, device=where, secret=secret
                 )
-            case "gloo":
-                return collective.Receiver(self.host, self.port, secret=secret)
             case "nixl":
                 return nixl.Receiver(self.host, self.port, device=device, secret=secret)
             case "cuda_ipc":

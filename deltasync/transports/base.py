@@ -88,7 +88,7 @@ class SendTransport(Closing, Protocol):
         ...
 
     def is_connected(self, peer: int) -> bool:
-        """Return whether `peer` is still connected. Never blocks."""
+        """Return whether the last call that looked found `peer` connected. Looks at nothing."""
         ...
 
     def open_epoch(self, peers: Sequence[int], *, timeout_s: float) -> dict[int, TransportError]:

@@ -1,4 +1,4 @@
-"""Payloads by one torch.distributed broadcast (gloo, NCCL or another), everything else over TCP.
+"""Payloads by one torch.distributed broadcast (gloo or NCCL), everything else over TCP.
 
 The process group is deltasync's own: the application's default group is neither used nor created.
 Before its broadcast, a frame with a payload takes one round over the control plane:
@@ -26,6 +26,7 @@ signed with a secret. The payload and the back end's rendezvous need a trusted n
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from collections.abc import Collection, Iterable, Sequence
@@ -34,7 +35,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from deltasync.errors import ConfigError, TransportError, TransportTimeout, TransportUnavailable
+from deltasync.errors import (
+    ConfigError,
+    TransportClosed,
+    TransportError,
+    TransportTimeout,
+    TransportUnavailable,
+)
 from deltasync.transports.base import Capabilities, Frame, SendTransport
 from deltasync.transports.collective_messages import (
     DEFAULT_MAX_PAYLOAD_BYTES,
@@ -109,10 +116,8 @@ class Sender(SendTransport):
         Args:
             host: Address of the interface to listen on.
             port: 0 chooses a free port; see `address`.
-            backend: "gloo" for CPUs, "nccl" for GPUs, or one that is registered with
-                `torch.distributed.Backend.register_backend`.
-            device: Where payloads live; by default the CPU or the current device of the type that
-                the back end is for.
+            backend: "gloo" for CPUs or "nccl" for GPUs.
+            device: Where payloads live; by default the CPU or the current GPU.
             secret: Signs the control plane; receivers must have the same secret. Without one, an
                 address that is not loopback logs a warning.
             max_payload_bytes: Larger payloads are refused.
@@ -239,18 +244,15 @@ class Sender(SendTransport):
             return replies
 
     def drop(self, peer: int) -> None:
-        with self._gate.dropping() as is_open:
-            if not is_open:
-                return
+        with contextlib.suppress(TransportClosed), self._gate.entered():
             if peer in self._members:
                 self._membership.finish(_FAREWELL_S)
             self._server.drop(peer)
             self._remove([peer])
 
     def reset(self) -> None:
-        with self._gate.dropping() as is_open:
-            if is_open:
-                self._server.reset()
+        with contextlib.suppress(TransportClosed), self._gate.entered():
+            self._server.reset()
 
     def close(self) -> None:
         self._gate.close(self._dispose)

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import socket
 import struct
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -177,9 +176,9 @@ class Sender(SlotSender):
         deadline = Deadline(_GRACE_S)
         while not deadline.passed and any(slot.readers for slot in slots):
             for slot in slots:
-                slot.readers = {p for p in slot.readers if self._server.is_connected(p)}
                 self._take_releases(slot.readers)
-            time.sleep(_POLL_S)
+                slot.readers -= self._server.losses(slot.readers).keys()
+            self._server.pump(_POLL_S)
 
     def _dispose(self) -> None:
         self._settle(self._slots)

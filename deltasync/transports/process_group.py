@@ -1,11 +1,9 @@
 """Process groups of our own: formed, used and left without blocking the caller.
 
 The only file that knows how back ends differ, and what streams have to do with it. gloo is made as
-torch makes it, NCCL is called directly (nccl.py); others are what was registered with
-torch.distributed (`Backend.register_backend`, as packages for other accelerators do), on their own
-device. Whatever a back end blocks in runs on a thread that ends with the timeout it was given; the
-interpreter waits for it before it exits, because a thread that returns from a back end into an
-interpreter that is gone would crash the process.
+torch makes it, NCCL is called directly (nccl.py). Whatever a back end blocks in runs on a thread
+that ends with the timeout it was given; the interpreter waits for it before it exits, because a
+thread that returns from a back end into an interpreter that is gone would crash the process.
 """
 
 from __future__ import annotations
@@ -28,9 +26,6 @@ from deltasync.errors import ConfigError, TransportUnavailable
 from deltasync.transports import forks, nccl
 from deltasync.transports.control.connection import Deadline
 from deltasync.transports.control.tcp import listen_tcp
-
-_PLUGINS: dict[str, Any] = dist.Backend._plugins  # by name in capitals: what was registered
-
 
 Work = dist.Work | nccl.Flight
 
@@ -63,50 +58,24 @@ def device_of(backend: str, device: torch.device | str | None) -> torch.device:
 
     Raises TransportUnavailable, ConfigError.
     """
-    types = _device_types(backend)
-    if device is None:
-        device = types[0] if types[0] == "cpu" else f"{types[0]}:{_current_index(types[0])}"
-    try:
-        found = torch.device(device)
-    except RuntimeError as error:
-        raise ConfigError(f"this torch knows no device {device!r}: {error}") from error
-    if found.type not in types:
-        raise ConfigError(f"{backend} moves payloads on {', '.join(types)}, not on {device}")
-    if backend == "nccl":
-        nccl.warm_up(found)  # here, where nobody waits for this end
-    return found
-
-
-def _device_types(backend: str) -> list[str]:
-    """What payloads of a back end may live on. Raises TransportUnavailable, ConfigError."""
     if backend == "gloo":
-        available, types = dist.is_gloo_available(), ["cpu"]
+        available, kind = dist.is_gloo_available(), "cpu"
     elif backend == "nccl":
-        available, types = dist.is_nccl_available() and torch.cuda.is_available(), ["cuda"]
-    elif backend.upper() in _PLUGINS:
-        available, types = True, list(dist.Backend.backend_capability[backend.lower()])
+        available, kind = dist.is_nccl_available() and torch.cuda.is_available(), "cuda"
     else:
-        known = ", ".join(["gloo", "nccl", *(name.lower() for name in _PLUGINS)])
-        raise ConfigError(
-            f"unknown backend {backend!r}; known are {known}; others register themselves with "
-            "torch.distributed: import the package that does it at both ends"
-        )
+        raise ConfigError(f"unknown backend {backend!r}: give gloo or nccl")
     if not available:
         raise TransportUnavailable(
             f"this machine or this build of torch cannot run {backend}; the other backend may do"
         )
-    return types
-
-
-def _current_index(device_type: str) -> int:
-    """The number of the current accelerator of this type. Raises TransportUnavailable."""
-    try:
-        module = torch.get_device_module(device_type)
-        if module.is_available():
-            return int(module.current_device())
-    except RuntimeError:  # torch has no such module: the package that brings it is not imported
-        pass
-    raise TransportUnavailable(f"no device of type {device_type} is available to this process")
+    if device is None:
+        device = "cpu" if kind == "cpu" else f"cuda:{torch.cuda.current_device()}"
+    device = torch.device(device)
+    if device.type != kind:
+        raise ConfigError(f"{backend} moves payloads on {kind}, not on {device}")
+    if backend == "nccl":
+        nccl.warm_up(device)  # here, where nobody waits for this end
+    return device
 
 
 def serve_store(host: str, port: int) -> tuple[int, TCPStore]:
@@ -214,7 +183,7 @@ class GroupSpec:
     """Which group to form, and as whom.
 
     Attributes:
-        backend: Its name in torch.distributed.
+        backend: "gloo" or "nccl".
         stream: Where broadcasts are launched.
         store_host: Where the sender serves the rendezvous store.
         store_port: Its port.
@@ -256,11 +225,8 @@ class GroupSpec:
             _meet(self, store, timeout)
             begin(None)
             group = _nccl_group(self, store)
-        elif self.backend == "gloo":  # whose members meet as it is made
+        else:  # whose members meet as it is made
             group = _gloo_group(self, store, timeout)
-        else:
-            group = _registered_group(self, store, timeout)
-            _meet(self, store, timeout)
         begin(group)
         with self.stream.entered():
             byte = torch.zeros(1, dtype=torch.uint8, device=self.stream.device)
@@ -364,10 +330,7 @@ class Broadcast:
         options.rootRank = 0
         options.rootTensor = 0
         options.asyncOp = True
-        if tensor.device.type == "cpu" or isinstance(group, nccl.Communicator):
-            # Ends the back end's own part in time. Not for others on accelerators: a watchdog may
-            # take the process down with it.
-            options.timeout = timedelta(seconds=timeout_s)
+        options.timeout = timedelta(seconds=timeout_s)
         try:
             with stream.entered():
                 self._work = group.broadcast([tensor], options)
@@ -467,7 +430,7 @@ def _release(groups: list[Group], join: Join | None, cut_off: list[Broadcast]) -
 
 
 def _abort(group: Group) -> None:
-    with contextlib.suppress(RuntimeError):  # of a registered one that cannot
+    with contextlib.suppress(RuntimeError):
         group.abort()
 
 
@@ -493,23 +456,3 @@ def _nccl_group(plan: GroupSpec, store: Store) -> Group:
     if plan.rank == 0:
         store.set("id", nccl.unique_id())  # type: ignore[arg-type]  # bytes are taken as they are
     return nccl.Communicator(store.get("id"), plan.rank, plan.size, plan.stream.device)
-
-
-def _registered_group(plan: GroupSpec, store: Store, timeout: timedelta) -> Group:
-    """What the function that was registered for this back end makes, called as torch does."""
-    plugin, device = _PLUGINS[plan.backend.upper()], plan.stream.device
-    with (
-        torch.get_device_module(device).device(device)
-        if device.type != "cpu"
-        else (contextlib.nullcontext())
-    ):
-        if not plugin.extended_api:
-            group = plugin.creator_fn(store, plan.rank, plan.size, timeout)
-        else:
-            options = dist.distributed_c10d._DistributedBackendOptions()  # type: ignore[attr-defined]
-            options.store = store
-            options.group_rank, options.group_size = plan.rank, plan.size
-            options.timeout, options.group_id = timeout, plan.name
-            options.global_ranks_in_group = list(range(plan.size))
-            group = plugin.creator_fn(options, None)
-    return cast("Group", forks.kept_in_children(group))

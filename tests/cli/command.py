@@ -6,12 +6,11 @@ import json
 import multiprocessing
 import os
 import resource
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -36,21 +35,6 @@ TIMEOUT_S = 100
 _forks = multiprocessing.get_context("forkserver")
 
 
-@contextmanager
-def hearing_signals() -> Iterator[None]:
-    """This process hears Ctrl-C and SIGHUP, and what it starts inside.
-
-    Background jobs of a script do not hear the one, nor what nohup started the other.
-    """
-    ctrl_c = signal.signal(signal.SIGINT, signal.default_int_handler)
-    hang_up = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, ctrl_c)
-        signal.signal(signal.SIGHUP, hang_up)
-
-
 def run(*words: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """Any command, such as one that begins with `COMMAND`, as a shell runs it."""
     return subprocess.run(
@@ -63,14 +47,16 @@ def run(*words: str | Path, **environment: str) -> subprocess.CompletedProcess[s
     )
 
 
-def start(*arguments: str | Path, **environment: str) -> Program:
+def start(*arguments: str | Path, code: str = MAIN, **environment: str) -> Program:
     """A command of `deltasync`, forked, that may start processes and be sent signals."""
-    return Program(MAIN, *arguments, environment=ENVIRONMENT | environment)
+    return Program(code, *arguments, environment=ENVIRONMENT | environment)
 
 
-def run_forked(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_forked(
+    *arguments: str | Path, code: str = MAIN, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """As `start`, to the end of the command and of what it started."""
-    return completed(start(*arguments, **environment))
+    return completed(start(*arguments, code=code, **environment))
 
 
 def call(
@@ -121,19 +107,19 @@ def _address_space() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
-def told(*arguments: str | Path) -> dict[str, Any]:
-    """What a command that goes well says as JSON, and nothing else."""
+def shown(*arguments: str | Path, code: int = 0) -> dict[str, Any]:
+    """What a command prints as JSON, and nothing else."""
     done = call(*arguments, "--json")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert len(done.stdout.splitlines()) == 1
-    found: dict[str, Any] = json.loads(done.stdout)
+    assert (done.returncode, done.stderr) == (code, ""), done
+    (line,) = done.stdout.splitlines()
+    found: dict[str, Any] = json.loads(line)
     return found
 
 
 def refused(*arguments: str | Path, code: int = 2) -> str:
     """The one line that a command says when it refuses."""
     done = call(*arguments)
-    assert (done.returncode, done.stdout) == (code, "")
+    assert (done.returncode, done.stdout) == (code, ""), done
     (line,) = done.stderr.splitlines()
     return line
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +17,7 @@ from deltasync.delta.backend import Kernels, Plan
 from deltasync.delta.batched.backend import BatchedBackend
 from deltasync.delta.bits import as_bits
 from deltasync.delta.digests import DigestLedger
+from deltasync.delta.host import backend, small
 from deltasync.delta.host.backend import DeltaPlan, HostBackend
 from deltasync.delta.policy import Policy
 from deltasync.delta.shard import ShardSpec, share_out
@@ -45,6 +48,16 @@ models = own.models().filter(lambda model: any(t.numel() for t in model.values()
 WIRE = {"float32": "bfloat16", "float64": "float32"}
 """Masters, and what is sent of them."""
 POLICIES = Policy(chunk_numel=8, dense_above=0.5), Policy(chunk_numel=5, dense_above=0.0)
+
+
+@contextmanager
+def side_by_side(most: int, together: int) -> Iterator[None]:
+    """Parameters of up to so many elements are compared together, however few there are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "_MANY", 0)
+        patch.setattr(small, "SMALL", most)
+        patch.setattr(small, "_TOGETHER", together)
+        yield
 
 
 def check_sync(
@@ -174,7 +187,13 @@ def check_history(model: Model, data: st.DataObject, kernels: Kernels) -> None:
 @given(model=models, data=st.data())
 def test_any_history_of_syncs_and_aborts_ends_bit_equal(model: Model, data: st.DataObject) -> None:
     """In place, an engine is told before the first write, and only then."""
-    check_history(model, data, "torch")
+    with ExitStack() as stack:
+        if data.draw(st.booleans(), label="small ones side by side"):
+            most, together = data.draw(
+                st.sampled_from([(8, 50), (1 << 12, 50), (1 << 12, 1 << 15)])
+            )
+            stack.enter_context(side_by_side(most, together))
+        check_history(model, data, "torch")
 
 
 @few
@@ -265,18 +284,20 @@ def test_held_bytes_are_bounded_and_the_rest_is_found_again() -> None:
     "after an abort.",
 )
 @pytest.mark.parametrize("max_held", [60, 1 << 30])
-def test_what_was_written_ahead_is_sent_again_after_an_abort(max_held: int) -> None:
+@pytest.mark.parametrize("together", [False, True])
+def test_what_was_written_ahead_is_sent_again_after_an_abort(max_held: int, together: bool) -> None:
     """Whole parameters, and no others: w0 is held, and w1 only with more room, or if dense."""
-    sender, model = changed_ends()
-    sender.held["w2"].fill_(3)
-    receiver = Receiver(model)
-    aborted(sender.delta(max_held), 1 << 20)
-    sender.held["w1"].zero_()  # back to what receivers hold
-    plan = sender.delta(max_held)
-    assert isinstance(plan, DeltaPlan)
-    ahead = [change.parameter for change in plan.changes if change.dense_bytes]
-    assert ahead == ([1, 2] if max_held == 60 else [2])
-    assert receiver.sync([plan]) == plan.ledger.total
-    plan.decided()
+    with side_by_side(1 << 12, 1 << 15) if together else nullcontext():
+        sender, model = changed_ends()
+        sender.held["w2"].fill_(3)
+        receiver = Receiver(model)
+        aborted(sender.delta(max_held), 1 << 20)
+        sender.held["w1"].zero_()  # back to what receivers hold
+        plan = sender.delta(max_held)
+        assert isinstance(plan, DeltaPlan)
+        ahead = [change.parameter for change in plan.changes if change.dense_bytes]
+        assert ahead == ([1, 2] if max_held == 60 else [2])
+        assert receiver.sync([plan]) == plan.ledger.total
+        plan.decided()
     assert equal(receiver.live, sender.held)
     assert as_bits(receiver.live["w0"]).sum() == 10

@@ -115,7 +115,6 @@ def of_nibbles(tensor: Tensor) -> Tensor:
 
 COMPUTED: dict[str, Step] = {
     "doubled": lambda t: t * 2,
-    "its reciprocal": lambda t: 1 / t,
     "clamped": lambda t: t.clamp(1e-10, 1e10),
     "the largest": lambda t: t.max().expand(t.shape).contiguous(),
     "rounded": lambda t: t.to(torch.float8_e4m3fn).to(t.dtype),
@@ -124,20 +123,16 @@ COMPUTED: dict[str, Step] = {
     "powers of two": lambda t: (t.view(torch.int32) >> 23 << 23).view(torch.float32),
     "nibbles that change places": of_nibbles,
     "two of them": lambda t: t + t.roll(1),
-    "its sum": lambda t: t.cumsum(0),
 }
 
 
 BY_VALUE: dict[str, Step] = {
     "at most one": lambda t: t.clamp(max=1),
     "at least a little": lambda t: t.clamp(min=1e-12),
-    "at most 1e38": lambda t: t.clamp(max=1e38),
     "ones become others": lambda t: torch.where(t == 1, 2, t),
     "denormals become zeros": lambda t: torch.where(t.abs() < 1.2e-38, 0, t),
     "doubled when all are usual": lambda t: t * 2 if 0.3 < t.max() < 100 else t.clone(),
     "rising": lambda t: t.view(-1).sort().values.view(t.shape),
-    "falling": lambda t: t.view(-1).sort(descending=True).values.view(t.shape),
-    "its magnitude": torch.abs,
 }
 
 
@@ -170,27 +165,25 @@ def too_large(scale: Tensor) -> None:
     torch.empty(int(scale.abs().max().clamp(max=1e18)), dtype=torch.uint8)
 
 
-@pytest.mark.parametrize("refuse", [refusing, too_large])
-def test_values_that_code_refuses_are_not_tried(refuse: Callable[[Tensor], None]) -> None:
-    def process(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        refuse(given["scale"])
-        return {"s": given["scale"].flip(0)}
-
-    moves = Moves(process, {"scale": torch.empty(4)}, is_gentle=True)
-    assert len(moves.places("scale", {"s": torch.empty(4)})["s"][0]) == 4
-
-
-@pytest.mark.parametrize("lack", LACKS, ids=type)
-def test_a_lack_of_memory_is_no_refusal(lack: Exception) -> None:
+@pytest.mark.parametrize("refuse", [refusing, too_large, *LACKS], ids=str)
+def test_values_that_code_refuses_are_not_tried_but_a_lack_of_memory_is_no_refusal(
+    refuse: Exception | Callable[[Tensor], None],
+) -> None:
     """A probe that was not tried proves nothing."""
 
     def process(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        if not bool((given["scale"] < 1).all()):
-            raise lack
+        if not isinstance(refuse, Exception):
+            refuse(given["scale"])
+        elif not bool((given["scale"] < 1).all()):
+            raise refuse
         return {"s": given["scale"].flip(0)}
 
-    with pytest.raises(type(lack), match=re.escape(str(lack)[:80])):
-        Moves(process, {"scale": torch.empty(4)}, is_gentle=True)
+    if isinstance(refuse, Exception):
+        with pytest.raises(type(refuse), match=re.escape(str(refuse)[:80])):
+            Moves(process, {"scale": torch.empty(4)}, is_gentle=True)
+    else:
+        moves = Moves(process, {"scale": torch.empty(4)}, is_gentle=True)
+        assert len(moves.places("scale", {"s": torch.empty(4)})["s"][0]) == 4
 
 
 @pytest.mark.gpu
@@ -238,6 +231,6 @@ def test_any_order_is_found_or_takes_too_many_pieces(seed: int) -> None:
 
 
 def test_orders_without_any_rule_are_refused() -> None:
+    every = torch.arange(1 << 14)
     order = torch.randperm(1 << 14, generator=torch.Generator().manual_seed(0))
-    assert pieces_of("live", torch.arange(1 << 14), order) is None
-    assert pieces_of("live", torch.arange(1 << 14), torch.arange(1 << 14).flip(0)) is None
+    assert pieces_of("live", every, order) is pieces_of("live", every, every.flip(0)) is None

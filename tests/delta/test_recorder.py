@@ -10,10 +10,9 @@ import pytest
 import torch
 from hypothesis import given, target
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from deltasync.delta.region import Region
-from deltasync.delta.route import Piece
 from deltasync.engines.routes.recorder import CheckpointTensor, Recording, record
 from deltasync.errors import ConfigError
 
@@ -196,114 +195,10 @@ def test_parts_in_any_order_do_what_the_loader_does(
         assert [piece.source for piece in recording.pieces["w"]] == [whole]
 
 
-# What engines do
-
-
-def test_fused_stacked_transposed_and_padded_parameters_are_followed() -> None:
-    live: Weights = {
-        "qkv": nn.Parameter(torch.zeros(12, 8)),
-        "o": nn.Parameter(torch.zeros(8, 8)),
-        "embed": nn.Parameter(torch.zeros(16, 8)),
-        "w13": nn.Parameter(torch.zeros(2, 8, 8)),
-        "cache": torch.zeros(3),
-    }
-    weights = {
-        "q": torch.randn(8, 8),
-        "k": torch.randn(2, 8),
-        "v": torch.randn(2, 8),
-        "o": torch.randn(8, 8),
-        "embed": torch.randn(13, 8),
-        "experts": torch.randn(2, 8, 8),
-        "ignored": torch.randn(3),
-    }
-
-    def load(given: Iterable[tuple[str, Tensor]]) -> None:
-        begins = {"q": 0, "k": 8, "v": 10}
-        for name, tensor in given:
-            if name in begins:
-                live["qkv"].data.narrow(0, begins[name], len(tensor)).copy_(tensor)
-            elif name == "o":
-                live["o"].data.copy_(tensor.t().contiguous())
-            elif name == "embed":
-                live["embed"].data[:13].copy_(tensor)
-                live["embed"].data[13:].fill_(0)
-            elif name == "experts":
-                for expert, part in enumerate(tensor.unbind()):
-                    live["w13"].data[expert, :4] = part[4:]
-                    live["w13"].data[expert, 4:] = part[:4]
-
-    recording = loads_as_recorded(load, weights, live)
-    assert recording.refused == recording.uncovered == {}
-    assert recording.untouched == ("cache",)
-    assert recording.pieces["ignored"] == ()
-    assert recording.padding == {"embed": (Region.run(104, 24),)}
-    assert recording.pieces["k"] == (Piece("qkv", Region.run(0, 16), Region.run(64, 16)),)
-    transposed = Region(0, ((8, 1), (8, 8)))
-    assert recording.pieces["o"] == (Piece("o", Region.run(0, 64), transposed),)
-    sizes = {n: [piece.source.numel for piece in p] for n, p in recording.pieces.items()}
-    assert sizes["experts"] == [32] * 4  # halves change places
-    whole = {name for name, found in sizes.items() if found == [weights[name].numel()]}
-    assert whole == {"q", "k", "v", "o", "embed"}
-
-
-def heads(given: Iterable[tuple[str, Tensor]], live: Weights) -> None:
-    """As loaders do that take fused heads apart: view, permute, reshape."""
-    for _, tensor in given:
-        live["live"].copy_(tensor.view(2, 3, 2, 2).transpose(0, 1).reshape(12, 2).contiguous())
-
-
-def freed(given: Iterable[tuple[str, Tensor]], live: Weights) -> None:
-    """Parts of a join go before it is copied."""
-    parts = [tensor for _, tensor in given]
-    whole = torch.cat(parts)
-    for part in parts:
-        part.data = torch.empty(0, device=part.device)
-    live["live"].copy_(whole)
-
-
-def nothing_filled(given: Iterable[tuple[str, Tensor]], live: Weights) -> None:
-    for _, tensor in given:
-        live["live"].copy_(tensor)
-        live["live"][12:].zero_()
-        live["live"][12:].normal_()
-
-
-FOLLOWED = {
-    "heads": (heads, torch.float32),
-    "freed parts": (freed, torch.float32),
-    "nothing is filled": (nothing_filled, torch.float32),
-    "kept in another dtype": (
-        lambda given, live: [live["live"].copy_(t) for _, t in given],
-        torch.bfloat16,
-    ),
-    "cast": (lambda given, live: [live["live"].copy_(t.float()) for _, t in given], torch.bfloat16),
-}
-
-
-@pytest.mark.parametrize("how", FOLLOWED)
-def test_copies_of_all_kinds_are_followed(how: str) -> None:
-    way, dtype = FOLLOWED[how]
-    shapes = {"a": (5, 2), "b": (7, 2)} if way is freed else {"w": (12, 2)}
-    weights = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
-    live = {"live": torch.zeros(12, 2)}
-    recording = watched(lambda given: way(given, live), weights, live)
-    assert recording.refused == recording.uncovered == {}
-    assert set(recording.pieces) == set(weights)
-    made = scattered(recording, weights, live)["live"]
-    way([(name, tensor.clone()) for name, tensor in weights.items()], live)
-    assert torch.equal(made, live["live"])
-    assert {found.name for found in recording.dtypes.values()} == {"float32"}
-
-
-@pytest.mark.parametrize("rows", [0, 4])
-def test_tied_names_stand_for_one_tensor_unless_it_is_empty(rows: int) -> None:
-    shared = torch.zeros(rows, 4)
-    live = {"embed": shared, "head": shared} if rows else {n: shared.clone() for n in ("a", "b")}
-    names = list(live)[: 1 if rows else 2]
-    weights = {name: torch.randn(rows, 4) for name in names}
-    recording = watched(lambda given: [live[n].copy_(t) for n, t in given], weights, live)
-    assert (recording.refused, recording.uncovered, recording.untouched) == ({}, {}, ())
-    assert [piece.live for name in names for piece in recording.pieces[name]] == names
+def test_empty_tensors_are_not_taken_for_each_other() -> None:
+    live = {name: torch.zeros(0, 4) for name in "ab"}
+    recording = watched(lambda given: [live[n].copy_(t) for n, t in given], dict(live), live)
+    assert [piece.live for name in live for piece in recording.pieces[name]] == ["a", "b"]
 
 
 @given(st.data())
@@ -394,9 +289,8 @@ def test_what_does_not_follow_the_checkpoint_alone_is_named(how: str) -> None:
                 (COMPUTED | OVERWRITTEN)[how](tensor, live[name])
 
     recording = watched(load, weights, live)
-    lost = {*recording.uncovered, *recording.untouched}
-    assert lost == {"bad"}
     assert set(recording.refused) == ({"bad"} if how in COMPUTED else set())
+    assert recording.refused or set(recording.uncovered) == {"bad"}
     assert "good" in recording.pieces
 
 
@@ -412,53 +306,14 @@ def test_storage_that_is_freed_is_not_taken_for_another() -> None:
         assert set(watched(load, {"w": torch.randn(4, 4)}, live).refused) == {"w"}
 
 
-def test_what_the_loader_does_not_ask_for_is_refused() -> None:
-    live = {"a": torch.zeros(4), "b": torch.zeros(4)}
-
-    def load(given: Iterable[tuple[str, Tensor]]) -> None:
-        live["a"].copy_(next(iter(given))[1])
-
-    recording = watched(load, {name: torch.randn(4) for name in live}, live)
-    assert recording.refused == {"b": "is not asked for"}
-
-
-def test_storage_that_the_loader_exchanges_is_put_back() -> None:
-    live: Weights = {"w": nn.Parameter(torch.zeros(4))}
-    pointer = live["w"].data_ptr()
-
-    def load(given: Iterable[tuple[str, Tensor]]) -> None:
-        for _ in given:
-            live["w"].data = torch.ones(4)
-
-    recording = record(load, entries({"w": torch.ones(4)}), live)
-    assert live["w"].data_ptr() == pointer
-    assert recording.uncovered == {"w": "the loader replaces its storage"}
-
-
-def test_a_loader_that_reads_values_is_said_with_the_tensor() -> None:
-    def load(given: Iterable[tuple[str, Tensor]]) -> None:
-        for _, tensor in given:
-            if tensor.sum() > 0:
-                return
-
-    live = {"w": torch.zeros(4)}
-    with pytest.raises(ConfigError, match=r"at 'first' it raised ") as raised:
-        record(load, entries({"first": torch.ones(4), "second": torch.ones(4)}), live)
-    assert "leave" not in str(raised.value)
-    assert not live["w"].any()
-
-
 @pytest.mark.parametrize(
     ("raised", "is_left_out"),
     [
         (KeyError("layers.0.mlp.bias"), True),  # as its table of parameters has no such key
         (KeyError("layers.0.mlp.gate_up_proj.bias"), True),  # what it would be fused into
         (ValueError("There is no module or parameter named 'model.layers.0' in Model"), True),
-        (AttributeError("'Model' object has no attribute 'model'"), True),
         (AssertionError(), False),
-        (ValueError("cannot reshape (4, 1) into (4,)"), False),
         (KeyError("layers.0.mlp.weight"), False),  # it has that
-        (KeyError("stage"), False),
         (RuntimeError("bias"), False),
     ],
 )

@@ -111,6 +111,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "GPT2LMHeadModel": _SMALL
     | {"model_type": "gpt2", "n_embd": 256, "n_layer": 2, "n_head": 4, "n_positions": 128}
     | {"tie_word_embeddings": True},
+    # Experts that its loader writes by itself, and sinks.
+    "GptOssForCausalLM": _LLAMA
+    | {"model_type": "gpt_oss", "head_dim": 64, "intermediate_size": 256, "sliding_window": 128}
+    | {"num_local_experts": 4, "num_experts_per_tok": 2}
+    | {"layer_types": ["sliding_attention", "full_attention"]},
     # Heads of q, k and v that take turns: a copy in another order on the way.
     "BloomForCausalLM": _SMALL
     | {"model_type": "bloom", "n_layer": 2, "n_head": 4, "tie_word_embeddings": True},
@@ -123,6 +128,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"model_type": "mamba", "state_size": 16, "conv_kernel": 4, "expand": 2}
     | {"time_step_rank": 16, "use_bias": False, "use_conv_bias": True, "hidden_act": "silu"},
 }
+
+
+Specs = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+"""A checkpoint's tensors by name."""
 
 
 class Weights(WeightSource):
@@ -181,6 +190,26 @@ def write_model(folder: Path) -> None:
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="0", bos_token="1", eos_token="2"
     ).save_pretrained(folder)
+
+
+def random_weights(specs: Specs, seed: int) -> dict[str, Tensor]:
+    """No two of them alike, small as weights are, without NaN once they are worked on."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: (torch.randn(shape, generator=generator) * 0.05).to(dtype)
+        for name, (dtype, shape) in sorted(specs.items())
+    }
+
+
+def touched(weights: dict[str, Tensor], count: int, seed: int) -> dict[str, Tensor]:
+    """A few elements of every tensor drawn anew."""
+    generator = torch.Generator().manual_seed(seed)
+    new = {name: tensor.clone() for name, tensor in weights.items()}
+    for tensor in new.values():
+        flat = tensor.view(-1)
+        places = torch.randint(0, flat.numel(), (count,), generator=generator)
+        flat[places] = (torch.randn(count, generator=generator) * 0.05).to(flat.dtype)
+    return new
 
 
 def changed(weights: dict[str, Tensor], share: float, seed: int) -> dict[str, Tensor]:

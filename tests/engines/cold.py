@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from deltasync import SenderOptions
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.trainer_info import WithoutRoutes
 from deltasync.integrations.vllm import VllmServer, register
@@ -75,24 +74,7 @@ def cold(folder: Path, weights: dict[str, Tensor] | None = None, **other: Any) -
         write(folder, weights)
     config = settings(folder, **other)
     with set_current_vllm_config(config):
-        model = get_model(vllm_config=config)
-        if config.lora_config is not None:
-            from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
-
-            runner: Any = LoRAModelRunnerMixin()
-            model = runner.load_lora_model(model, config, torch.device("cpu"))
-        return model, config
-
-
-def unloaded(folder: Path) -> Any:
-    """A model that has no weights yet."""
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.utils import initialize_model
-    from vllm.utils.torch_utils import set_default_torch_dtype
-
-    config = settings(folder)
-    with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype):
-        return initialize_model(vllm_config=config)
+        return get_model(vllm_config=config), config
 
 
 class Engine:
@@ -133,10 +115,9 @@ def synced(
     config: Any,
     folder: Path,
     mode: WithoutRoutes,
-    options: SenderOptions | None = None,
 ) -> tuple[Weights, EngineSync]:
     """A trainer of these weights, and its hold on the model."""
     source = Weights({name: tensor.clone() for name, tensor in weights.items()})
     transport = shared_memory.Sender(folder / f"{mode}.socket")
     server = VllmServer(Engine(model, config), caches="keep")  # nothing is cached
-    return source, EngineSync(source, server, transport, without_routes=mode, options=options)
+    return source, EngineSync(source, server, transport, without_routes=mode)

@@ -24,10 +24,9 @@ def use_cpu(monkeypatch: pytest.MonkeyPatch, *, packs: bool) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-def use_sglang(monkeypatch: pytest.MonkeyPatch, version: str | None = None) -> None:
-    """Let SGLang run on a CPU, without the packages that want CUDA; None for the installed one."""
-    older = [] if version is None else [str(Path(sys.prefix) / f"sglang-{version}")]
-    path = [*older, str(ROOT), str(_HERE / "stubs"), str(_HERE / "plugin")]
+def use_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let SGLang run on a CPU, without the packages that want CUDA."""
+    path = [str(ROOT), str(_HERE / "stubs"), str(_HERE / "plugin")]
     monkeypatch.setenv("PYTHONPATH", ":".join(path))
     monkeypatch.setattr(sys, "path", [*path, *sys.path])  # spawned children take over this one
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deltasync import SenderOptions
 from deltasync.errors import ConfigError
 from deltasync.integrations.trainer_info import WithoutRoutes
+from tests.engines.checkpoints import Specs, random_weights, touched
 from tests.engines.cold import cold, synced, write
 from tests.engines.reached import Seen, seen
-from tests.engines.toys import Specs, random_weights, touched
 
 Served = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 EQUAL, REFUSED, FAILED, WRONG = "equal", "refused", "failed", "WRONG"
-_LEAVE_OUT = re.compile(r"SenderOptions\(leave_out=\['([^']+)'\]\)")
-_LEFT_OUT = 8  # patterns
 
 
 @dataclass
@@ -35,18 +31,11 @@ class Verdict:
         message: What was raised, or when it went wrong.
         wrong: Paths of tensors that are not what they should be, and how: "stale" as it was before,
             "different", "missing" here, or "moved": elsewhere, where no captured graph looks.
-        derived: Tensors that follow from weights, and are no parameters.
-        left_out: Patterns of tensors that the trainer leaves out, as it was told to.
     """
 
     outcome: str
     message: str = ""
     wrong: dict[str, str] = field(default_factory=dict)
-    derived: int = 0
-    left_out: tuple[str, ...] = ()
-
-    def record(self) -> dict[str, Any]:
-        return asdict(self) | {"wrong": dict(sorted(self.wrong.items())[:40])}
 
 
 class Versions:
@@ -58,7 +47,6 @@ class Versions:
         Engines are started with `settings`.
         """
         self.folder, self._settings = folder, settings
-        self.names: set[str] = set()  # of parameters, as paths
         first, second = random_weights(specs, 0), random_weights(specs, 1)
         few, others = touched(second, 3, 2), random_weights(specs, 4)
         every = first, second, few, few, others, touched(others, 1, 3)
@@ -70,7 +58,6 @@ class Versions:
 
     def _cold(self, weights: dict[str, Tensor]) -> dict[str, Seen]:
         model, _ = cold(self.folder, weights, **self._settings)
-        self.names = {f".{name}" for name, _ in model.named_parameters()}
         return held(model)
 
     def follows(self) -> set[str]:
@@ -78,55 +65,37 @@ class Versions:
         old, new = self.cold[0], self.cold[-1]
         return {path for path, one in new.items() if _is_other(old.get(path), one)} - self.noise
 
-    def idle(self) -> set[str]:
-        """Parameters that the checkpoint says nothing of, or that are lost when it is loaded."""
-        return {path for path in self.names if path in self.cold[0]} - self.follows() - self.noise
-
     def judge(self, mode: WithoutRoutes) -> Verdict:
-        """Start on the first, and sync all others, but for what an error says to leave out."""
-        left_out: tuple[str, ...] = ()
-        while True:
-            verdict = self._judge(mode, left_out)
-            verdict.left_out = left_out
-            told = _LEAVE_OUT.search(verdict.message)
-            if told is None or len(left_out) == _LEFT_OUT:
-                return verdict
-            left_out = *left_out, re.sub(r"\.\d+\.", ".*.", told[1])  # in each layer
-
-    def _judge(self, mode: WithoutRoutes, left_out: tuple[str, ...]) -> Verdict:
+        """Start on the first, and sync all others."""
         write(self.folder, self.weights[0])
         model, config = cold(self.folder, **self._settings)
         before = held(model)
-        options = SenderOptions(leave_out=left_out)
-        source, sync = synced(self.weights[1], model, config, self.folder, mode, options)
-        derived = len(self.follows() - self.names)
+        source, sync = synced(self.weights[1], model, config, self.folder, mode)
         with sync:
             try:
                 sync.connect()
             except ConfigError as error:
-                return self._refused(model, before, error, derived)
+                return self._refused(model, before, error)
             except Exception as error:  # noqa: BLE001 the judge says it
-                return Verdict(FAILED, f"at connect: {_said(error)}", derived=derived)
+                return Verdict(FAILED, f"at connect: {_said(error)}")
             for version, weights in enumerate(self.weights[1:], 1):
                 source.take(weights)
                 try:
                     sync.send_weights()
                 except Exception as error:  # noqa: BLE001 likewise
-                    return Verdict(FAILED, f"v{version}: {_said(error)}", derived=derived)
+                    return Verdict(FAILED, f"v{version}: {_said(error)}")
                 number = {1: 1, len(self.weights) - 1: -1}.get(version)
                 if number and (wrong := self._wrong(model, before, number)):
-                    return Verdict(WRONG, f"after v{version}", wrong, derived)
-        return Verdict(EQUAL, derived=derived)
+                    return Verdict(WRONG, f"after v{version}", wrong)
+        return Verdict(EQUAL)
 
-    def _refused(
-        self, model: Any, before: dict[str, Seen], error: Exception, derived: int
-    ) -> Verdict:
+    def _refused(self, model: Any, before: dict[str, Seen], error: Exception) -> Verdict:
         """A refusal leaves everything as it was."""
         wrong = {p: "changed" for p, one in held(model).items() if _is_other(before.get(p), one)}
         moved = self._wrong(model, before, 0)
         wrong |= {path: how for path, how in moved.items() if how == "moved"}
         outcome = WRONG if wrong else REFUSED
-        return Verdict(outcome, f"at connect: {_said(error)}", wrong, derived)
+        return Verdict(outcome, f"at connect: {_said(error)}", wrong)
 
     def _wrong(self, model: Any, before: dict[str, Seen], number: int) -> dict[str, str]:
         now, wanted, follows = held(model), self.cold[number], self.follows()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -125,22 +123,6 @@ def compressed(compression: str, **weights: Any) -> Quantize:
         scale, zero_point = calculate_qparams(low, high, arguments)
         state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero_point}
         return dict(compressor.compress(state, scheme))
-
-    return quantize
-
-
-def nemo_rl(path: Path, *, ue8m0: bool) -> Quantize:
-    """A function of nemo_rl/models/generation/vllm/quantization/fp8.py, without its imports."""
-    name = "cast_tensor_to_fp8_blockwise"
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    tree.body = [node for node in tree.body if getattr(node, "name", None) == name]
-    scope: dict[str, Any] = {"torch": torch, "print": lambda text: None}
-    scope["global_fp8_config"] = SimpleNamespace(use_weight_pow2_scale=ue8m0)
-    exec(compile(tree, str(path), "exec"), scope)
-
-    def quantize(weight: Tensor) -> Mapping[str, Tensor]:
-        codes, scale = scope[name](weight.float(), [128, 128])
-        return {"weight": codes, "weight_scale_inv": scale.squeeze(-1)}
 
     return quantize
 

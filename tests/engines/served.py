@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from vllm import SamplingParams
@@ -22,7 +21,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from deltasync import SenderOptions
-from deltasync.errors import ConfigError, DeltaSyncError
+from deltasync.errors import DeltaSyncError
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.vllm import AsyncClient, VllmServer
 from deltasync.transports import shared_memory
@@ -71,15 +70,8 @@ class Patient(shared_memory.Sender):
         super().send(frame, timeout_s=timeout_s)
 
 
-class Delayed(AsyncClient):
-    """Notes the calls of updates, and delays the next one.
-
-    Attributes:
-        delay_s: For how long.
-        calls: The arguments of each.
-    """
-
-    delay_s = 0.0
+class Noting(AsyncClient):
+    """Notes the calls of updates."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -87,8 +79,6 @@ class Delayed(AsyncClient):
 
     def collective_rpc(self, method: str, *args: object) -> Any:
         self.calls.append((method, *args))
-        delay_s, self.delay_s = self.delay_s, 0.0
-        time.sleep(delay_s)
         return super().collective_rpc(method, *args)
 
 
@@ -102,9 +92,8 @@ async def serve(folder: Path, weights: dict[str, Tensor]) -> None:
         model=str(folder), dtype="bfloat16", enforce_eager=True, max_num_seqs=4, **settings
     )
     engine = AsyncLLM.from_engine_args(arguments)
-    client = Delayed(engine, asyncio.get_running_loop())
+    client = Noting(engine, asyncio.get_running_loop())
     transport, source = Patient(folder / "socket"), Weights(weights)
-    await a_model_that_does_not_fit_is_refused(client, folder)
     options = SenderOptions(bucket_bytes=1 << 18)
     sync = EngineSync(source, VllmServer(client), transport, paused=client.paused, options=options)
     with sync:
@@ -116,24 +105,9 @@ async def serve(folder: Path, weights: dict[str, Tensor]) -> None:
         await a_version_that_changes_nothing_is_named_and_drops_nothing(engine, sync, client)
         for where in ("begin", "write", "undo", "end"):
             await an_update_that_fails_pauses_until_the_next(engine, sync, source, where)
-        await an_update_that_comes_late_is_made_up_for(engine, sync, source, client)
         await a_pause_of_others_is_not_ended(engine, sync, source)
-        await a_link_that_is_gone_is_no_crash(engine, sync)
-        await asyncio.to_thread(sync.disconnect)
-        if "DELTASYNC_TESTS_FAIL" in os.environ:
-            await a_step_that_fails_in_an_update_ends_the_engine(engine, sync, source)
+        await a_step_that_fails_in_an_update_ends_the_engine(engine, sync, source)
     engine.shutdown()
-
-
-async def a_model_that_does_not_fit_is_refused(client: AsyncClient, folder: Path) -> None:
-    """In the worker's words, which is in another process."""
-    strange = Weights({"lm_head.weight": torch.zeros(3, 4)})
-    link = shared_memory.Sender(folder / "strange")
-    with (
-        EngineSync(strange, VllmServer(client), link) as sync,
-        pytest.raises(ConfigError, match=r"^the loader cannot be watched: at 'lm_head.weight'"),
-    ):
-        await asyncio.to_thread(sync.connect)
 
 
 async def tokens_come_while_a_version_is_staged(
@@ -205,7 +179,7 @@ async def tokens_are_of_the_old_weights_and_then_of_the_new(
 
 
 async def a_version_that_changes_nothing_is_named_and_drops_nothing(
-    engine: Any, sync: EngineSync, client: Delayed
+    engine: Any, sync: EngineSync, client: Noting
 ) -> None:
     prompt = {"prompt_token_ids": list(range(5, 305))}
     before = await answer(engine, prompt)
@@ -257,21 +231,6 @@ async def an_update_that_fails_pauses_until_the_next(
     assert [span.version for span in spans] == [held, str(stats.version)]
 
 
-async def an_update_that_comes_late_is_made_up_for(
-    engine: Any, sync: EngineSync, source: Weights, client: Delayed
-) -> None:
-    change(source, 1.1)
-    client.delay_s = 3.0
-    with pytest.raises(DeltaSyncError):
-        await asyncio.to_thread(partial(sync.send_weights, timeout_s=1.0))
-    await Request(engine).run(3)
-    stats = await asyncio.to_thread(partial(sync.send_weights, timeout_s=60.0))
-    assert (stats.receivers, await engine.get_weight_version()) == (1, str(stats.version))
-    assert not await engine.is_paused()
-    new = await answer(engine, LONG)
-    assert new == await answer(engine, LONG | {"cache_salt": f"v{stats.version}"})
-
-
 async def a_pause_of_others_is_not_ended(engine: Any, sync: EngineSync, source: Weights) -> None:
     await engine.pause_generation(mode="keep", clear_cache=False)
     change(source, 1.1)
@@ -307,22 +266,6 @@ async def answer(engine: Any, prompt: Any, count: int = 12) -> list[int]:
     request = Request(engine, prompt)
     await request.run(count)
     return list(request.latest.token_ids)
-
-
-async def a_link_that_is_gone_is_no_crash(engine: Any, sync: EngineSync) -> None:
-    with pytest.raises(Exception, match="does not support draft"):
-        await engine.start_draft_weight_update()
-    await asyncio.to_thread(sync.disconnect)
-    await asyncio.to_thread(sync.disconnect)
-    await engine.start_weight_update()
-    client = AsyncClient(engine, asyncio.get_running_loop())
-    with pytest.raises(Exception, match="no trainer is connected"):
-        await asyncio.to_thread(
-            client.update_weights, {"version": 3, "holder": sync._engine._holder}
-        )
-    await Request(engine).run(3)
-    stats = await asyncio.to_thread(sync.send_weights)
-    assert (stats.receivers, await engine.get_weight_version()) == (1, str(stats.version))
 
 
 if __name__ == "__main__":

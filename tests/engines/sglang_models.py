@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,76 +13,26 @@ from torch import Tensor
 
 from deltasync.integrations.trainer_info import TrainerInfo, WorkerRequest
 from tests.engines import checkpoints
-from tests.engines.toys import Specs
+from tests.engines.checkpoints import Specs
 from tests.worlds.ranks import free_port
 
 # Latent attention, and no experts: SGLang's run on CPUs with AMX alone.
 _MLA: dict[str, Any] = checkpoints.CONFIGS["DeepseekV3ForCausalLM"] | {
     "num_key_value_heads": 4,
-    "q_lora_rank": None,
+    "q_lora_rank": 64,
     "first_k_dense_replace": 2,
     "attention_bias": False,
 }
-_VISION = {
-    "model_type": "moonvit",
-    "num_attention_heads": 4,
-    "num_hidden_layers": 1,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "init_pos_emb_height": 4,
-    "init_pos_emb_width": 4,
-}
-# The first layer has linear attention, the second latent attention.
-_KIMI: dict[str, Any] = _MLA | {
-    "model_type": "kimi_linear",
-    "num_experts": None,
-    "mla_use_nope": True,
-    "rope_scaling": None,
-    "linear_attn_config": {
-        "kda_layers": [1],
-        "full_attn_layers": [2],
-        "num_heads": 4,
-        "head_dim": 64,
-        "short_conv_kernel_size": 4,
-    },
-}
-# With the residuals of attention: its loader multiplies two weights once, and keeps the product.
-RESIDUAL = _KIMI | {"attn_res_block_size": 2}
 CONFIGS: dict[str, dict[str, Any]] = {
     # Two matrices of the checkpoint are one here, and its loader wants both in one call.
-    "DeepseekV3ForCausalLM": _MLA | {"q_lora_rank": 64},
-    "SarvamMLAForCausalLM": _MLA | {"num_experts": 4, "num_shared_experts": 1},
-    # The same below the top class.
-    "KimiVLForConditionalGeneration": {
-        "model_type": "kimi_vl",
-        "text_config": _MLA | {"model_type": "deepseek_v2", "use_mla": True},
-        "vision_config": _VISION,
-        "encoder_only": False,
-        "language_only": False,
-        "torch_dtype": "bfloat16",
-        "tie_word_embeddings": False,
-    },
-    # Their loaders replace what they compute from weights.
-    "KimiLinearForCausalLM": _KIMI,
-    "KimiK3LinearForCausalLM": _KIMI,
+    "DeepseekV3ForCausalLM": _MLA,
 }
 
 
-def write_config(architecture: str, folder: Path, settings: dict[str, Any] | None = None) -> Specs:
+def write_config(architecture: str, folder: Path) -> Specs:
     """A folder that a model can be made from. What its checkpoint has."""
-    config = (settings or CONFIGS[architecture]) | {"architectures": [architecture]}
+    config = CONFIGS[architecture] | {"architectures": [architecture]}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    if "text_config" in config:
-        specs = _text_specs(config["text_config"], "language_model.")
-        return (
-            specs
-            | _tower_specs(config["vision_config"])
-            | _projector_specs(config["vision_config"])
-        )
-    return _text_specs(config, "")
-
-
-def _text_specs(config: dict[str, Any], prefix: str) -> Specs:
     hidden, wide = config["hidden_size"], config["intermediate_size"]
     others: dict[str, tuple[int, ...]] = {
         "mlp.gate_proj.weight": (wide, hidden),
@@ -96,24 +47,11 @@ def _text_specs(config: dict[str, Any], prefix: str) -> Specs:
         "model.norm.weight": (hidden,),
         "lm_head.weight": table,
     }
-    if "attn_res_block_size" in config:
-        others |= _residual("self_attention", hidden) | _residual("mlp", hidden)
-        last = _residual("output_attn", hidden)
-        found |= {f"model.{name}": shape for name, shape in last.items()}
-    linear = config.get("linear_attn_config", {"kda_layers": []})
+    attention = _latent_attention(config)
+    layer = {f"self_attn.{name}": shape for name, shape in attention.items()} | others
     for number in range(config["num_hidden_layers"]):
-        is_linear = number + 1 in linear["kda_layers"]
-        attention = _linear_attention(hidden, linear) if is_linear else _latent_attention(config)
-        layer = {f"self_attn.{name}": shape for name, shape in attention.items()} | others
         found |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
-    return {
-        prefix + name: (torch.bfloat16 if name.endswith(".weight") else torch.float32, shape)
-        for name, shape in found.items()
-    }
-
-
-def _residual(name: str, hidden: int) -> dict[str, tuple[int, ...]]:
-    return {f"{name}_res_norm.weight": (hidden,), f"{name}_res_proj.weight": (1, hidden)}
+    return {name: (torch.bfloat16, shape) for name, shape in found.items()}
 
 
 def _latent_attention(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -126,77 +64,17 @@ def _latent_attention(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         "kv_b_proj": (heads * (config["qk_nope_head_dim"] + config["v_head_dim"]), latent),
         "o_proj": (hidden, heads * config["v_head_dim"]),
     }
-    if config["q_lora_rank"] is None:
-        shapes["q_proj"] = (query, hidden)
-    else:
-        rank = config["q_lora_rank"]
-        shapes |= {
-            "q_a_proj": (rank, hidden),
-            "q_a_layernorm": (rank,),
-            "q_b_proj": (query, rank),
-        }
+    rank = config["q_lora_rank"]
+    shapes |= {"q_a_proj": (rank, hidden), "q_a_layernorm": (rank,), "q_b_proj": (query, rank)}
     return {f"{name}.weight": shape for name, shape in shapes.items()}
-
-
-def _linear_attention(hidden: int, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """What Kimi's layers have whose attention keeps a state of one size."""
-    heads, head, kernel = config["num_heads"], config["head_dim"], config["short_conv_kernel_size"]
-    inner = heads * head
-    shapes: dict[str, tuple[int, ...]] = {
-        "b_proj": (heads, hidden),
-        "f_a_proj": (head, hidden),
-        "f_b_proj": (inner, head),
-        "g_a_proj": (head, hidden),
-        "g_b_proj": (inner, head),
-        "o_norm": (head,),
-        "o_proj": (hidden, inner),
-    }
-    for name in "qkv":
-        shapes |= {f"{name}_proj": (inner, hidden), f"{name}_conv1d": (inner, 1, kernel)}
-    found = {f"{name}.weight": shape for name, shape in shapes.items()}
-    return found | {"A_log": (1, 1, heads, 1), "dt_bias": (inner,)}
-
-
-def _tower_specs(vision: dict[str, Any]) -> Specs:
-    """What reads images: of one layer."""
-    inner, wide, block = vision["hidden_size"], vision["intermediate_size"], "encoder.blocks.0."
-    rows, columns = vision["init_pos_emb_height"], vision["init_pos_emb_width"]
-    linear: dict[str, tuple[int, ...]] = {
-        "patch_embed.proj": (inner, 3, 14, 14),
-        f"{block}norm0": (inner,),
-        f"{block}norm1": (inner,),
-        f"{block}mlp.fc0": (wide, inner),
-        f"{block}mlp.fc1": (inner, wide),
-        f"{block}wqkv": (3 * inner, inner),
-        f"{block}wo": (inner, inner),
-        "encoder.final_layernorm": (inner,),
-    }
-    shapes = {f"{name}.weight": shape for name, shape in linear.items()}
-    shapes |= {f"{name}.bias": shape[:1] for name, shape in linear.items()}
-    shapes["patch_embed.pos_emb.weight"] = (rows, columns, inner)
-    return {f"vision_tower.{n}": (torch.bfloat16, shape) for n, shape in shapes.items()}
-
-
-def _projector_specs(vision: dict[str, Any]) -> Specs:
-    """Between the images and the language model."""
-    inner, merged = vision["hidden_size"], vision["hidden_size"] * 4
-    shapes = {
-        "pre_norm.weight": (inner,),
-        "pre_norm.bias": (inner,),
-        "linear_1.weight": (merged, merged),
-        "linear_1.bias": (merged,),
-        "linear_2.weight": (256, merged),
-        "linear_2.bias": (256,),
-    }
-    return {f"multi_modal_projector.{n}": (torch.bfloat16, shape) for n, shape in shapes.items()}
 
 
 def write_weights(folder: Path, weights: dict[str, Tensor]) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def started(folder: Path, load_format: str = "auto") -> Any:
-    """A worker's model, made from the folder and loaded in this format. One in each process."""
+def started(folder: Path) -> Any:
+    """A worker's model, made from the folder and loaded. One in each process."""
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
@@ -205,11 +83,9 @@ def started(folder: Path, load_format: str = "auto") -> Any:
     from sglang.srt.runtime_context import SpawnRanks, publish
     from sglang.srt.server_args import ServerArgs
 
-    torch.cuda.Stream = object  # type: ignore[assignment,misc]  # Kimi-K3 makes some on CPUs too
     arguments = ServerArgs(
         model_path=str(folder),
         device="cpu",
-        load_format=load_format,
         skip_tokenizer_init=True,
         attention_backend="torch_native",
         sampling_backend="pytorch",
@@ -243,6 +119,7 @@ class Server:
         self._request(WorkerRequest(holder=holder))
 
     def _request(self, request: WorkerRequest) -> None:
-        from deltasync.integrations.sglang import carry_out
+        from deltasync.integrations.sglang import handle_request
 
-        carry_out(self._model, request)
+        runner = SimpleNamespace(model=self._model, is_draft_worker=False)
+        handle_request(runner, request.model_dump_json())

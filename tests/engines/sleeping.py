@@ -7,9 +7,7 @@ On GPUs its weights are released; vLLM's workers on CPUs do as if, and the test 
 
 from __future__ import annotations
 
-import os
 import sys
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +74,6 @@ class Sleeper:
 
 
 def main(folder: Path) -> None:
-    make_known(folder)
     write_config("LlamaForCausalLM", folder)
     old = {name: tensor * 0.05 for name, tensor in checkpoint(folder, 0).items()}
     new = changed(old, 0.3, seed=1)
@@ -157,22 +154,6 @@ def weights_that_vllm_reloads_are_made_good(sleeper: Sleeper, expected: list[lis
 def discard(worker: Any) -> None:
     """What becomes of what was loaded, and is not kept."""
     look.discard(worker.get_model(), worker.weight_transfer_engine._storages)
-
-
-def make_known(folder: Path) -> None:
-    """Let each of vLLM's processes find the backend, also where this package is not installed."""
-    if any(one.name == "deltasync" for one in entry_points(group="vllm.general_plugins")):
-        return
-    here = folder / "plugins" / "deltasync-0.dist-info"
-    here.mkdir(parents=True)
-    (here / "METADATA").write_text("Metadata-Version: 2.1\nName: deltasync\nVersion: 0\n")
-    (here / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\ndeltasync = deltasync.integrations.vllm:register\n"
-    )
-    root = Path(__file__).parents[2]
-    paths = [str(here.parent), str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
-    os.environ["PYTHONPATH"] = ":".join(paths)
-    sys.path[:0] = paths
 
 
 if __name__ == "__main__":

@@ -11,11 +11,8 @@ from tests.engines.programs import Program, objects
 
 NAMES = [
     "LlamaForCausalLM/channel FP8",
-    "LlamaForCausalLM/LoRA",
     "GptOssForCausalLM/eager",
     "LlamaForCausalLM/sleep",
-    "LlamaForCausalLM/AsyncLLM",
-    "LlamaForCausalLM/vllm serve",
 ]
 
 
@@ -32,4 +29,3 @@ def test_an_engine_holds_what_it_would_load(
     assert found["outcome"] == "routed", found
     # The rotary table of gpt-oss gets another dtype when it first runs.
     assert all(path.endswith("rotary_emb.cos_sin_cache") for path in found["moved"]), found
-    assert found.get("requests", 1) > 0

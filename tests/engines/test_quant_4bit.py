@@ -124,7 +124,6 @@ def test_bits_are_those_of_compressed_tensors(
     else:
         check(ours, theirs)
     assert set(parts) == set(theirs)
-    assert set(ours) | {"weight_shape"} == set(theirs) | {"weight_shape"}
     for name, part in parts.items():
         assert (part.shape, torch_dtype(part.dtype)) == (theirs[name].shape, theirs[name].dtype)
     if "weight_shape" in theirs:
@@ -148,28 +147,3 @@ def test_fused_layers_of_compressed_tensors_share_a_global_scale() -> None:
         for number in range(len(weights)):
             ours = served(CompressedNvfp4(), weights, number=number)
             check(ours, compressed(weights, number=number))
-
-
-@pytest.mark.parametrize("cols", [3, 9, 100])
-def test_rows_of_int4_that_end_within_a_word(cols: int) -> None:
-    weight = matrix("plain", 5, cols, seed=cols)
-    check(served(Int4(None), [weight]), pack_quantized(weight, None))
-
-
-@pytest.mark.parametrize("form", [CompressedNvfp4(), Int4(32)])
-def test_blocks_beside_nan_are_those_of_compressed_tensors(form: Form) -> None:
-    """Sources with NaN are refused; a NaN of later must not reach beyond its block."""
-    weight = matrix("plain", 4, 64, seed=0)
-    weight[1, 40] = torch.nan
-    ours = served(form, [weight])
-    theirs = compressed([weight]) if form == CompressedNvfp4() else pack_quantized(weight, 32)
-    for name in ours:
-        if ours[name].dim() == 1:
-            assert torch.equal(ours[name], theirs[name])
-            continue
-        width = ours[name].shape[1] // 2
-        left, right = ours[name][:, :width], theirs[name][:, :width]
-        assert torch.equal(as_bits(left), as_bits(right)), name
-        rest = [0, 2, 3]
-        assert torch.equal(as_bits(ours[name][rest]), as_bits(theirs[name][rest])), name
-    assert ours["weight_scale"].float()[1].isnan().any()

@@ -36,12 +36,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("version", [None, "0.5.20"], ids=["sessions", "no sessions"])
-def test_a_server_without_configuration(
-    version: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_without_configuration(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of matrices that SGLang must not work on again: no order of ours makes it do so."""
-    use_sglang(monkeypatch, version)
+    use_sglang(monkeypatch)
     monkeypatch.setenv("TESTED_PROCESSING", "1")
     old = load_file(folder / "model.safetensors")
     new = changed(old, 0.3, seed=1)
@@ -74,12 +71,11 @@ def test_a_server_without_configuration(
     "Engines and trainers of several ranks",
     "Each update drops what the old weights computed.",
 )
-@pytest.mark.parametrize("version", [None, "0.5.20"], ids=["sessions", "no sessions"])
 def test_prompts_find_nothing_that_old_weights_have_made(
-    version: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In no way of pausing, and with requests that run and wait meanwhile."""
-    use_sglang(monkeypatch, version)
+    use_sglang(monkeypatch)
     old = load_file(folder / "model.safetensors")
     new = changed(old, 0.3, seed=1)
     with served(folder, new) as url:
@@ -135,14 +131,13 @@ def crowd(http: Http) -> Callable[[], list[list[int]]]:
     return ended
 
 
-@pytest.mark.parametrize("version", [None, "0.5.20"], ids=["sessions", "no sessions"])
 def test_weights_that_are_released_are_left_alone(
-    version: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On CPUs their memory stays, and workers are told all the same. Weights that come back as
     others are sent.
     """
-    use_sglang(monkeypatch, version)
+    use_sglang(monkeypatch)
     old = load_file(folder / "model.safetensors")
     with served(folder, old) as url:
         http, server = Http(url), SglangServer(url)
@@ -179,21 +174,6 @@ def test_weights_that_are_released_are_left_alone(
             assert sync.send_weights().receivers == 1
             version_now = http.get("model_info")["weight_version"]
             assert version_now == str(sync.sender.version)
-
-
-def test_a_server_without_the_plugin_is_told_apart(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use_sglang(monkeypatch)
-    monkeypatch.setenv("SGLANG_PLUGINS", "none")
-    weights = load_file(folder / "model.safetensors")
-    with served(folder, weights) as url:
-        link = shared_memory.Sender(folder / "socket")
-        with (
-            EngineSync(Weights(weights), SglangServer(url), link) as sync,
-            pytest.raises(ConfigError, match="install deltasync in SGLang's environment"),
-        ):
-            sync.connect()
 
 
 def another_model_is_refused(url: str, folder: Path) -> None:

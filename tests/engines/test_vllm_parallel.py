@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,52 +10,33 @@ from tests.engines.environment import use_cpu
 from tests.engines.programs import Program
 
 LLAMA, MOE = "LlamaForCausalLM", "Qwen3MoeForCausalLM"
-SETUPS = {"one": "1", "tensor": "TP 2", "experts": "TP 2, EP 2", "pipeline": "PP 2"}
-# Form, kernel of matrices, backend of experts. Checkpoints name each expert and its scales; two
-# ranks stack halves of them, or half of them.
-EXPERTS = [
-    ("block FP8", "TritonFp8BlockScaledMMKernel TRITON"),
-    ("channel FP8", "CutlassFP8ScaledMMLinearKernel TRITON"),
-    ("INT4", "MarlinLinearKernel MARLIN"),
-    ("NVFP4", "EmulationNvFp4LinearKernel EMULATION"),
-    ("NVFP4", "MarlinNvFp4LinearKernel MARLIN"),
-]
 
 
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize(
-    ("architecture", "setup", "form", "kernels"),
+    ("architecture", "setup", "form"),
     [
-        (LLAMA, "one", "", ""),
-        (MOE, "one", "", ""),  # whose experts are in tiles
-        ("Qwen3ForCausalLM", "tensor", "", ""),
-        ("Phi3ForCausalLM", "tensor", "", ""),
-        (MOE, "tensor", "", ""),
-        (MOE, "experts", "", ""),
-        ("Qwen2MoeForCausalLM", "experts", "", ""),  # shared experts are split
-        (LLAMA, "pipeline", "", ""),
-        *((LLAMA, how, form, "") for how in ("one", "tensor") for form in ("channel FP8", "INT4")),
-        *((MOE, how, *quantized) for how in ("tensor", "experts") for quantized in EXPERTS),
+        (LLAMA, "one", ""),
+        (MOE, "one", ""),  # whose experts are in tiles
+        ("Qwen3ForCausalLM", "tensor", ""),
+        (MOE, "tensor", ""),
+        (MOE, "experts", ""),
+        ("Qwen2MoeForCausalLM", "experts", ""),  # shared experts are split
+        (LLAMA, "pipeline", ""),
+        (LLAMA, "tensor", "channel FP8"),
+        (LLAMA, "tensor", "INT4"),
     ],
 )
 def test_the_ranks_of_an_engine_follow(
     architecture: str,
     setup: str,
     form: str,
-    kernels: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    found: Callable[[str, str, str, str], None],
 ) -> None:
     """After every sync each rank holds what it holds after a cold start."""
     use_cpu(monkeypatch, packs=False)
-    if kernels:
-        monkeypatch.setenv("VLLM_PLUGINS", f"{os.environ['VLLM_PLUGINS']},kernels_of_gpus")
-        monkeypatch.setenv("TESTED_KERNELS", kernels)
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # for the test's look inside
     command = ("-m", "tests.engines.parallel", tmp_path, architecture, setup)
     with Program(*command, *filter(None, [form])) as program:
         assert "followed" in program.wait(timeout_s=480)
-    if not kernels:
-        name = f"{architecture}, {form.removeprefix('channel ')}" if form else architecture
-        found("vLLM", name, SETUPS[setup], "routed")

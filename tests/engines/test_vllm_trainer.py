@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,31 +15,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from vllm.distributed.weight_transfer import ModuleSource as TheirSource
 from vllm.distributed.weight_transfer import (
+    ModuleSource,
     ParamMeta,
     WeightSource,
     WeightTransferTrainerFactory,
 )
 
-from deltasync import ModuleSource, ModuleTarget, SenderOptions
+from deltasync import ModuleTarget, SenderOptions
 from deltasync.errors import (
     ConfigError,
     DeltaSyncError,
-    EngineFailed,
     SourceChanged,
     TransportClosed,
 )
-from deltasync.integrations import vllm_trainer
-from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.trainer_info import TrainerInfo
-from deltasync.integrations.vllm import OfflineClient
 from deltasync.integrations.vllm_trainer import DeltaSyncTrainer, DeltaSyncTrainerInitInfo
 from deltasync.integrations.worker import Worker
-from tests.engines.checkpoints import checkpoint, write_config
-from tests.engines.environment import use_cpu
-from tests.engines.offline import started, tokens
-from tests.engines.programs import Program
 from tests.worlds.links import Model, random_model
 from tests.worlds.ranks import free_port, run_ranks
 
@@ -118,11 +107,16 @@ def trainer(source: Any, fleet: Fleet, **settings: Any) -> Iterator[DeltaSyncTra
     "bits after each `send_weights`, which raises if one does not, and the next call covers "
     "that.",
 )
-@pytest.mark.parametrize("make", [TheirSource, ModuleSource])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_engines_follow_by_deltas(make: Callable[[nn.Module], Any], dtype: torch.dtype) -> None:
-    model, fleet = random_model(SHAPES, 0), Fleet(engine_of(dtype), engine_of(dtype))
-    with trainer(make(model), fleet) as engine:
+def test_engines_follow_by_deltas_and_the_next_sync_covers_one_that_fails(
+    dtype: torch.dtype,
+) -> None:
+    model, fleet = (
+        random_model({**SHAPES, "visual_x": (9,)}, 0),
+        Fleet(*map(engine_of, [dtype] * 2)),
+    )
+    options = SenderOptions(leave_out=["visual*"])
+    with trainer(ModuleSource(model), fleet, timeout_s=2.0, options=options) as engine:
         assert fleet.calls == ["init"]
         for version in range(1, 5):
             engine.send_weights()
@@ -133,39 +127,17 @@ def test_engines_follow_by_deltas(make: Callable[[nn.Module], Any], dtype: torch
             assert (stats.version, stats.receivers) == (version, 2)
             assert version == 1 or (stats.kind == "delta" and 0 < stats.nnz < 100)
             model.get_parameter("a").data.view(-1)[version::17] *= 3
-    assert not fleet.hold(model)  # the last step was not sent
-
-
-def test_what_the_options_leave_out_is_not_sent() -> None:
-    model = random_model({**SHAPES, "visual_x": (9,)}, 0)
-    options = SenderOptions(leave_out=["visual*"])
-    for make in (TheirSource, ModuleSource):
-        fleet = Fleet(engine_of())
-        with trainer(make(model), fleet, options=options) as engine:
-            engine.send_weights()
-            assert fleet.hold(model)
-
-
-@pytest.mark.promise(
-    "Engines and trainers of several ranks",
-    "Loops that drive vLLM's own trainer interface get the same: engines hold the trainer's "
-    "bits after each `send_weights`, which raises if one does not, and the next call covers "
-    "that.",
-)
-def test_a_sync_that_fails_is_covered_by_the_next() -> None:
-    model, fleet = random_model(SHAPES, 0), Fleet(engine_of(), engine_of())
-    with trainer(TheirSource(model), fleet, timeout_s=2.0) as engine:
-        engine.send_weights()
-        model.get_parameter("b").data[3] = 7
+        assert not fleet.hold(model)  # the last step was not sent
         fleet.fails_to_update = True
         with pytest.raises(DeltaSyncError):
             engine.send_weights()
-        model.get_parameter("c").data[5] = 8
         fleet.fails_to_update = False
+        model.get_parameter("c").data[5] = 8
         engine.send_weights()
         assert fleet.hold(model)
-        assert engine.last_stats is not None
-        assert fleet.version == str(engine.last_stats.version)
+        engine.shutdown()
+        with pytest.raises(TransportClosed, match="was shut down"):
+            engine.send_weights()
 
 
 class Scripted(WeightSource):
@@ -219,14 +191,6 @@ def test_a_source_that_brings_something_else_is_refused_and_gone_through(
         source.weights = right
         engine.send_weights()
         assert fleet.hold(model)
-        source.weights = {"a": torch.ones(40, 16)}
-        with pytest.raises(SourceChanged, match="did not come"):
-            engine.send_weights()
-        assert fleet.hold(model)
-        right["a"][0] = 9
-        source.weights = right
-        engine.send_weights()
-        assert fleet.hold(model)
 
 
 def test_another_rank_only_goes_through_the_source() -> None:
@@ -235,9 +199,6 @@ def test_another_rank_only_goes_through_the_source() -> None:
     other = WeightTransferTrainerFactory.trainer_init(info(rank=1), client=fleet, source=source)
     other.send_weights()
     assert (other.rank, other.is_sender, source.seen) == (1, False, 2)
-    of_ours = ModuleSource(random_model(SHAPES, 0))
-    idle = WeightTransferTrainerFactory.trainer_init(info(rank=2), client=fleet, source=of_ours)
-    idle.send_weights()
     other.shutdown()
     assert fleet.calls == []
 
@@ -262,7 +223,7 @@ def gather(rank: int, port: int) -> None:
         sharded.register_parameter(name, nn.Parameter(distribute_tensor(tensor, mesh, [Shard(0)])))
     fleet = Fleet(engine_of(), engine_of())
     engine = WeightTransferTrainerFactory.trainer_init(
-        info(rank, workers=2), client=fleet, source=TheirSource(sharded)
+        info(rank, workers=2), client=fleet, source=ModuleSource(sharded)
     )
     for number in range(3):
         engine.send_weights()
@@ -309,68 +270,28 @@ def test_a_source_as_from_vllm_0_33_on_is_followed() -> None:
             assert held.get_parameter("w").tolist() == [value] * 3
 
 
-WEIGHTS = random_model(SHAPES, 0)
-
-
-def of_link(link: Any, **settings: Any) -> DeltaSyncTrainerInitInfo:
-    return DeltaSyncTrainerInitInfo(link, caches="keep", settings=settings, rank=0)
-
-
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ({"source": None}, "requires a WeightSource"),
-        ({"source": WEIGHTS}, "a Model, a module"),
+        ({"source": None}, "is no WeightSource"),
         ({"source": Local((1, 2), is_whole=True)}, r"'w' does not come to rank 0.*\[1, 2\]"),
         ({"source": Local(None, is_whole=False)}, "Local has no iter_full"),
         ({"source": Scripted({"w": torch.empty(3, dtype=torch.bits8)})}, "cannot be sent"),
         ({"init_info": info(caches="clear")}, "Fleet has no clear_cache.*caches=.keep"),
-        ({"init_info": info(caches="drop")}, "caches is 'drop', which is none of clear, keep"),
-        ({"init_info": info(wrokers=2)}, "settings has 'wrokers', which is none of"),
-        ({"init_info": info(group=None)}, "settings has 'group'"),
-        ({"init_info": of_link("shared_memory")}, "Fleet cannot tell how many workers"),
-        ({"init_info": of_link("tcp", workers=1)}, "'tcp' is no link: give one of nccl, gloo, "),
+        (
+            {"init_info": DeltaSyncTrainerInitInfo("shared_memory", caches="keep", rank=0)},
+            "Fleet cannot tell how many workers",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_asked(
     arguments: dict[str, Any], problem: str
 ) -> None:
     fleet = Fleet(engine_of())
-    given = {"init_info": info(), "source": TheirSource(WEIGHTS)} | arguments
+    given = {"init_info": info(), "source": ModuleSource(random_model(SHAPES, 0))} | arguments
     with pytest.raises(ConfigError, match=problem):
         WeightTransferTrainerFactory.trainer_init(client=fleet, **given)
     assert fleet.calls == []
-
-
-def test_settings_are_those_of_an_engine_sync() -> None:
-    taken = inspect.signature(EngineSync.__init__).parameters
-    names = {*taken} - {"self", "source", "server", "transport", "group"}
-    assert vllm_trainer._checked(dict.fromkeys(names)) == dict.fromkeys(names)
-
-
-def test_an_engine_that_cannot_be_reached_leaves_nothing_behind() -> None:
-    class Gone(Fleet):
-        def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-            super().init_weight_transfer_engine(init_info)
-            raise ConnectionError("planted")
-
-    fleet, before = Gone(engine_of()), threading.active_count()
-    with pytest.raises(EngineFailed, match="ConnectionError: planted"):
-        WeightTransferTrainerFactory.trainer_init(info(), client=fleet, source=TheirSource(WEIGHTS))
-    for worker in fleet.workers:
-        worker.disconnect()
-    assert threading.active_count() <= before
-
-
-def test_after_shutdown_nothing_is_sent() -> None:
-    model, fleet = random_model(SHAPES, 0), Fleet(engine_of())
-    with trainer(TheirSource(model), fleet) as engine:
-        engine.send_weights()
-        engine.shutdown()
-        engine.shutdown()
-        assert fleet.hold(model)
-        with pytest.raises(TransportClosed, match="was shut down"):
-            engine.send_weights()
 
 
 def test_two_calls_at_once_do_not_mix() -> None:
@@ -392,77 +313,3 @@ def test_two_calls_at_once_do_not_mix() -> None:
         leave.set()
         first.result()
         assert fleet.hold(model)
-
-
-def follow(folder: Path) -> None:
-    """Two whole engines behind one client, and masters in float32."""
-    old = {name: tensor * 0.05 for name, tensor in checkpoint(folder, 0).items()}
-    clients = [OfflineClient(started(folder, old)) for _ in range(2)]
-    from transformers import AutoModelForCausalLM
-
-    policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    engine = WeightTransferTrainerFactory.trainer_init(
-        info(caches="clear", workers=2, timeout_s=60.0),
-        client=Together(clients),
-        source=TheirSource(policy),
-    )
-    engine.send_weights()
-    assert engine.last_stats.full_synced == 0  # they were started on the same weights
-    before = [tokens(client._llm) for client in clients]
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
-    for version in range(2, 4):
-        batch = torch.arange(10, 30)[None]
-        policy(input_ids=batch, labels=batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        engine.send_weights()
-        stats = engine.last_stats
-        assert (stats.kind, stats.version, stats.receivers) == ("delta", version, 2)
-    after = [tokens(client._llm) for client in clients]
-    assert [client._llm.get_weight_version() for client in clients] == ["3", "3"]
-    engine.shutdown()
-    bits = {name: tensor.bfloat16() for name, tensor in policy.state_dict().items()}
-    expected = tokens(started(folder, bits))
-    assert before[0] == before[1] != expected
-    assert after == [expected, expected]
-
-
-class Together:
-    """Calls several clients at the same time, as vLLM's own does for actors of Ray."""
-
-    def __init__(self, clients: list[OfflineClient]) -> None:
-        self._clients, self._threads = clients, ThreadPoolExecutor(len(clients))
-
-    def __getattr__(self, name: str) -> Callable[..., list[Any]]:
-        if name.startswith("_") or name in ("collective_rpc", "paused", "workers"):
-            raise AttributeError(name)
-
-        def call(*arguments: Any, **named: Any) -> list[Any]:
-            calls = [
-                self._threads.submit(getattr(client, name), *arguments, **named)
-                for client in self._clients
-            ]
-            return [each.result() for each in calls]
-
-        return call
-
-
-@pytest.mark.promise(
-    "Engines and trainers of several ranks",
-    "Loops that drive vLLM's own trainer interface get the same: engines hold the trainer's "
-    "bits after each `send_weights`, which raises if one does not, and the next call covers "
-    "that.",
-)
-@pytest.mark.timeout(500)
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
-def test_whole_engines_follow(
-    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use_cpu(monkeypatch, packs=False)
-    folder = write_config(architecture, tmp_path)
-    with Program("-m", "tests.engines.test_vllm_trainer", folder) as program:
-        program.wait(timeout_s=480)
-
-
-if __name__ == "__main__":
-    follow(Path(sys.argv[1]))

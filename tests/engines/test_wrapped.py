@@ -65,15 +65,6 @@ def test_wrappers_leave_no_trace_in_names(wrap: Any) -> None:
     assert {name for one in merged for name in one.names} == names
 
 
-def test_names_are_changed_by_rename() -> None:
-    for source in (
-        TransformersSource(llama(), rename=lambda name: name.removeprefix("model.")),
-        MergedSource(adapted(), rename=lambda name: name.removeprefix("model.")),
-    ):
-        names = {name for one in source.tensors() for name in one.names}
-        assert names == {name.removeprefix("model.") for name in llama().state_dict()}
-
-
 @pytest.mark.parametrize("given", [nn.Linear(2, 2), Distributed(nn.Linear(2, 2)), {}, None])
 def test_what_is_no_such_model_is_refused_by_its_type(given: Any) -> None:
     for make, kind in ((TransformersSource, "PreTrainedModel"), (MergedSource, "PeftModel")):

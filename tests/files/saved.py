@@ -8,33 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import _TYPES
 from torch import Tensor
 
-from deltasync.delta.bits import as_bits, dtype_of
+from deltasync.delta.bits import as_bits
 from deltasync.files.checkpoint import INDEX, Checkpoint
 from tests.worlds.strategies import same_bits
 
-CODES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "int16": "I16",
-    "int32": "I32",
-    "int64": "I64",
-    "uint16": "U16",
-    "uint32": "U32",
-    "uint64": "U64",
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "float32": "F32",
-    "float64": "F64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "float8_e8m0fnu": "F8_E8M0",
-    "complex64": "C64",
-}
+# As safetensors itself has them; it cannot write the last one yet.
+CODES = {dtype: code for code, dtype in _TYPES.items()} | {torch.float8_e8m0fnu: "F8_E8M0"}
 
 
 def save(tensors: Mapping[str, Tensor], path: Path) -> Path:
@@ -43,7 +25,7 @@ def save(tensors: Mapping[str, Tensor], path: Path) -> Path:
     for name, tensor in tensors.items():
         data = as_bits(tensor).contiguous().view(-1).numpy().tobytes()
         where = [at, at + len(data)]
-        code = CODES[dtype_of(tensor).name]
+        code = CODES[tensor.dtype]
         header[name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": where}
         blocks.append(data)
         at += len(data)

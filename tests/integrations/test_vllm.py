@@ -15,7 +15,7 @@ import torch
 from deltasync.errors import ConfigError, DeltaSyncError, EngineFailed
 from deltasync.integrations.trainer_info import Work
 from deltasync.integrations.vllm import VllmServer
-from deltasync.integrations.vllm_core import update, write
+from deltasync.integrations.vllm_core import update
 from tests.worlds.fleets import Server, engine_of, outcome
 from tests.worlds.links import Model
 from tests.worlds.programs import run
@@ -127,33 +127,14 @@ def test_an_update_that_is_not_made_is_told_and_made_up_for(
         assert server.calls[:5] == ["connect", *(NAME if is_written else UPDATE[:4])]
 
 
-class Without:
-    """Stands for a client of vLLM's own."""
-
-
-def test_a_client_that_cannot_clear_caches_is_refused() -> None:
-    """As vLLM's own cannot."""
-    client: Any = Without()
-    with pytest.raises(ConfigError, match=r"Without has no clear_cache.* or say caches=.keep."):
+def test_what_clears_no_caches_is_refused() -> None:
+    """As a client of vLLM's own."""
+    client: Any = SimpleNamespace()
+    with pytest.raises(ConfigError, match=r"has no clear_cache.* or say caches=.keep."):
         VllmServer(client)
+    with pytest.raises(ConfigError, match="caches is 'drop', which is none of clear, keep"):
+        VllmServer(client, caches="drop")  # type: ignore[arg-type]
     VllmServer(client, caches="keep")
-
-
-@pytest.mark.parametrize("work", ["write", "pass", "name"])
-def test_a_core_waits_for_its_steps_only_if_weights_change(
-    monkeypatch: pytest.MonkeyPatch, work: Work
-) -> None:
-    seen: list[object] = []
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: seen.append("waits"))
-    worker = SimpleNamespace(
-        start_weight_update=lambda: None,
-        update_weights=seen.append,
-        finish_weight_update=lambda: None,
-    )
-    assert write(worker, 7, work, "me") == ""
-    asked = {"version": 7, "work": work, "holder": "me"}
-    assert seen == ["waits"] * (work == "write") + [asked]
 
 
 class State(Enum):
@@ -185,16 +166,6 @@ def test_a_core_that_is_anothers_is_left_as_it_was(
     assert (core.scheduler.pause_state, named) == (before, [])
 
 
-# As in vLLM 0.26, whose trainers take a configuration, and in an older one.
-OLD_BASE = """
-class TrainerInitInfo:
-    rank: int
-
-class TrainerWeightTransferEngine:
-    pass
-"""
-OLD_INIT = "HTTPVLLMWeightSyncClient = WeightTransferTrainerFactory = None"
-NONE_HERE = "there is no vLLM with a trainer's half here"
 _IMPORT = """
 import sys
 sys.path.insert(0, {path!r})
@@ -210,25 +181,18 @@ except ConfigError as error:
     "Engines and trainers of several ranks",
     "A vLLM without the trainer's half that is needed is a `ConfigError` that says which one is.",
 )
-@pytest.mark.parametrize(
-    ("init", "base", "problem"),
-    [
-        (None, "", NONE_HERE),
-        ("", OLD_BASE, NONE_HERE),
-        (OLD_INIT, "", NONE_HERE),
-        (OLD_INIT, OLD_BASE, "the trainer's half of this vLLM wants a configuration, too"),
-    ],
-)
-def test_which_vllm_is_needed_is_in_the_error(
-    init: str | None, base: str, problem: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("is_old", [False, True])
+def test_which_vllm_is_needed_is_in_the_error(is_old: bool, tmp_path: Path) -> None:
+    """Where none is installed, or one whose trainers take a configuration."""
     package = tmp_path / "vllm" / "distributed" / "weight_transfer"
     package.mkdir(parents=True)
     for folder in (package.parent.parent, package.parent):
         (folder / "__init__.py").touch()
-    if init is not None:
-        (package / "__init__.py").write_text(init, encoding="utf-8")
-        (package / "base.py").write_text(base, encoding="utf-8")
-    told = run(_IMPORT.format(path=str(tmp_path))).stdout
-    assert problem in told
-    assert "use vLLM 0.27 or newer here" in told
+    if is_old:
+        names = "HTTPVLLMWeightSyncClient = WeightTransferTrainerFactory = None"
+        (package / "__init__.py").write_text(names, encoding="utf-8")
+        classes = "class TrainerInitInfo:\n    rank: int\nclass TrainerWeightTransferEngine: ..."
+        (package / "base.py").write_text(classes, encoding="utf-8")
+    printed = run(_IMPORT.format(path=str(tmp_path))).stdout
+    assert "no vLLM here whose trainer's half is known" in printed
+    assert "use vLLM 0.32 or newer" in printed

@@ -62,7 +62,6 @@ _PUBLISHED = PublishStats(
     diff_s=0.003,
     upload_s=0.002,
     total_s=0.005,
-    codecs={"gap+ulp": 600},
     run="run",
     ended_at=1.7e9,
 )

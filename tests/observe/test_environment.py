@@ -39,24 +39,16 @@ def test_a_worker_is_measured_if_it_is_asked_for() -> None:
     assert "there are no metrics" not in done.stderr
 
 
-def test_a_worker_is_not_measured_otherwise() -> None:
-    done = run(_WORKER.format(before=""), environment={"DELTASYNC_METRICS": ""})
-    assert (done.stdout, done.returncode) == ("not measured\n", 0), done.stderr
-
-
-def test_a_worker_without_prometheus_syncs_and_says_why_there_are_no_metrics() -> None:
-    hidden = "sys.modules['prometheus_client'] = None"
-    code = _WORKER.format(before=hidden).replace('"prometheus_client" in sys.modules', "False")
-    done = run(code, environment={"DELTASYNC_METRICS": "1"})
-    assert (done.stdout, done.returncode) == ("not measured\n", 0), done.stderr
-    assert done.stderr.count("DELTASYNC_METRICS is set, and there are no metrics: ") == 1
-
-
-def test_a_worker_whose_metrics_cannot_be_written_syncs_and_says_so_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("missing", ["the package", "the folder"])
+def test_a_worker_without_metrics_syncs_and_says_why_there_are_none(
+    missing: str, tmp_path: Path
+) -> None:
     pytest.importorskip("prometheus_client")
-    folder = str(tmp_path / "missing")
-    code = _WORKER.format(before="").replace('"prometheus_client" in sys.modules', "False")
-    done = run(code, environment={"DELTASYNC_METRICS": "1", "PROMETHEUS_MULTIPROC_DIR": folder})
+    hidden = "sys.modules['prometheus_client'] = None" if missing == "the package" else ""
+    code = _WORKER.format(before=hidden).replace('"prometheus_client" in sys.modules', "False")
+    environment = {"DELTASYNC_METRICS": "1"}
+    if missing == "the folder":
+        environment["PROMETHEUS_MULTIPROC_DIR"] = str(tmp_path / "missing")
+    done = run(code, environment=environment)
     assert (done.stdout, done.returncode) == ("not measured\n", 0), done.stderr
     assert done.stderr.count("DELTASYNC_METRICS is set, and there are no metrics: ") == 1
-    assert f"{folder}/" in done.stderr

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +12,22 @@ import torch
 from torch import nn
 
 from deltasync import ModuleSource, ModuleTarget, WeightReceiver, WeightSender, subscribe
-from deltasync.errors import ConfigError
+from deltasync.errors import SyncAborted
+from deltasync.observe.flat import flat
 from deltasync.testing.processes import Child
 from deltasync.transports import shared_memory
 from tests.observe.made import failed, published, received, sync
 
 pytest.importorskip("opentelemetry.sdk")
 from opentelemetry import trace
-from opentelemetry.context import Context
-from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import (
     InMemorySpanExporter,
 )
 from opentelemetry.trace import StatusCode
 
-from deltasync.observe.spans import Spans, id_generator, ids_of, traceparent
+from deltasync.observe.spans import Spans, ids_of, traceparent
 
 VERSIONS = 3
 
@@ -35,9 +35,9 @@ VERSIONS = 3
 class Traced:
     """A provider of one process, and what it exports."""
 
-    def __init__(self, *, chooses_ids: bool = True) -> None:
+    def __init__(self) -> None:
         self.exporter = InMemorySpanExporter()
-        self.provider = TracerProvider(id_generator=id_generator() if chooses_ids else None)
+        self.provider = TracerProvider()
         self.provider.add_span_processor(SimpleSpanProcessor(self.exporter))
 
     @property
@@ -45,22 +45,18 @@ class Traced:
         return list(self.exporter.get_finished_spans())
 
 
-def ids(span: ReadableSpan) -> tuple[int, int]:
+def facts(span: ReadableSpan) -> dict[str, Any]:
     assert span.context is not None
-    return span.context.trace_id, span.context.span_id
-
-
-def told(span: ReadableSpan) -> dict[str, Any]:
-    trace_id, span_id = ids(span)
+    assert span.parent is not None
     return {
         "name": span.name,
-        "trace": f"{trace_id:032x}",
-        "id": f"{span_id:016x}",
-        "parent": None if span.parent is None else f"{span.parent.span_id:016x}",
+        "trace": f"{span.context.trace_id:032x}",
+        "id": f"{span.context.span_id:016x}",
+        "parent": f"{span.parent.span_id:016x}",
         "kind": span.kind.name,
         "begin": span.start_time,
         "end": span.end_time,
-        "attributes": dict(span.attributes or {}),
+        "version": (span.attributes or {}).get("deltasync.version"),
     }
 
 
@@ -75,8 +71,8 @@ def trainer(folder: Path) -> None:
             with torch.no_grad():
                 model.weight[0] += 1
             sender.send_weights(timeout_s=30)
-        spans = [told(span) for span in traced.spans]
-        (folder / "trainer").write_text(json.dumps([sender.stream_id, os.getpid(), spans]))
+        spans = [facts(span) for span in traced.spans]
+        (folder / "trainer").write_text(json.dumps([sender.stream_id, spans]))
 
 
 def engine(folder: Path) -> None:
@@ -88,8 +84,7 @@ def engine(folder: Path) -> None:
     ):
         for _ in range(VERSIONS):
             receiver.receive_weights(timeout_s=60)
-        spans = [told(span) for span in traced.spans]
-        (folder / "engine").write_text(json.dumps([os.getpid(), spans]))
+        (folder / "engine").write_text(json.dumps([facts(span) for span in traced.spans]))
 
 
 @pytest.mark.promise(
@@ -100,123 +95,75 @@ def test_two_processes_make_one_trace_of_each_version(tmp_path: Path) -> None:
     with Child(trainer, tmp_path) as one, Child(engine, tmp_path) as other:
         one.wait(timeout_s=80)
         other.wait(timeout_s=80)
-    stream_id, sender_pid, sent = json.loads((tmp_path / "trainer").read_text())
-    receiver_pid, got = json.loads((tmp_path / "engine").read_text())
-    assert sender_pid != receiver_pid
+    stream_id, sent = json.loads((tmp_path / "trainer").read_text())
+    got = json.loads((tmp_path / "engine").read_text())
     for version in range(1, VERSIONS + 1):
-        _, trace_id, root_id, _ = traceparent(stream_id, version).split("-")
-        here = [span for span in sent if span["trace"] == trace_id]
-        there = [span for span in got if span["trace"] == trace_id]
-        (root,) = [span for span in here if span["name"] == "deltasync.sync"]
-        assert (root["id"], root["parent"], root["kind"]) == (root_id, None, "PRODUCER")
-        assert root["attributes"]["deltasync.version"] == version
+        _, trace_id, top, _ = traceparent(stream_id, version).split("-")
+        found = [span for span in sent + got if span["trace"] == trace_id]
+        send, receive = (
+            next(span for span in found if span["name"] == f"deltasync.{name}")
+            for name in ("sync", "receive")
+        )
+        assert (send["parent"], send["kind"], send["version"]) == (top, "PRODUCER", version)
+        assert (receive["parent"], receive["kind"]) == (top, "CONSUMER")
         first = "capture" if version == 1 else "compare"
-        names = [span["name"] for span in here if span["parent"] == root_id]
-        assert names == [f"deltasync.{name}" for name in (first, "send", "wait", "commit")]
-        (receive,) = [span for span in there if span["name"] == "deltasync.receive"]
-        assert (receive["parent"], receive["kind"]) == (root_id, "CONSUMER")
-        names = [span["name"] for span in there if span["parent"] == receive["id"]]
-        assert names == [f"deltasync.{name}" for name in ("stage", "wait", "ready", "commit")]
-        for span in (*here, *there):
-            assert span["begin"] <= span["end"]
-        assert root["begin"] <= receive["begin"] <= root["end"]  # one clock: they are on one host
-    assert len({span["id"] for span in sent + got}) == len(sent) + len(got)
+        for whole, parts in (
+            (send, (first, "send", "wait", "commit")),
+            (receive, ("stage", "wait", "ready", "commit")),
+        ):
+            names = [span["name"] for span in found if span["parent"] == whole["id"]]
+            assert names == [f"deltasync.{name}" for name in parts]
+        assert all(span["begin"] <= span["end"] for span in found)
+        assert send["begin"] <= receive["begin"] <= send["end"]  # one clock: they are on one host
 
 
-def test_without_chosen_ids_all_are_children_of_the_version() -> None:
-    traced = Traced(chooses_ids=False)
-    spans = Spans(traced.provider)
-    spans(sync())
-    spans(received())
-    trace_id, root_id = ids_of("run", 2)
-    tops = [span for span in traced.spans if span.parent and span.parent.span_id == root_id]
-    assert sorted(span.name for span in tops) == ["deltasync.receive", "deltasync.sync"]
-    assert {ids(span)[0] for span in traced.spans} == {trace_id}
-
-
-def test_a_version_has_one_root_whatever_happens() -> None:
+def test_what_fails_is_published_or_fetched_joins_the_trace_of_its_version() -> None:
     traced = Traced()
     spans = Spans(traced.provider)
-    spans(failed(stream_id="run"))  # the first attempt
-    spans(sync())
-    spans(sync())  # receivers that join later
-    roots = [span for span in traced.spans if span.parent is None]
-    assert [ids(span) for span in roots] == [ids_of("run", 2)]
-    ends = [ids(span)[1] for span in traced.spans]
-    assert len(set(ends)) == len(ends)
-
-
-def test_spans_that_a_processor_makes_meanwhile_have_ids_of_their_own() -> None:
-    traced = Traced()
-
-    class Nested(SpanProcessor):
-        def on_start(self, span: Span, parent_context: Context | None = None) -> None:
-            if span.name != "nested":
-                traced.provider.get_tracer("other").start_span("nested", Context()).end()
-
-    traced.provider.add_span_processor(Nested())
-    Spans(traced.provider)(sync())
-    ends = [ids(span)[1] for span in traced.spans]
-    assert len(set(ends)) == len(ends)
-    roots = [span.name for span in traced.spans if ids(span) == ids_of("run", 2)]
-    assert roots == ["deltasync.sync"]
-    assert {ids(span)[0] for span in traced.spans if span.name == "nested"}.isdisjoint(
-        {ids_of("run", 2)[0]}
-    )
-
-
-def test_failures_are_spans_with_an_error() -> None:
-    traced = Traced()
-    spans = Spans(traced.provider)
-    spans(failed(stream_id="run", total_s=2.0))
-    spans(failed(role="receiver", stream_id="run", name="a[0/1]", is_dirty=True))
+    tracer = trace.get_tracer("loop", tracer_provider=traced.provider)
+    with tracer.start_as_current_span("step") as step:
+        spans(failed(stream_id="run", total_s=2.0))
     spans(failed(version=None))  # nothing is known to join
-    sent, got = traced.spans
-    assert sent.status.status_code is StatusCode.ERROR
-    assert sent.status.description == "SyncAborted: nobody took it"
-    assert sent.events[0].name == "exception"
-    assert sent.end_time is not None
-    assert sent.start_time is not None
-    assert sent.end_time - sent.start_time == 2_000_000_000
-    assert dict(got.attributes or {})["deltasync.dirty"] is True
-
-
-def test_what_is_published_and_fetched_is_one_trace() -> None:
-    traced = Traced()
-    spans = Spans(traced.provider)
     spans(published())
     spans(published(kind="unchanged"))
     spans(received(name="store[0/1]"))
-    top = [span for span in traced.spans if span.name in ("deltasync.publish", "deltasync.receive")]
-    assert len(top) == 2
-    assert {ids(span)[0] for span in top} == {ids_of("run", 2)[0]}
-
-
-def test_the_step_that_is_current_is_linked() -> None:
-    traced = Traced()
-    tracer = trace.get_tracer("loop", tracer_provider=traced.provider)
-    with tracer.start_as_current_span("step") as step:
-        Spans(traced.provider)(sync())
-    made = next(span for span in traced.spans if span.name == "deltasync.sync")
-    assert [link.context.span_id for link in made.links] == [step.get_span_context().span_id]
-    assert ids(made) == ids_of("run", 2)
-    assert trace.get_current_span() is trace.INVALID_SPAN
-
-
-def test_both_ends_sample_the_same_versions() -> None:
-    sender, receiver = Traced(), Traced()
-    here, there = Spans(sender.provider, ratio=0.3), Spans(receiver.provider, ratio=0.3)
-    for version in range(300):
-        here(sync(version=version))
-        there(received(version=version))
-    sampled = {ids(span)[0] for span in sender.spans}
-    assert sampled == {ids(span)[0] for span in receiver.spans}
-    assert 50 < len(sampled) < 140
-    with pytest.raises(ConfigError, match="ratio is 1"):
-        Spans(ratio=1.5)
+    trace_id, top = ids_of("run", 2)
+    own = [s for s in traced.spans if s.parent is not None and s.parent.span_id == top]
+    assert [s.name for s in own] == ["deltasync.sync", "deltasync.publish", "deltasync.receive"]
+    assert {s.context.trace_id for s in own if s.context} == {trace_id}
+    sent = own[0]
+    assert [link.context for link in sent.links] == [step.get_span_context()]
+    assert sent.status.status_code is StatusCode.ERROR
+    assert sent.status.description == "SyncAborted: nobody took it"
+    assert sent.events[0].name == "exception"
+    assert (sent.end_time or 0) - (sent.start_time or 0) == 2_000_000_000
 
 
 def test_ids_are_those_that_are_documented() -> None:
     """Two releases, or other tools, must derive the same ones."""
     expected = "00-454f5618c9aeb1e31e9cc4d1fce64ff3-b0d79f4e7aebfe0e-01"
     assert traceparent("run", 2) == expected
+
+
+def test_events_are_flat_numbers_under_names_that_stay() -> None:
+    found = flat(sync(density_by={"a b\n": 0.5}, lost={"a": "b"}))
+    for name, number in {
+        "commit_s": 0.001,
+        "density": 0.01,
+        "bytes_by_codec/gap_ulp": 500,
+        "density_by/a_b_": 0.5,
+        "engines": 2,
+        "lost": 1,
+        "failed": 0,
+    }.items():
+        assert found[f"deltasync/{name}"] == number
+    for event in (sync(), received(), published(), failed(), SyncAborted("x")):
+        for name, value in flat(event, prefix="sync/").items():
+            assert type(value) is float
+            assert re.fullmatch(r"sync/[-/\w.]+", name, re.ASCII)
+    assert flat(SyncAborted("x")) == {"deltasync/failed": 1.0}
+    assert flat(failed(lost={"a": "b"}, total_s=2.0)) == {
+        "deltasync/failed": 1.0,
+        "deltasync/lost": 1.0,
+        "deltasync/total_s": 2.0,
+    }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -21,14 +22,10 @@ from deltasync import (
     WeightReceiver,
     WeightSender,
 )
-from deltasync.errors import SyncAborted
 from deltasync.quant.block_fp8 import BlockFp8
 from deltasync.quant.form import Form
-from deltasync.quant.fp8 import Fp8
-from deltasync.quant.int4 import Int4
 from deltasync.quant.nvfp4 import CompressedNvfp4
 from deltasync.quant.served import ServedSource, served_weights
-from deltasync.sync.group import agreement
 from deltasync.sync.group.rank import TrainerRank
 from deltasync.transports import shared_memory
 from tests.quant.served import assert_holds, engine
@@ -36,14 +33,8 @@ from tests.worlds.links import Serving
 from tests.worlds.ranks import free_port, run_ranks
 
 WIDTH, HIDDEN = 160, 416
-FORMS: dict[str, Form] = {
-    "block": BlockFp8(),
-    "channel": Fp8("channel"),
-    "tensor": Fp8("tensor"),
-    "int4": Int4(32),
-    "nvfp4": CompressedNvfp4(),
-}
-WORLDS = {"tensor": 2, "fsdp": 3, "both": 4}
+FORMS: dict[str, Form] = {"block": BlockFp8(), "nvfp4": CompressedNvfp4()}
+WORLD = 3
 
 
 class Net(nn.Module):
@@ -59,27 +50,12 @@ class Net(nn.Module):
         return out
 
 
-def sharded(kind: str, world: int) -> nn.Module:
+def sharded() -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        ParallelStyle,
-        RowwiseParallel,
-        parallelize_module,
-    )
 
     model = Net()
-    line = init_device_mesh("cpu", (world,), mesh_dim_names=("data",))
-    grid = line
-    if kind == "both":
-        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    if kind in ("tensor", "both"):
-        ways: dict[str, ParallelStyle] = {"down_proj": RowwiseParallel()}
-        ways |= {name: ColwiseParallel() for name in ("gate_proj", "up_proj")}
-        parallelize_module(model, grid["tensor"] if kind == "both" else line, ways)
-    if kind != "tensor":
-        fully_shard(model, mesh=grid["data"] if kind == "both" else grid)
+    fully_shard(model, mesh=init_device_mesh("cpu", (WORLD,)))
     return model
 
 
@@ -100,105 +76,50 @@ def gather(model: nn.Module) -> dict[str, Tensor]:
     "Ranks that quantize what they hold send what a gather would produce, also where blocks "
     "lie on several ranks.",
 )
-@pytest.mark.parametrize("kind", WORLDS)
-def test_engines_hold_what_a_gather_would_give_them(kind: str, tmp_path: Path) -> None:
-    run_ranks(train, WORLDS[kind], kind, free_port(), tmp_path, timeout_s=200)
+def test_engines_hold_what_a_gather_would_give_them(tmp_path: Path) -> None:
+    run_ranks(train, WORLD, free_port(), tmp_path, timeout_s=200)
 
 
-def train(rank: int, kind: str, port: int, folder: Path) -> None:
-    import torch.distributed as dist
-
-    world = WORLDS[kind]
-    started(rank, world, port)
-    for name in FORMS if kind == "fsdp" else ("block", "nvfp4"):
-        (folder / name).mkdir(exist_ok=True)
-        follow(rank, world, folder / name, sharded(kind, world), FORMS[name])
-        dist.barrier()
-    os._exit(0)  # at times torch aborts the process when it destroys groups of gloo
-
-
-def started(rank: int, world: int, port: int) -> None:
+def train(rank: int, port: int, folder: Path) -> None:
     import torch.distributed as dist
 
     address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=WORLD)
+    for name, form in FORMS.items():
+        (folder / name).mkdir(exist_ok=True)
+        dist.barrier()
+        follow(rank, folder / name, sharded(), form)
+    os._exit(0)  # at times torch aborts the process when it destroys groups of gloo
 
 
-def follow(rank: int, world: int, folder: Path, model: nn.Module, form: Form) -> None:
-    sender, replica, serving = joined(rank, world, folder, model, form)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
-    for number in range(2):
-        torch.manual_seed(number)
-        model(torch.randn(4, WIDTH)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        stats = sender.send_weights(timeout_s=30)
-        expected = dict(served_weights(gather(model).items(), forms(form)))
-        if replica is not None:
-            assert stats.lost == {}
-            assert_holds(replica, expected)
-    if serving is not None:
-        serving.stop()
-    sender.close()
-
-
-def joined(
-    rank: int,
-    world: int,
-    folder: Path,
-    model: nn.Module,
-    form: Form,
-) -> tuple[WeightSender | TrainerRank, nn.Module | None, Serving | None]:
-    """A rank's sender; on rank 0 also an engine that has greeted it."""
+def follow(rank: int, folder: Path, model: nn.Module, form: Form) -> None:
+    """Two steps of one rank; rank 0 also has an engine, and compares it with what all gather."""
     import torch.distributed as dist
 
-    gathered = gather(model)
     source = ServedSource(ModuleSource(model), forms(form))
     lane = shared_memory.Sender(folder / f"lane{rank}")
+    replica = engine(dict(served_weights(gather(model).items(), forms(form))))
+    group = TrainerGroup(shared_memory.Sender(folder / "group"), WORLD) if rank == 0 else None
     dist.barrier()  # all listen
-    if rank:
-        link = shared_memory.Receiver(folder / "group")
-        ranked = TrainerRank(source, lane, link, rank=rank, world=world)
-        return ranked, None, None
-    group = TrainerGroup(shared_memory.Sender(folder / "group"), world)
-    sender = WeightSender(source, lane, group=group)
-    replica = engine(dict(served_weights(gathered.items(), forms(form))))
-    first, *lanes = [shared_memory.Receiver(folder / f"lane{n}") for n in range(world)]
-    serving = Serving(WeightReceiver(ModuleTarget(replica), first, lanes=lanes)).start()
-    sender.wait_for_receivers(1)
-    return sender, replica, serving
-
-
-@pytest.mark.promise(
-    "Bits",
-    "A rank that is lost while ranks agree on maxima ends the sync as a failure that the next "
-    "one covers.",
-)
-@pytest.mark.parametrize(("dying", "turn"), [(0, 1), (1, 0)])
-def test_a_rank_that_dies_while_maxima_are_exchanged_ends_the_sync(
-    dying: int, turn: int, tmp_path: Path
-) -> None:
-    """At the first sync, where snapshots are taken, and at a later one."""
-    run_ranks(lose, 2, free_port(), tmp_path, dying, turn, timeout_s=90)
-
-
-def lose(rank: int, port: int, folder: Path, dying: int, turn: int) -> None:
-    started(rank, 2, port)
-    model = sharded("fsdp", 2)
-    sender, replica, serving = joined(rank, 2, folder, model, BlockFp8())
-    for _ in range(turn):
-        sender.send_weights(timeout_s=30)
-    before = {} if replica is None else {n: t.clone() for n, t in replica.state_dict().items()}
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(2)
-    if rank == dying:
-        die = lambda *_: os._exit(0)  # noqa: E731
-        agreement.Agreement.found = die  # type: ignore[method-assign]
-    with pytest.raises(SyncAborted, match=r"trainer is gone|rank 1"):
-        sender.send_weights(timeout_s=20)
-    if replica is not None:
-        assert_holds(replica, before)
-    if serving is not None:
-        serving.stop()
-    os._exit(0)
+    with ExitStack() as stack:
+        sender: WeightSender | TrainerRank
+        if group is None:
+            link = shared_memory.Receiver(folder / "group")
+            sender = stack.enter_context(TrainerRank(source, lane, link, rank=rank, world=WORLD))
+        else:
+            sender = stack.enter_context(WeightSender(source, lane, group=group))
+            first, *lanes = [shared_memory.Receiver(folder / f"lane{n}") for n in range(WORLD)]
+            serving = Serving(WeightReceiver(ModuleTarget(replica), first, lanes=lanes)).start()
+            stack.callback(serving.stop)
+            sender.wait_for_receivers(1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+        for number in range(2):
+            torch.manual_seed(number)
+            model(torch.randn(4, WIDTH)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            stats = sender.send_weights(timeout_s=30)
+            expected = dict(served_weights(gather(model).items(), forms(form)))
+            if rank == 0:
+                assert stats.lost == {}
+                assert_holds(replica, expected)

@@ -15,15 +15,12 @@ from deltasync.quant.form import Form
 from deltasync.quant.fp8 import Fp8
 from deltasync.quant.int8 import Int8
 from deltasync.quant.mxfp8 import MxFp8
-from deltasync.quant.served import ServedSource
 from tests.quant.served import assert_holds, cold, engine, plain, served, step, trainer
-from tests.sync.lines import Lines
 from tests.worlds.links import fleet
 
 FORMS: list[Form] = [
     BlockFp8(),
     BlockFp8("ue8m0"),
-    BlockFp8("float32", "nemo-rl"),
     Fp8("channel"),
     Fp8("tensor"),
     Int8(),
@@ -106,17 +103,3 @@ def test_engines_of_two_forms_follow_one_trainer(
         assert fp8 is not None
         assert (bf16.receivers, fp8.receivers) == (2, 1)
         assert fp8.payload_bytes < bf16.payload_bytes
-
-
-def lines_to_look(count: int) -> int:
-    """Lines of the package that one more look at so many unchanged layers runs through."""
-    layers = {f"l{number}": nn.Linear(16, 16, bias=False) for number in range(count)}
-    source = ServedSource(ModuleSource(nn.ModuleDict(layers)), lambda name, shape: Int8())
-    source.tensors()
-    with Lines() as lines:
-        source.tensors()
-    return lines.count
-
-
-def test_matrices_of_which_nothing_was_computed_take_no_lines() -> None:
-    assert lines_to_look(40) == lines_to_look(10)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -15,7 +13,8 @@ from torch import Tensor, nn
 from deltasync import ModuleSource, NamedTensor, SenderOptions, WeightSource
 from deltasync.errors import ConfigError, DeltaSyncError
 from deltasync.quant.block_fp8 import BlockFp8
-from deltasync.quant.form import Form, Part, Shape
+from deltasync.quant.form import Form
+from deltasync.quant.fp8 import Fp8
 from deltasync.quant.nvfp4 import CompressedNvfp4
 from deltasync.quant.served import ServedSource, served_weights
 from deltasync.sync.source.streamed import StreamedWeights
@@ -23,27 +22,6 @@ from tests.quant.served import assert_holds, cold, engine, forms, served, step, 
 from tests.worlds.links import fleet
 
 FORM = BlockFp8()
-
-
-@dataclass(frozen=True)
-class OfTheWhole:
-    """A form that has a part of the whole matrix: what is cached between two reads of it."""
-
-    name: str = "a form with one scale"
-    rows: int = 1
-    shares: bool = False
-
-    def parts(self, shape: Shape) -> dict[str, Part]:
-        parts = BlockFp8().parts(shape)
-        scale = Part((), parts["weight_scale_inv"].dtype, None)
-        return {"weight": Part(shape, parts["weight"].dtype, 1), "weight_scale": scale}
-
-    def whole(self, weights: Iterable[Tensor]) -> dict[str, Tensor]:
-        (weight,) = weights
-        return {"weight_scale": weight.float().abs().amax() / 448}
-
-    def quantize(self, band: Tensor, whole: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"weight": (band.float() / whole["weight_scale"]).to(torch.float8_e4m3fn)}
 
 
 def weight(source: nn.Module, layer: str) -> nn.Parameter:
@@ -67,7 +45,7 @@ def refusal(source: WeightSource, held: Mapping[str, Tensor], **options: Any) ->
 
 
 @pytest.mark.promise("Checks", "NaN and infinity are not quantized when engines connect.")
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, 3.4e38])
+@pytest.mark.parametrize("bad", [torch.nan, 3.4e38])
 def test_weights_without_a_form_are_refused_at_connect(bad: float) -> None:
     source = trainer(0, torch.float32)  # 3.4e38 is infinite as bfloat16
     held = cold(source, FORM)
@@ -80,7 +58,6 @@ def test_weights_without_a_form_are_refused_at_connect(bad: float) -> None:
     ("form", "bad", "says"),
     [
         (FORM, torch.nan, r"down\.weight: NaN or infinity"),
-        (FORM, torch.inf, r"down\.weight: NaN or infinity"),
         (CompressedNvfp4(), 1.0, r"up\.weight: NVFP4 of compressed-tensors is for blocks"),
     ],
 )
@@ -121,11 +98,6 @@ UNMET: dict[str, tuple[Any, Callable[[dict[str, Tensor]], dict[str, Tensor]], li
         ["up.weight", "float8_e4m3fn"],
     ),
     "a layer of the engine": (QUANTIZED, lambda _: serving(without("up")), ["up.weight"]),
-    "another layer of the engine": (
-        QUANTIZED,
-        lambda _: serving(without("down")),
-        ["down.weight"],
-    ),
     "a layer of the trainer": (without("down"), dict, ["down.weight"]),
     "scales of another shape": (
         QUANTIZED,
@@ -136,11 +108,6 @@ UNMET: dict[str, tuple[Any, Callable[[dict[str, Tensor]], dict[str, Tensor]], li
         QUANTIZED,
         lambda held: held | {"down.weight_scale_inv": torch.zeros(2, 3).bfloat16()},
         ["down.weight_scale_inv: computed as float32, the engine holds bfloat16"],
-    ),
-    "scales of another name": (
-        QUANTIZED,
-        lambda held: {name.replace("_inv", ""): tensor for name, tensor in held.items()},
-        ["weight_scale"],
     ),
 }
 
@@ -170,19 +137,12 @@ def test_options_do_not_part_codes_and_scales() -> None:
         assert "up.weight: " in told or "up.weight_scale_inv: " in told
     told = refusal(served(source, FORM), cold(source, FORM), leave_out=["*_scale_inv"])
     assert "weight_scale_inv" in told  # codes without scales
-    replica = engine({n: t for n, t in cold(source, FORM).items() if not n.startswith("down")})
-    with fleet(served(source, FORM), options=SenderOptions(leave_out=["down.*"])) as here:
-        here.add(replica)
-        here.wait(1)
-        here.sender.send_weights(timeout_s=5)
-    assert_holds(replica, cold(source, FORM))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.float8_e4m3fn, torch.int8])
-def test_what_no_form_is_made_of_is_refused(dtype: torch.dtype) -> None:
+def test_what_no_form_is_made_of_is_refused() -> None:
     source = trainer(0, torch.bfloat16)
     held = cold(source, FORM)
-    other = nn.Parameter(weight(source, "down").to(dtype), requires_grad=False)
+    other = nn.Parameter(weight(source, "down").to(torch.int8), requires_grad=False)
     source.get_submodule("down").weight = other
     told = refusal(served(source, FORM), held)
     assert "down.weight: block FP8 with float32 scales is made of bfloat16 or float32" in told
@@ -212,34 +172,17 @@ def test_what_is_served_under_names_that_do_not_fit_is_refused() -> None:
 
 
 def test_stacked_experts_are_refused_until_they_are_split() -> None:
-    experts = torch.randn(3, 256, 128, dtype=torch.bfloat16)
     source = nn.Module()
-    source.experts = nn.Parameter(experts)
+    source.experts = nn.Parameter(torch.randn(3, 256, 128, dtype=torch.bfloat16))
     every: Callable[[str, tuple[int, ...]], Form | None] = lambda *_: FORM  # noqa: E731
     with pytest.raises(ConfigError, match=r"experts: .*\(3, 256, 128\); split.*name_map"):
         ServedSource(ModuleSource(source), every).tensors()
-    halves = {"gate": slice(0, 128), "up": slice(128, None)}
-    places = {
-        f"experts.{expert}.{half}.weight": (expert, rows)
-        for expert in range(3)
-        for half, rows in halves.items()
-    }
-    weights = {name: experts[place] for name, place in places.items()}
-    replica = engine(dict(served_weights(weights.items(), every)))
-    split = ServedSource(ModuleSource(source, name_map=lambda *_: places), every)
-    with fleet(split) as here:
-        here.add(replica)
-        here.wait(1)
-        for number, share in enumerate([0, 0.1, 1]):
-            step(source, share, number)
-            here.sender.send_weights(timeout_s=5)
-            assert_holds(replica, dict(served_weights(weights.items(), every)))
 
 
 # Nothing is served out of date
 
 
-both_forms = pytest.mark.parametrize("form", [FORM, OfTheWhole()], ids=lambda form: form.name)
+both_forms = pytest.mark.parametrize("form", [FORM, Fp8("tensor")], ids=lambda form: form.name)
 
 
 @both_forms
@@ -294,43 +237,3 @@ def test_syncs_in_the_background_serve_what_was_there_when_they_began(form: Form
                 parameter.data *= 3
             thread.join(10)
             assert_holds(replica, expected)
-
-
-@both_forms
-def test_a_sync_that_came_to_nothing_is_covered_by_the_next(form: Form) -> None:
-    """Engines that sleep meanwhile, leave for good, or join later."""
-    source = trainer(0, torch.bfloat16)
-    replica, late = engine(cold(source, form)), engine(cold(source, form))
-    with fleet(served(source, form)) as here:
-        serving = here.add(replica)
-        here.wait(1)
-        here.sender.send_weights(timeout_s=5)
-        serving.receiver.detach()
-        weight(source, "up").data[0, 0] = 100.0
-        with suppress(DeltaSyncError):
-            here.sender.send_weights(timeout_s=5)
-        serving.receiver.attach()
-        step(source, 0.5, 2)
-        here.wait(1)
-        here.sender.send_weights(timeout_s=5)
-        assert_holds(replica, cold(source, form))
-        serving.stop()
-        weight(source, "up").data[0, 0] = 200.0
-        with suppress(DeltaSyncError):
-            here.sender.send_weights(timeout_s=0.5)
-        step(source, 1, 1)
-        weight(source, "up").data[0, 0] = 0.0
-        here.add(replica, engine="again")
-        here.add(late, engine="late")
-        here.wait(2)
-        here.sender.send_weights(timeout_s=5)
-        assert_holds(replica, cold(source, form))
-        assert_holds(late, cold(source, form))
-
-
-@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (1, 1), (129, 1), (1, 129), (128, 128)])
-def test_odd_shapes_are_served(shape: tuple[int, int]) -> None:
-    weight = torch.randn(shape).bfloat16()
-    parts = dict(served_weights([("one.weight", weight)], lambda *_: FORM))
-    assert parts["one.weight"].shape == shape
-    assert parts["one.weight_scale_inv"].shape == tuple(-(-size // 128) for size in shape)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from deltasync import ModuleSource
 from deltasync.quant.block_fp8 import BlockFp8
 from deltasync.quant.form import Form
+from deltasync.quant.fp8 import Fp8
 from deltasync.quant.int4 import Int4
 from deltasync.quant.nvfp4 import CompressedNvfp4, ModelOptNvfp4
 from deltasync.quant.served import ServedSource, served_weights
@@ -93,6 +94,7 @@ def passing(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         (CompressedNvfp4(), torch.bfloat16),
         (CompressedNvfp4(), torch.float32),
         (ModelOptNvfp4(), torch.bfloat16),
+        (Fp8("tensor"), torch.bfloat16),
         (Int4(32), torch.float32),
         (BlockFp8(), torch.bfloat16),
     ],

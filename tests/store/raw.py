@@ -65,15 +65,14 @@ class Stored:
 
     def rewrite(self, change: Callable[[Json], Json]) -> None:
         """Alter records, so that they name objects, manifests and parents as these are then."""
-        parent, path = None, self.run / "run.json"
-        path.write_bytes(bytes_of(change(read(path))))
+        parent = None
         for version in self.versions():
             data = bytes_of(self._named(change(self.read(version))) | {"parent": parent})
             self.manifest(version).write_bytes(data)
-            parent = {"version": version, "sha256": sha256(data)}
+            parent = sha256(data)
             if (path := self.anchor(version)).exists():
                 record = self._named(change(read(path)))
-                path.write_bytes(bytes_of(record | {"manifest": sha256(data)}))
+                path.write_bytes(bytes_of(record | {"manifest": parent}))
 
     def alter(self, number: int, **more: object) -> None:
         """Alter the manifest of one version."""

@@ -16,8 +16,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from deltasync import ModuleTarget, StoreReceiver
-from deltasync.delta.codecs.coding import Coding
 from deltasync.errors import (
     DeltaSyncError,
     DigestMismatch,
@@ -25,48 +23,30 @@ from deltasync.errors import (
     ManifestInvalid,
     ObjectDamaged,
     ProtocolViolation,
-    RunUnknown,
     StoreError,
-    StoreUnavailable,
 )
+from deltasync.files.frame_file import FrameFile, write_frames
 from deltasync.store.checkpoints import fetch_checkpoint
 from deltasync.store.retention import gc
 from deltasync.store.routes import find_route
 from deltasync.store.verifying import verify_run
-from deltasync.sync.target.copied import CopiedTarget
 from tests.store.raw import KEY, Stored, bytes_of, is_version, read, sha256
-from tests.worlds.programs import run as run_program
 from tests.worlds.published import (
     Follower,
     Publisher,
-    blank,
     keyed,
-    odd_model,
-    small_model,
     state_of,
 )
-from tests.worlds.stores import Link, local_place
+from tests.worlds.stores import local_place
 
 
-def flip(path: Path, at: int | None = None) -> None:
+def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
-    data[len(data) // 2 if at is None else at] ^= 1
+    data[len(data) // 2] ^= 1
     path.write_bytes(data)
 
 
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def grow(path: Path) -> None:
-    path.write_bytes(path.read_bytes() + b"\0")
-
-
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-DAMAGES: list[Callable[[Path], object]] = [flip, cut, grow, empty, Path.unlink]
+DAMAGES: list[Callable[[Path], object]] = [flip, Path.unlink]
 DAMAGED: dict[str, tuple[list[str], int | None, dict[int, bool]]] = {
     # what is damaged, what the reader holds, and which versions it can fetch then
     "a delta": (["objects/*3-delta-*"], 1, {6: True, 2: True, 3: False}),
@@ -76,6 +56,7 @@ DAMAGED: dict[str, tuple[list[str], int | None, dict[int, bool]]] = {
     "a manifest that is passed": (["manifests/*2.json"], 3, {2: False, 6: True}),
     "a manifest that is needed": (["manifests/*5.json"], 3, {5: False, 6: False, 4: True}),
     "the newest manifest": (["manifests/*6.json"], None, {6: False, 5: True}),
+    "the layout": (["layouts/*"], 5, {6: False}),
 }  # fmt: skip
 
 
@@ -91,7 +72,9 @@ def test_s08_what_is_damaged_is_passed_by_where_there_is_another_way(
     for pattern in paths:
         (path,) = stored.run.glob(pattern)
         damage(path)
+    proved = verify_run(stored.run).proved
     for to, is_there in wanted.items():
+        assert len(paths) > 1 or (to in proved) == is_there
         holding = None if held is None else stored.states[held]
         with Follower(stored.place, holding=holding) as reader:
             before = state_of(reader.model)
@@ -99,7 +82,7 @@ def test_s08_what_is_damaged_is_passed_by_where_there_is_another_way(
                 assert reader.receiver.fetch(to, timeout_s=0.2) == to
             else:
                 with pytest.raises(
-                    StoreError, match=r"objects/|manifests/|no v\d|not a child|leads to"
+                    StoreError, match=r"objects/|manifests/|layouts/|no v\d|not a child|leads to"
                 ):
                     reader.receiver.fetch(to, timeout_s=0.2)
             assert reader.holds(stored.states[to] if is_there else before)
@@ -150,6 +133,27 @@ def has_the_delta_of_another(stored: Stored) -> None:
     stored.rewrite(lambda record: record)
 
 
+def has_the_delta_of_a_larger_layout(stored: Stored) -> None:
+    """Positions that the weights have not would be an IndexError of torch."""
+    trainer = Publisher(local_place(stored.run.with_name("larger")))
+    trainer.model.register_parameter("scale", nn.Parameter(torch.randn(5000)))
+    trainer.start()
+    trainer.publish(2)
+    other = Stored(stored.run.with_name("larger") / "run", {})
+    shutil.copy(other.objects(2, "delta")[0], stored.objects(2, "delta")[0])
+    shutil.rmtree(other.run.parent)
+    stored.rewrite(lambda record: record)
+
+
+def ends_early(stored: Stored) -> None:
+    """Nothing of the change is missing, but what says so."""
+    (path,) = stored.objects(2, "delta")
+    *frames, _, _ = FrameFile(path)
+    path.unlink()
+    write_frames(frames, path)
+    stored.rewrite(lambda record: record)
+
+
 def is_huge(stored: Stored) -> None:
     way = stored.read(2)["way"]
     stored.alter(2, way=way | {"files": [way["files"][0] | {"bytes": 1 << 52}]})
@@ -191,6 +195,10 @@ LIES = {
     "s05 another delta": Lie(
         has_the_delta_of_another, 2, DeltaSyncError, "where the manifests have", ALL[:1]
     ),
+    "s05 larger": Lie(
+        has_the_delta_of_a_larger_layout, 2, ProtocolViolation, "its layout says", ALL[:1]
+    ),
+    "s05 early": Lie(ends_early, 2, DeltaSyncError, ".", ALL[:1]),
     "s08 size": Lie(is_huge, 2, ObjectDamaged, "bytes are expected", ALL[:1]),
     "no checkpoint": Lie(
         *(is_no_checkpoint, 2, ObjectDamaged, "no checkpoint", [(1, "anchor")]), held=None
@@ -198,9 +206,7 @@ LIES = {
     "s06 parameter": Lie(
         *(lacks_a_parameter, 4, DeltaSyncError, "scale", [(4, "anchor")]), held=None
     ),
-    "s05 run, delta": Lie(is_of_another_run, 6, DeltaSyncError, "'run'", ALL, held=5),
-    "s05 run, deltas": Lie(is_of_another_run, 6, DeltaSyncError, "'run'", ALL, held=2),
-    "s05 run, anchor": Lie(is_of_another_run, 6, DeltaSyncError, "'run'", ALL, held=None),
+    "s05 run": Lie(is_of_another_run, 6, DeltaSyncError, "'run'", ALL, held=None),
 }
 
 
@@ -230,74 +236,30 @@ def test_s04_past_a_parent_that_was_replaced_an_anchor_leads(stored: Stored) -> 
         assert reader.holds(stored.states[6])
 
 
-@pytest.mark.parametrize("compression", ["zstd", "gap", "block", "class"])
-def test_s05_frames_of_a_larger_layout_are_refused_before_they_are_decoded(
-    tmp_path: Path, compression: Coding
-) -> None:
-    """Positions that the weights have not would be an IndexError of torch."""
-    trainers = [
-        Publisher(local_place(tmp_path / name), compression=compression) for name in ("a", "b")
-    ]
-    larger = trainers[1].model
-    larger.register_parameter("scale", nn.Parameter(torch.randn(5000)))
-    trainers[1].start()
-    for trainer in trainers:
-        trainer.publish(3)
-    stored, other = (Stored(tmp_path / name / "run", trainers[0].states) for name in ("a", "b"))
-    shutil.copy(*(one.objects(2, "delta")[0] for one in (other, stored)))
-    stored.rewrite(lambda record: record)
-    with Follower(stored.place, holding=stored.states[1]) as reader:
-        with pytest.raises(ProtocolViolation, match="its layout says"):
-            reader.fetch(3)
-        assert reader.holds(stored.states[1])
-    with pytest.raises(ProtocolViolation, match="its layout says"):
-        fetch_checkpoint(stored.run, tmp_path / "out")
-    faults = verify_run(stored.run).faults
-    assert [(fault.version, fault.what) for fault in faults] == [(2, "delta")]
-
-
 @pytest.mark.parametrize(
     ("entries", "why"),
     [
         ([[["a"], [1], 16], [["a"], [2], 16]], "a name stands twice"),
-        ([[["a", "a"], [1], 16]], "a name stands twice"),
         ([[["a"], [1 << 62, 1 << 62], 16]], "elements"),
-        ([[["a"], [1 << 62, 0, 4], 16]], "elements"),
         ([[["a"], [-1], 16]], "greater than or equal to 0"),
-        ([[["a"], [1.0], 16]], "valid integer"),
-        ([[["a"], [True], 16]], "valid integer"),
         ([[["a"], [1], 200]], "dtype code 200"),
         ([1] * 100_000, "not a layout"),
-        ({"a": 1}, "not a layout"),
     ],
-    ids=range(10),
+    ids=range(5),
 )
 def test_a_layout_that_no_sender_has_is_refused(stored: Stored, entries: Any, why: str) -> None:
     data = bytes_of(entries)
     (stored.run / f"layouts/{sha256(data)}.json").write_bytes(data)
     named = {"layout_hash": sha256(data)}
     stored.rewrite(lambda record: record | (named if "parent" in record else {}))
-    for target in (ModuleTarget(small_model(1)), CopiedTarget()):
-        with (
-            StoreReceiver(target, stored.run) as receiver,
-            pytest.raises(ManifestInvalid, match=why) as raised,
-        ):
-            receiver.fetch(timeout_s=5)
-        assert len(str(raised.value)) < 400
-
-
-@pytest.mark.parametrize("content", [b"[]", None])
-def test_a_layout_that_is_altered_or_gone_is_refused(stored: Stored, content: bytes | None) -> None:
-    (path,) = (stored.run / "layouts").iterdir()
-    path.write_bytes(content) if content else path.unlink()
-    with Follower(stored.place) as reader, pytest.raises(ObjectDamaged, match="layouts/"):
+    with Follower(stored.place) as reader, pytest.raises(ManifestInvalid, match=why) as raised:
         reader.fetch()
+    assert len(str(raised.value)) < 400
 
 
 def test_s01_another_run_is_not_followed(stored: Stored) -> None:
     shutil.copytree(stored.run, stored.run.with_name("other"))
-    refused = pytest.raises((RunUnknown, ManifestInvalid))
-    with Follower(stored.place, run="other") as reader, refused:
+    with Follower(stored.place, run="other") as reader, pytest.raises(ManifestInvalid):
         reader.receiver.fetch(timeout_s=0)
 
 
@@ -361,54 +323,7 @@ def test_s05_a_delta_from_another_layout_is_not_taken(signed_copy: Stored) -> No
     assert (route.base, [step.way.kind for step in route.steps]) == (None, ["anchor"])
 
 
-@pytest.mark.parametrize("written_at", ["", "1970-01-01T00:00:00+00:00", "9999-12-31", "soon"])
-def test_s10_times_of_writers_mean_nothing(stored: Stored, written_at: str) -> None:
-    stored.rewrite(lambda r: r | {"written_at": written_at} if "written_at" in r else r)
-    with Follower(stored.place) as reader:
-        assert reader.fetch() == 6
-        assert reader.holds(stored.states[6])
-    assert gc(stored.run, keep=1, keep_s=0).oldest == 4
-
-
 # What verify finds
-
-
-@pytest.mark.parametrize("damage", [lambda path: flip(path, -1), Path.unlink])
-def test_verify_reads_each_anchor_though_it_begins_as_another(
-    tmp_path: Path, damage: Callable[[Path], object]
-) -> None:
-    """Nor is anything of a damaged anchor left to an older one that begins alike."""
-    files = {"anchor_file_bytes": 400_000}
-    trainer = Publisher(
-        *(local_place(tmp_path), 3), model=odd_model(), publishing=files, compression="gap"
-    )
-    trainer.publish(5, step=lambda model: model.get_buffer("large")[::1000].add_(1))
-    stored = Stored(tmp_path / "run", trainer.states)
-    first, second = (
-        sorted(path for path in stored.objects(version, "anchor") if path.suffix != ".json")
-        for version in (1, 4)
-    )
-    same = [a.read_bytes() == b.read_bytes() for a, b in zip(first, second, strict=True)]
-    assert len(set(same)) == 2
-    assert verify_run(tmp_path).faults == []
-    damage(second[-1])
-    found = verify_run(tmp_path)
-    assert [(fault.version, fault.what) for fault in found.faults] == [(4, "anchor")]
-    assert found.proved == [1, 2, 3, 4, 5], "by the deltas"
-    with Follower(trainer.place, model=blank(trainer.model)) as reader:
-        assert reader.fetch() == 5
-        assert reader.holds(trainer.states[5])
-
-
-def test_verify_says_of_a_full_disk_that_it_is_one(stored: Stored) -> None:
-    """In a process of its own: all files of this one would be limited."""
-    code = (
-        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)); "
-        "from deltasync.store.verifying import verify_run; verify_run(sys.argv[1])"
-    )
-    errors = run_program(code, stored.run).stderr
-    assert "ConfigError" in errors.splitlines()[-1]
-    assert "free some space" in errors
 
 
 def test_what_is_collected_while_it_is_verified_is_no_fault(stored: Stored) -> None:
@@ -418,21 +333,6 @@ def test_what_is_collected_while_it_is_verified_is_no_fault(stored: Stored) -> N
     seen = list[int]()
     found = verify_run(stored.run, phase=phase)
     assert (found.faults, found.proved, seen) == ([], [1, 4, 5, 6], [3, 0, 0, 0, 0, 0])
-
-
-# Stores that vanish
-
-
-def test_a_store_that_goes_away_leaves_the_old_version(link: Link) -> None:
-    trainer = Publisher(link.near)
-    trainer.publish(2)
-    with Follower(link.far.having(retries=0)) as reader:
-        reader.fetch(1)
-        link.faults.choose = lambda method, path: "lost request"
-        with pytest.raises(StoreUnavailable):
-            reader.receiver.fetch(timeout_s=0.1)
-        assert reader.holds(trainer.states[1])
-        assert reader.receiver.version == 1
 
 
 def alter(files: dict[Path, bytes], path: Path, data: st.DataObject) -> None:
@@ -451,7 +351,7 @@ def alter(files: dict[Path, bytes], path: Path, data: st.DataObject) -> None:
             path.write_bytes(files[data.draw(st.sampled_from(sorted(files)))])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_whatever_is_altered_the_weights_are_a_version_or_nothing_was_written(
     made_again: Stored, data: st.DataObject

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
-import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,22 +16,18 @@ from torch import nn
 from deltasync import ReceiverOptions, SenderOptions
 from deltasync.delta.backend import Delta
 from deltasync.errors import (
-    CallOrderError,
     ConfigError,
-    DeltaSyncError,
     RunUnknown,
     StoreError,
     StoreRefused,
     SyncAborted,
-    TransportClosed,
 )
 from deltasync.store.catalogue import Run
 from deltasync.store.manifest import Way
-from deltasync.store.objects import Objects, StoreOptions
+from deltasync.store.objects import Objects
 from deltasync.store.sender import StoreSender
 from deltasync.store.verifying import verify_run
 from deltasync.sync.source.streamed import StreamedWeights
-from tests.worlds.programs import run as run_program
 from tests.worlds.published import (
     RUN,
     Follower,
@@ -45,7 +36,6 @@ from tests.worlds.published import (
     blank,
     change,
     small_model,
-    state_of,
 )
 from tests.worlds.stores import Place, local_place, wait_until
 
@@ -63,112 +53,6 @@ def assert_right(trainer: Publisher, reader: Follower) -> None:
     version = reader.receiver.version
     assert not reader.receiver.is_dirty
     assert version is None or reader.holds(trainer.states[version])
-
-
-@contextmanager
-def few_descriptors(left: int) -> Iterator[None]:
-    """So many more files can be opened in here."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    numbers: list[int] = []
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
-    try:
-        with suppress(OSError):
-            while True:
-                numbers.append(os.open("/dev/null", os.O_RDONLY))
-        for _ in range(left):
-            os.close(numbers.pop())
-        yield
-    finally:
-        for number in numbers:
-            os.close(number)
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
-
-def test_readers_and_writers_live_without_descriptors(trainer: Publisher) -> None:
-    refused = [0, 0]
-    for left in range(8):
-        with Follower(trainer.place, seed=left) as reader:
-            with few_descriptors(left):
-                try:
-                    reader.receiver.fetch(timeout_s=1)
-                except DeltaSyncError:
-                    refused[0] += 1
-                assert_right(trainer, reader)
-                try:
-                    trainer.publish()
-                except StoreError:
-                    refused[1] += 1
-            newest = trainer.publish()
-            assert reader.fetch() == newest
-            assert_right(trainer, reader)
-    assert all(refused)
-
-
-@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1, 1e9, "5", None])
-def test_what_is_no_time_is_refused_before_anything_is_fetched(
-    trainer: Publisher, seconds: Any
-) -> None:
-    with Follower(trainer.place) as reader:
-        receiver = reader.receiver
-        for call in (receiver.fetch, receiver.stage, receiver.follow().wait_staged):
-            with pytest.raises(ConfigError, match="timeout_s is"):
-                call(timeout_s=seconds)
-        assert receiver.run is None, "nothing was opened"
-    for name in ("timeout_s", "retry_timeout_s"):
-        if seconds != "5":  # which pydantic reads
-            with pytest.raises(ConfigError, match=f"{name} is"):
-                StoreOptions(**{name: seconds})
-
-
-def test_closing_ends_a_fetch_of_another_thread(trainer: Publisher) -> None:
-    for turn in range(30):
-        reader, ends = Follower(trainer.place, seed=turn), list[object]()
-
-        def fetch(reader: Follower = reader, ends: list[object] = ends) -> None:
-            try:
-                ends.append(reader.fetch())
-            except (DeltaSyncError, AssertionError) as error:
-                ends.append(error)
-
-        thread = threading.Thread(target=fetch)
-        thread.start()
-        time.sleep(turn * 0.0007)
-        reader.receiver.close()
-        thread.join(timeout=30)
-        [end] = ends
-        assert end == 3 or isinstance(end, TransportClosed), repr(end)
-        assert_right(trainer, reader)
-
-
-def test_one_thread_uses_a_receiver_or_a_sender_at_a_time(trainer: Publisher) -> None:
-    refused = list[Exception]()
-
-    def fetch() -> None:
-        for _ in range(30):
-            try:
-                reader.receiver.fetch(timeout_s=5)
-            except CallOrderError:  # what the follower has staged is another version
-                continue
-            except ConfigError as error:
-                refused.append(error)
-
-    def publish_again() -> None:
-        with pytest.raises(ConfigError, match="one thread"):
-            trainer.put()
-
-    with Follower(trainer.place) as reader:
-        threads = [threading.Thread(target=fetch) for _ in range(3)]
-        with reader.receiver.follow(pause=nullcontext):
-            for thread in threads:
-                thread.start()
-            trainer.publish(5)
-            for thread in threads:
-                thread.join(timeout=60)
-            wait_until(lambda: reader.receiver.version == 8)
-        assert all("one thread" in str(error) for error in refused)
-        assert reader.fetch() == 8
-        assert_right(trainer, reader)
-    trainer.put(on_source_read=publish_again)
 
 
 def test_a_store_that_vanished_is_not_continued(trainer: Publisher) -> None:
@@ -207,7 +91,8 @@ def test_runs_of_one_prefix_do_not_meet_and_are_named(place: Place, tmp_path: Pa
     runs = [Publisher(place, run=None, model=small_model(seed)) for seed in range(2)]
     runs[0].publish()
     with Follower(place, run=None) as reader:
-        assert (reader.fetch(), reader.receiver.run) == (1, runs[0].sender.run)
+        assert reader.fetch() == 1
+        assert reader.holds(runs[0].states[1])
     runs[1].publish(3)
     names = [one.sender.run for one in runs]
     assert len(set(names)) == 2
@@ -217,8 +102,6 @@ def test_runs_of_one_prefix_do_not_meet_and_are_named(place: Place, tmp_path: Pa
         Run.open(place.url, "none", place.options)
     for one in runs:
         assert_published(one, run=one.sender.run)
-        if place.url.startswith("memory"):  # which has no folders
-            continue
         own = Place(one.sender.url, place.options)  # the url of the run itself
         again = Publisher(own, run=None, model=one.model)
         assert (again.put().kind, again.sender.run) == ("unchanged", one.sender.run)
@@ -226,46 +109,10 @@ def test_runs_of_one_prefix_do_not_meet_and_are_named(place: Place, tmp_path: Pa
             Publisher(own, run="other")
 
 
-@pytest.mark.parametrize("run", ["-", "../up", ".hidden", "a/b", "a b", "x" * 129, "\u00fc"])
+@pytest.mark.parametrize("run", ["-", "../up", "a/b", "x" * 129])
 def test_names_of_runs_that_are_no_keys_are_refused(run: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         Publisher(local_place(tmp_path), run=run)
-
-
-_READER = """
-import os, sys
-import obstore, obstore.exceptions, obstore.store
-from pathlib import Path
-import torch
-os.environ["TMPDIR"] = sys.argv[2]
-from deltasync.errors import StoreRefused
-from tests.worlds.published import Follower, Publisher
-from tests.worlds.stores import local_place
-place = local_place(Path(sys.argv[1]))
-follower = Follower(place)
-os.setuid(65534)
-print(follower.fetch(), flush=True)
-follower.receiver.close()
-try:
-    Publisher(place).publish()
-except StoreRefused as error:
-    print("permissions" in str(error))
-"""
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="becomes a user that may not write")
-def test_a_store_that_can_only_be_read_is_read() -> None:
-    with tempfile.TemporaryDirectory() as name:  # which every user reaches, unlike those of pytest
-        folder = Path(name)
-        folder.chmod(0o755)
-        trainer = Publisher(local_place(folder / "store"))
-        trainer.publish(3)
-        spool = folder / "spool"
-        spool.mkdir()
-        spool.chmod(0o777)
-        done = run_program(_READER, trainer.place.url, spool)
-        assert done.stdout.split() == ["3", "True"], done.stderr
-        assert list(spool.iterdir()) == []
 
 
 def forked(act: Callable[[], object]) -> None:
@@ -342,11 +189,8 @@ def add(tensor: torch.Tensor, *places: tuple[int, ...]) -> None:
             tensor[place].add_(1)
 
 
-@pytest.mark.parametrize("writes", [1, 2])
-@pytest.mark.parametrize("name", ["0.weight", "2.weight", "0.bias", "1.running_mean"])
-def test_a_version_that_something_wrote_into_is_not_published(
-    tmp_path: Path, name: str, writes: int
-) -> None:
+@pytest.mark.parametrize("name", ["0.weight", "1.running_mean"])
+def test_a_version_that_something_wrote_into_is_not_published(tmp_path: Path, name: str) -> None:
     trainer = raced(tmp_path)
     for turn in range(8):
         with torch.no_grad():
@@ -355,8 +199,7 @@ def test_a_version_that_something_wrote_into_is_not_published(
         trainer.model(torch.randn(9, 100))  # which moves the statistics
         if turn in (2, 3, 5):
             tensor = trainer.model.state_dict()[name]
-            places = ((n,) * tensor.dim() for n in range(writes))
-            trainer.sender.write = partial(add, tensor, *places)  # type: ignore[attr-defined]
+            trainer.sender.write = partial(add, tensor, (0,) * tensor.dim())  # type: ignore[attr-defined]
             with pytest.raises(SyncAborted, match=rf"was not published.*{name}"):
                 trainer.put()
             if turn == 3:
@@ -367,23 +210,13 @@ def test_a_version_that_something_wrote_into_is_not_published(
     assert_published(trainer)
 
 
-@pytest.mark.parametrize("goes_back", [True, False])
-def test_a_write_after_the_comparison_is_of_the_next_version_or_of_none(
-    tmp_path: Path, goes_back: bool
-) -> None:
-    """What goes back to the version before was compared differently; else it was held already."""
+def test_a_write_after_the_comparison_is_of_the_next_version(tmp_path: Path) -> None:
+    """Where nothing had changed, and so nothing is packed."""
     trainer = raced(tmp_path)
     trainer.publish()
-    before = state_of(trainer.model)
+    add(trainer.model.get_parameter("0.weight"), (3, 4))
     sender: Any = trainer.sender
-    if goes_back:
-        change(trainer.model, share=1.0)
-        sender.write = lambda: trainer.model.load_state_dict(before)
-        with pytest.raises(SyncAborted, match="source changed"):
-            trainer.put()
-    else:
-        add(trainer.model[0].weight, (3, 4))  # type: ignore[index]
-        sender.write = lambda: add(trainer.model[2].weight, (5, 6))  # type: ignore[index]
+    sender.write = lambda: add(trainer.model.get_parameter("2.weight"), (5, 6))
     trainer.put()
     trainer.put()
     assert max(trainer.states) == 3
@@ -391,12 +224,11 @@ def test_a_write_after_the_comparison_is_of_the_next_version_or_of_none(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
-@pytest.mark.parametrize("inflight", [None, 0])
 def test_kernels_digest_what_they_pack_so_that_a_late_write_is_of_one_of_two_versions(
-    tmp_path: Path, inflight: int | None
+    tmp_path: Path,
 ) -> None:
     """They read each element that is packed once, and a reader gets what the digest says."""
-    trainer = raced(tmp_path, kernels="triton", max_inflight_bytes=inflight)
+    trainer = raced(tmp_path, kernels="triton", max_inflight_bytes=None)
     for version, share in enumerate([1.0, 1.0, 0.01, 0.01, 1.0], 1):
         change(trainer.model, share=share)
         if version in (2, 3):
@@ -405,14 +237,6 @@ def test_kernels_digest_what_they_pack_so_that_a_late_write_is_of_one_of_two_ver
         assert trainer.put().version == version
     for version in (2, 3):
         del trainer.states[version]
-    assert_published(trainer)
-
-
-def test_a_write_during_the_upload_is_of_the_next_version(place: Place) -> None:
-    trainer = Publisher(place, anchor_every=3)
-    for version in range(1, 6):
-        trainer.put(on_source_read=partial(change, trainer.model))
-        assert max(trainer.states) == version
     assert_published(trainer)
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +11,6 @@ from torch import nn
 
 from deltasync.errors import (
     ConfigError,
-    DeltaSyncError,
     LayoutMismatch,
     MacMismatch,
     ObjectDamaged,
@@ -26,15 +22,12 @@ from deltasync.errors import (
     TransportTimeout,
     is_permanent,
 )
-from deltasync.files.checkpoint import Checkpoint
-from deltasync.store.checkpoints import fetch_checkpoint
 from deltasync.store.retention import gc
 from tests.cli.command import ENVIRONMENT
 from tests.store.test_writers import collect, objects_of, versions_of
 from tests.worlds.programs import Program
-from tests.worlds.published import Follower, Publisher, change, keyed, matrix, small_model
-from tests.worlds.stores import Link, Place, full_disk, local_place, wait_until
-from tests.worlds.strategies import same_bits
+from tests.worlds.published import Follower, Publisher, change, matrix, small_model
+from tests.worlds.stores import Link, full_disk, local_place, wait_until
 
 NUM_BYTES = 2 * 2048 * 2048  # 8 MB
 READER = """
@@ -52,10 +45,10 @@ receiver.fetch()
 
 @pytest.fixture
 def trainer(link: Link) -> Publisher:
-    """A run whose newest version is an anchor of 8 MB, behind a link of 4 MB a second."""
+    """A run whose newest version is an anchor of 8 MB, behind a link of 6 MB a second."""
     made = Publisher(link.near, model=matrix(), anchor_every=1)
     made.publish()
-    link.faults.bytes_per_s = 4e6
+    link.faults.bytes_per_s = 6e6
     return made
 
 
@@ -74,15 +67,15 @@ def test_a_follower_gets_a_version_that_takes_seconds_and_each_byte_once(
     link: Link, trainer: Publisher
 ) -> None:
     """One that ends does not wait for all of them, and the next one goes on."""
-    told: list[tuple[int, float]] = []
+    counts: list[int] = []
     link.faults.bytes_per_s = 200_000
     with reader_of(link) as reader:
         progress = reader.receiver.progress
-        progress.advanced = lambda _: told.append((progress.fetched_bytes, progress.bytes_per_s))
+        progress.advanced = lambda _: counts.append(progress.fetched_bytes)
         with reader.receiver.follow():
             wait_until(lambda: progress.fetched_bytes > 0, timeout_s=60)
         assert progress.fetched_bytes < NUM_BYTES
-        link.faults.bytes_per_s = 4e6
+        link.faults.bytes_per_s = 6e6
         with reader.receiver.follow() as follower:
             for version in (1, 2):
                 while not follower.wait_staged(timeout_s=60):
@@ -91,9 +84,7 @@ def test_a_follower_gets_a_version_that_takes_seconds_and_each_byte_once(
                 assert reader.holds(trainer.states[version])
                 trainer.publish(step=add)
     assert link.faults.down_bytes < 2.3 * NUM_BYTES
-    assert [done for done, _ in told[:4]] == sorted(done for done, _ in told[:4])
-    assert all(rate >= 0 for _, rate in told)
-    assert any(rate for _, rate in told)
+    assert counts[:4] == sorted(counts[:4])
 
 
 def test_calls_that_break_off_go_on_and_arrive_though_each_time_there_is_a_newer_version(
@@ -209,25 +200,6 @@ def test_a_full_disk_does_not_load_the_link(link: Link, trainer: Publisher, tmp_
     assert link.faults.down_bytes < 2 * NUM_BYTES
 
 
-@pytest.mark.parametrize("versions", [1, 2])
-def test_what_else_lies_in_a_spool_is_left_alone(tmp_path: Path, versions: int) -> None:
-    """As what a network file system keeps of a file that another one replaced."""
-    trainer = Publisher(local_place(tmp_path / "store"))
-    spool = tmp_path / "spool"
-    spool.mkdir()
-    engine = small_model(1)
-    for version in range(1, versions + 1):
-        trainer.publish()
-        for is_last in (False, True):
-            with Follower(trainer.place, model=engine, more={"spool": spool}) as reader:
-                reader.stage()
-                if is_last:
-                    assert reader.receiver.commit() == version
-            for file in [path for path in spool.rglob("*") if path.is_file()]:
-                (file.parent / ".nfs0001").touch()
-    assert reader.holds(trainer.states[versions])
-
-
 # Readers that fall behind what is kept
 
 
@@ -270,33 +242,6 @@ def test_a_slow_reader_goes_on_with_the_newest_version(link: Link, held: int | N
     assert versions == [*([] if held is None else [held]), 6]
 
 
-@pytest.mark.parametrize("to", [None, 2])
-def test_a_checkpoint_is_the_newest_version_or_the_one_that_was_asked_for(
-    tmp_path: Path, to: int | None
-) -> None:
-    """The objects of the version are deleted when they are about to be fetched."""
-    trainer = Publisher(local_place(tmp_path / "store"), anchor_every=2)
-    trainer.publish(2)
-
-    def phase(name: str, num_bytes: int) -> Callable[[int], None]:
-        if name == "fetching" and max(trainer.states) == 2:
-            trainer.publish(4)
-            gc(trainer.place.url, keep=1, keep_s=0)
-        return lambda count: None
-
-    url, out = trainer.place.url, tmp_path / "out"
-    if to is not None:
-        with pytest.raises(ObjectDamaged, match="missing"):
-            fetch_checkpoint(url, out, to=to, phase=phase)
-        assert not out.exists()
-        return
-    assert fetch_checkpoint(url, out, phase=phase).version == 6
-    written = Checkpoint(out)
-    assert set(trainer.states[6]) - set(written.specs) == {"3.weight"}, "which is tied"
-    for name in written.specs:
-        assert same_bits(written.tensor(name), trainer.states[6][name])
-
-
 def test_s10_a_reader_whose_version_is_gone_finds_newer_ones(tmp_path: Path) -> None:
     trainer = Publisher(local_place(tmp_path), anchor_every=3)
     trainer.publish(2)
@@ -321,48 +266,6 @@ def test_s10_a_reader_goes_past_a_list_that_is_late(link: Link) -> None:
 
 
 # Errors that no second attempt repairs
-
-
-def of_another_dtype(place: Place) -> Follower:
-    return Follower(place, model=small_model(1).float())
-
-
-def of_a_key(place: Place) -> Follower:
-    return Follower(keyed(place, b"key"))
-
-
-def of_several_runs(place: Place) -> Follower:
-    Publisher(place, run="other").publish()
-    return Follower(place, run=None)
-
-
-@pytest.mark.parametrize(
-    ("make", "kind", "text"),
-    [
-        (of_another_dtype, LayoutMismatch, "wire_dtypes"),
-        (of_a_key, MacMismatch, "not signed"),
-        (of_several_runs, SeveralRuns, "name one"),
-    ],
-)
-def test_who_waits_for_a_version_is_told_what_is_permanent(
-    tmp_path: Path,
-    make: Callable[[Place], Follower],
-    kind: type[DeltaSyncError],
-    text: str,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    trainer = Publisher(local_place(tmp_path))
-    trainer.publish()
-    with make(trainer.place) as reader, reader.receiver.follow() as follower:
-        for call in (
-            lambda: follower.wait_staged(timeout_s=60),
-            follower.is_staged,
-            follower.commit,
-        ):
-            with pytest.raises(kind, match=text):
-                call()
-        assert isinstance(follower.last_error, kind)
-    assert [record.message for record in caplog.records if "ends, after" in record.message]
 
 
 def test_what_is_permanent_loses_nothing_and_what_may_pass_is_tried_again(tmp_path: Path) -> None:
@@ -390,27 +293,25 @@ def test_what_is_permanent_loses_nothing_and_what_may_pass_is_tried_again(tmp_pa
         assert reader.holds({name: one.bfloat16() for name, one in trainer.states[3].items()})
 
 
-@pytest.mark.parametrize(("bytes_per_s", "most"), [(None, 11), (10_000.0, 3)])
+@pytest.mark.parametrize(("bytes_per_s", "most"), [(None, 8), (10_000.0, 2)])
 def test_what_nothing_but_another_version_mends_is_tried_less_and_less_often(
     link: Link, bytes_per_s: float | None, most: int
 ) -> None:
     """The more seldom the longer it takes, so that it does not load the link."""
-    trainer, asked = Publisher(link.near), list[float]()
+    trainer, asked = Publisher(link.near), list[str]()
     trainer.publish()
     (anchor,) = (f for f in objects_of(link.near).listed("objects") if "-anchor-" in f.key)
-    objects_of(link.near).put(anchor.key, bytes(anchor.num_bytes))
+    objects_of(link.near).write(anchor.key, lambda: [bytes(anchor.num_bytes)])
     link.faults.choose = lambda method, path: (
-        asked.append(time.monotonic()) if method == "GET" and "-anchor-" in path else None
+        asked.append(path) if method == "GET" and "-anchor-" in path else None
     )
     link.faults.bytes_per_s = bytes_per_s
     with Follower(link.far) as reader, reader.receiver.follow() as thread:
         wait_until(lambda: thread.last_error, timeout_s=60)
-        assert not thread.wait_staged(timeout_s=4)
+        assert not thread.wait_staged(timeout_s=2)
         assert isinstance(thread.last_error, ObjectDamaged)
         assert 1 <= len(asked) <= most
         link.faults.bytes_per_s = None
-        wait_until(lambda: len(asked) > 5, timeout_s=60)
-        assert asked[5] - asked[0] > 2
         again = Publisher(link.near, model=small_model(2))  # with an anchor
         again.publish()
         assert thread.wait_staged(timeout_s=60)
@@ -422,26 +323,5 @@ def test_what_depends_on_others_or_on_the_machine_is_not_permanent() -> None:
     full = ConfigError("no space")
     full.__cause__ = OSError(28, "No space left on device")
     refused = [Refused(kind=kind, message="") for kind in ("LayoutMismatch", "ConfigError")]
-    told = [is_permanent(one) for one in (ConfigError(""), full, *refused, PeerLost(""), None)]
-    assert told == [True, False, True, False, False, False]
-
-
-def test_a_run_that_a_narrower_dtype_would_help_says_so_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    told = []
-    for run, options in (("wide", {}), ("narrow", {"wire_dtypes": {"*": "bfloat16"}})):
-        place = local_place(tmp_path)
-        trainer = Publisher(place, model=nn.Linear(64, 64), run=run, options=options)
-
-        def step(model: nn.Module) -> None:
-            with torch.no_grad():
-                model.get_parameter("weight").mul_(1 + 1e-6)
-
-        with caplog.at_level(logging.WARNING):
-            trainer.publish(4, step=step)
-        told += [text for one in trainer.stats.values() for text in one.warnings]
-    told = [text for text in told if "wire_dtypes" in text]
-    assert len(told) == 1
-    assert "of the elements changed" in told[0]
-    assert [record for record in caplog.records if told[0] in record.message]
+    found = [ConfigError(""), SeveralRuns(""), MacMismatch(""), full, *refused, PeerLost(""), None]
+    assert list(map(is_permanent, found)) == [True] * 3 + [False, True, False, False, False]

@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
-import torch
 
 from deltasync import (
-    ModuleTarget,
     Policy,
     ReceiverOptions,
     SenderOptions,
-    StagingThread,
-    WeightReceiver,
-    sync_after_step,
 )
 from deltasync.errors import (
     ConfigError,
-    ReceiversLost,
-    StepApplied,
     SyncAborted,
     TransportError,
     TransportTimeout,
 )
-from deltasync.transports import inprocess, shared_memory
 from deltasync.transports.base import ReceiveTransport
 from tests.worlds.links import (
     Fleet,
@@ -82,45 +70,6 @@ def joined(here: Fleet, *engines: str) -> tuple[list[Model], list[Slow]]:
     replicas = {name: random_model(SHAPES, 1 + n) for n, name in enumerate(engines)}
     here.join(replicas, wrap=slow)
     return list(replicas.values()), links
-
-
-NO_TIMES: list[Any] = [math.nan, math.inf, -math.inf, -1, 1e9, 10**400, "5", None, [1.0]]
-"""What cannot be waited for, of whatever argument."""
-
-
-@pytest.mark.parametrize("seconds", NO_TIMES, ids=lambda seconds: str(seconds)[:6])
-def test_what_is_no_time_is_refused_before_anything_begins(seconds: Any) -> None:
-    source = random_model(SHAPES, 0)
-    trainer = trainer_of(source, rows_of(source, 2))
-    with fleet(source) as here, inprocess.Sender() as link, trainer as ranks:
-        sender, optimizer = here.sender, torch.optim.SGD(source.parameters())
-        receiver = WeightReceiver(ModuleTarget(random_model(SHAPES, 1)), link.receiver())
-        calls: list[Callable[[], object]] = [
-            lambda: sender.wait_for_receivers(1, timeout_s=seconds),
-            lambda: sender.send_weights(timeout_s=seconds),
-            lambda: ranks.ranks[1].send_weights(timeout_s=seconds),
-            lambda: receiver.receive_weights(timeout_s=seconds),
-            lambda: receiver.stage(timeout_s=seconds),
-            lambda: StagingThread(receiver).wait_staged(timeout_s=seconds),
-            lambda: sync_after_step(optimizer, sender, timeout_s=seconds),
-        ]
-        if seconds is not None:
-            calls += [
-                lambda: sender.send_weights(total_timeout_s=seconds),
-                lambda: sender.send_weights(join_timeout_s=seconds),
-                lambda: sync_after_step(optimizer, sender, total_timeout_s=seconds),
-            ]
-        for call in calls:
-            with pytest.raises(ConfigError, match="timeout_s is"):
-                call()
-        assert not optimizer._optimizer_step_post_hooks
-        assert not link.poll(timeout_s=0), "nobody greeted"
-
-
-@pytest.mark.parametrize("seconds", [math.nan, math.inf, 1e9])
-def test_transports_wait_for_no_such_time(seconds: float) -> None:
-    with shared_memory.Sender() as link, pytest.raises(ConfigError, match="timeout_s is"):
-        link.poll(timeout_s=seconds)
 
 
 @pytest.mark.parametrize("decided", [False, True], ids=["before the decision", "after it"])
@@ -191,57 +140,6 @@ def test_ranks_of_a_trainer_have_a_total_too() -> None:
         with pytest.raises(SyncAborted, match="rank 0 of the trainer says nothing"):
             trainer.ranks[1].send_weights(timeout_s=5, total_timeout_s=0.2)
         assert time.monotonic() - began < 2
-
-
-def test_lost_receivers_raise_once_the_others_hold_the_version() -> None:
-    source = random_model(SHAPES, 0)
-    with fleet(source) as here:
-        (stays, _), _ = joined(here, "stays", "leaves")
-        here.serving.pop("leaves/0").stop()
-        nudge(source)
-        with pytest.raises(ReceiversLost, match=r"v2 is held by 1, but .* leaves\[0/1\]") as caught:
-            here.sender.send_weights(timeout_s=5, on_lost="raise")
-        assert bits_equal(source, stays)
-        assert (caught.value.stats.version, caught.value.stats.receivers) == (2, 1)
-        nudge(source)
-        assert here.sender.send_weights(timeout_s=5, on_lost="raise").lost == {}
-
-
-def test_a_step_after_which_receivers_are_lost_raises_if_asked_to() -> None:
-    source = random_model(SHAPES, 0)
-    with fleet(source) as here:
-        (stays, _), _ = joined(here, "stays", "leaves")
-        optimizer = torch.optim.SGD(source.parameters(), lr=0.1)
-        heard: list[object] = []
-        hook = sync_after_step(
-            optimizer, here.sender, on_lost="raise", callback=heard.append, total_timeout_s=30
-        )
-        here.serving.pop("leaves/0").stop()
-        for parameter in source.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        with pytest.raises(StepApplied, match=r"leaves\[0/1\]") as caught:
-            optimizer.step()
-        assert isinstance(caught.value.__cause__, ReceiversLost)
-        assert (hook.syncs, hook.failures, heard) == (1, 0, [hook.last_stats])
-        assert bits_equal(source, stays)
-        optimizer.step()
-        assert hook.syncs == 2
-        with pytest.raises(ConfigError, match="on_lost is 'shout'"):
-            sync_after_step(optimizer, here.sender, on_lost="shout")  # type: ignore[arg-type]
-
-
-def test_all_ranks_raise_for_lost_receivers() -> None:
-    model = random_model(SHAPES, 0)
-    with trainer_of(model, rows_of(model, 2)) as trainer, ThreadPoolExecutor(2) as threads:
-        for engine in ("stays", "leaves"):
-            trainer.add(random_model(SHAPES, 1), engine=engine)
-        trainer.wait(2)
-        trainer.outcomes()
-        trainer.serving.pop("leaves/0").stop()
-        calls = [threads.submit(one.send_weights, on_lost="raise") for one in trainer.ranks]
-        errors = [call.exception(10) for call in calls]
-        assert [type(error) for error in errors] == [ReceiversLost, ReceiversLost]
-        assert trainer.sender.num_receivers == 1
 
 
 LATE: dict[str, dict[str, object]] = {

@@ -70,8 +70,7 @@ def test_children_that_close_exit_or_load_data_disturb_nobody(kind: str, tmp_pat
     "Children",
     "A child or a program that keeps running keeps no connection of a dead process open.",
 )
-@pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "end"), list(zip(KINDS, ENDS, strict=True)))
 def test_a_child_that_lives_on_keeps_no_dead_end_alive(kind: str, end: str, tmp_path: Path) -> None:
     with both(kind, end, tmp_path) as ends:
         until(lambda: not ends[end].is_alive)

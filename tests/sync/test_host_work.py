@@ -16,7 +16,6 @@ from deltasync import (
     ModuleSource,
     ModuleTarget,
     NamedTensor,
-    Policy,
     ReceiverOptions,
     SenderOptions,
     WeightReceiver,
@@ -87,16 +86,12 @@ def lines_of_sending(module: nn.Module, source: WeightSource, options: SenderOpt
 
 
 SOURCES: dict[str, tuple[bool, Callable[[nn.Module], WeightSource], SenderOptions]] = {
-    "flat": (False, ModuleSource, SenderOptions()),
     "nested": (True, ModuleSource, SenderOptions()),
     "new entries": (True, Listing, SenderOptions()),
-    "something left out": (False, ModuleSource, SenderOptions(leave_out=["other"])),
     "held in part": (False, ModuleSource, SenderOptions(max_inflight_bytes=0)),
-    "dense": (False, ModuleSource, SenderOptions(policy=Policy(dense_above=0))),
 }
 CASES: list[tuple[str, Kernels]] = [
     *((name, "torch") for name in SOURCES),
-    ("new entries", "triton"),
     ("held in part", "triton"),
 ]
 

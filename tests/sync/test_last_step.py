@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,20 +10,11 @@ import torch
 from torch import nn
 
 from deltasync import ModuleTarget, WeightReceiver, sync_after_step
-from deltasync.errors import SyncAborted
-from deltasync.transports.base import SendTransport
-from deltasync.wire.frame import decode
 from tests.worlds.links import (
     LINKS,
     Fleet,
     Linking,
-    ThroughSender,
-    Watched,
-    bits_equal,
     fleet,
-    random_model,
-    step,
-    until,
 )
 
 STEPS = 3
@@ -57,62 +48,3 @@ def test_a_receiver_that_closes_after_its_last_sync_fails_no_step(
             assert hook.last_stats is not None
             assert (hook.syncs, hook.last_stats.receivers, hook.last_stats.lost) == (STEPS, 1, {})
             assert torch.equal(trainer.weight, engine.weight)
-
-
-class Leaving(ThroughSender):
-    """A sender's link; does something before `finish` goes out to some peers."""
-
-    def __init__(self, inner: SendTransport, leave: Callable[[Collection[int]], object]) -> None:
-        super().__init__(inner)
-        self._leave = leave
-
-    def tell(self, peers: Collection[int], header: bytes, *, timeout_s: float) -> None:
-        if decode(header)[0].kind == "finish":
-            self._leave(peers)
-        super().tell(peers, header, timeout_s=timeout_s)
-
-
-SHAPES = {"a": (40,), "b": (3, 3)}
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_who_leaves_after_it_has_committed_has_left_and_the_version_stands(world: int) -> None:
-    source = random_model(SHAPES, 0)
-    leaving: list[str] = []
-
-    def leave(peers: Collection[int]) -> None:
-        members = here.sender._session.participants
-        if "engine" in {members[peer].engine for peer in peers}:
-            for name in leaving:
-                here.serving[name].receiver.close()
-
-    engines = [random_model(SHAPES, 1 + n) for n in range(world + 1)]
-    with fleet(source, wrap=lambda inner: Leaving(inner, leave)) as here:
-        ranks = [here.add(engine, rank=n, world=world) for n, engine in enumerate(engines[:world])]
-        other = here.add(engines[-1], engine="other")
-        here.wait(world + 1)
-        here.sender.send_weights(timeout_s=5)
-        leaving.append("engine/0")
-        step(source, torch.Generator().manual_seed(1), 0.2)
-        stats = here.sender.send_weights(timeout_s=5)
-        assert (stats.version, stats.receivers, stats.lost) == (2, world + 1, {})
-        leaving.clear()
-        assert all(bits_equal(source, engine) for engine in engines)
-        until(lambda: all(rank.versions == [1, 2] for rank in ranks[1:]))
-        step(source, torch.Generator().manual_seed(2), 0.2)
-        stats = here.sender.send_weights(timeout_s=5)
-        assert set(stats.lost) == {f"engine[{n}/{world}]" for n in range(world)}
-        assert stats.receivers == 1
-        until(lambda: other.versions == [1, 2, 3])
-        assert other.errors == []
-
-
-def test_the_last_one_that_leaves_before_its_digest_is_accepted_fails_the_sync() -> None:
-    """What it holds nobody knows."""
-    source = random_model(SHAPES, 0)
-    with fleet(source, wrap=Watched) as here:
-        here.join(random_model(SHAPES, 1))
-        step(source, torch.Generator().manual_seed(1), 0.2)
-        here.link.lose_at("commit", here, "engine/0")
-        with pytest.raises(SyncAborted, match="no receiver is left"):
-            here.sender.send_weights(timeout_s=5)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -128,31 +126,6 @@ def test_gathered_parameters_are_taken_and_refused_again_afterwards(
         assert sender.publish().kind in ("delta", "unchanged")
 
 
-def test_copies_of_placeholders_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A `state_dict` does not say what ZeRO-3 has partitioned; some tensors may well be empty."""
-    weights = StreamedWeights()
-    weights.take(partitioned(net(), keep="0.bias").state_dict().items())
-    StoreSender(weights, tmp_path).publish()
-    (said,) = [r.getMessage() for r in caplog.records if "ZeRO-3" in r.getMessage()]
-    assert said.startswith("'0.weight', '1.weight', '1.bias' have no elements, and are sent so: ")
-
-
-def test_an_engine_of_placeholders_is_refused_too(tmp_path: Path) -> None:
-    StoreSender(ModuleSource(net()), tmp_path).publish()
-    engine = partitioned(net())
-    with pytest.raises(ConfigError, match=r"^0\.weight: .*is held here"):
-        StoreReceiver(ModuleTarget(engine), tmp_path).fetch(timeout_s=20)
-
-
-def test_a_store_takes_nothing_whose_memory_is_gone(tmp_path: Path) -> None:
-    model = net()
-    sender = StoreSender(ModuleSource(model), tmp_path)
-    sender.publish()
-    model.get_parameter("1.weight").untyped_storage().resize_(0)
-    with pytest.raises(ConfigError, match=r"weight: .*memory was released"):
-        sender.publish()
-
-
 @pytest.mark.parametrize("shape", [None, (0,), (0, 3)])
 def test_a_model_without_elements_is_an_error(
     shape: tuple[int, ...] | None, tmp_path: Path
@@ -171,15 +144,6 @@ def test_a_model_without_elements_is_an_error(
             here.sender.send_weights(timeout_s=5)
     with pytest.raises(ConfigError, match="no weights came"):
         StreamedWeights().take(model.named_parameters())
-
-
-def test_a_module_is_read_while_another_thread_imports_fsdp(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As torch does by itself, at a first step of an optimizer."""
-    begun = ModuleType("torch.distributed.fsdp")
-    monkeypatch.setitem(sys.modules, begun.__name__, begun)
-    assert len(ModuleSource(net()).tensors()) == len(ModuleTarget(net()).parameters()) == 4
 
 
 def test_ranks_that_torch_shards_publish_nothing_alone(tmp_path: Path) -> None:

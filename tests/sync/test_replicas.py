@@ -24,7 +24,6 @@ LOWER = ShardSpec((32, 6), (16, 0), (16, 6))
 CASES: dict[str, tuple[Sequence[Boxes], int, str, str]] = {
     "cut": ([WHOLE, WHOLE], 1, "a", r"ranks \[0\] and \[1\]"),
     "sent-by-one": ([WHOLE, WHOLE], 0, "b", r"ranks \[0\] and \[1\]"),
-    "by-most": ([WHOLE, WHOLE, WHOLE], 1, "b", r"ranks \[0, 2\] and \[1\]"),
     "sharded": (
         [WHOLE | {"c": UPPER}, WHOLE | {"c": LOWER}, WHOLE | {"c": UPPER}, WHOLE | {"c": LOWER}],
         3,

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from math import prod
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from deltasync import (
@@ -21,12 +17,10 @@ from deltasync import (
     ReceiverOptions,
     SenderOptions,
     StoreSender,
-    WeightReceiver,
     WeightSource,
     WeightTarget,
 )
 from deltasync.delta.backend import Kernels
-from deltasync.delta.shard import ShardSpec, cut, narrowed
 from deltasync.errors import (
     ConfigError,
     LayoutMismatch,
@@ -35,10 +29,10 @@ from deltasync.errors import (
     SyncAborted,
 )
 from deltasync.sync.source.streamed import StreamedWeights
-from deltasync.sync.source.tensors import Index, parts_of
+from deltasync.sync.source.tensors import Index
 from deltasync.testing.target import TargetContract
 from tests.sync.interpreted import one_kernel_at_a_time
-from tests.worlds.links import Model, bits_equal, fleet, until
+from tests.worlds.links import Model, bits_equal, until
 from tests.worlds.toy_engines import joined, recovers
 
 __all__ = ["one_kernel_at_a_time"]  # pytest uses it
@@ -144,27 +138,6 @@ def test_a_stacked_parameter_goes_by_the_names_of_its_parts() -> None:
             assert torch.equal(engine.get_buffer(name.replace(".", "_")), part)
 
 
-@given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.data())
-def test_parts_of_shards_make_up_the_parts(shape: list[int], data: st.DataObject) -> None:
-    """Of any box of a tensor, however it is cut among ranks."""
-    whole = torch.arange(prod(shape)).view(shape)
-    index: Index = ()
-    for length in shape:
-        begin = data.draw(st.integers(0, length - 1))
-        end = data.draw(st.integers(begin + 1, length))
-        index += (begin if data.draw(st.booleans()) else slice(begin, end),)
-    spec = cut(ShardSpec.whole(shape), data.draw(st.integers(1, 3)))
-    found = torch.full(whole[index].shape, -1)
-    for box in spec:
-        local = narrowed(whole, ShardSpec.whole(shape), box).clone()
-        for part in parts_of(NamedTensor(("a",), local, box), {"b": index}):
-            assert part.shape == whole[index].shape
-            assert part.shard is not None
-            there = found.view(part.shard.shape)
-            narrowed(there, ShardSpec.whole(part.shard.shape), part.shard).copy_(part.tensor)
-    assert torch.equal(found, whole[index])
-
-
 class OneTensor:
     """A source of a user's own."""
 
@@ -175,33 +148,12 @@ class OneTensor:
         return [NamedTensor((self._name,), self._tensor)]
 
 
-def split(index: Any) -> ModuleSource:
-    return ModuleSource(module(a=torch.zeros(4)), name_map=lambda name, shape: {"odd": index})
-
-
-SPLIT = NamedTensor(("a",), torch.zeros(2, 2, 3), ShardSpec.whole((2, 2, 3)), (4, 3))
-
-
-@pytest.mark.parametrize(
-    ("listed", "words"),
-    [
-        *(
-            (split(index).tensors, "^odd: .*no part")
-            for index in ((4,), (-1,), (-2,), (slice(0, 4, 2),), (slice(2, 2),), (0, 0), (None,))
-        ),
-        (lambda: list(parts_of(SPLIT, {"b": (0,)})), "a: has its dimensions split"),
-        (ModuleSource(Net(), name_map=lambda name, shape: {name: (0,)}).tensors, "tied"),
-        (
-            ModuleSource(Net(tied=False), name_map=lambda name, shape: {"same": ()}).tensors,
-            "two tensors are named 'same'",
-        ),
-        (ModuleSource(Net(), rename=lambda _: "same").tensors, "'same'"),
-    ],
-)
-def test_odd_names_and_parts_are_refused_by_name(listed: Callable[[], Any], words: str) -> None:
-    for _ in range(2):
+def test_odd_names_and_parts_are_refused_by_name() -> None:
+    same = ModuleSource(Net(), rename=lambda _: "same")
+    no_part = ModuleSource(module(a=FOUR), name_map=lambda name, shape: {"odd": (4,)})
+    for source, words in ((same, "two tensors are named 'same'"), (no_part, "^odd: .*no part")):
         with pytest.raises(ConfigError, match=words):
-            listed()
+            source.tensors()
 
 
 def wired(model: nn.Module, engine: nn.Module, **dtypes: str) -> None:
@@ -236,30 +188,6 @@ class Wider(Net):
         self.part = nn.Parameter(self.memory.as_strided((2, 3), (5, 1)), requires_grad=False)
 
 
-def swap_names(model: Wider) -> None:
-    """The same tensors in the same order, under each other's names."""
-    weight, bias = model.norm.weight, model.norm.bias
-    del model.norm.weight, model.norm.bias
-    model.norm.bias, model.norm.weight = weight, bias
-
-
-def rename(model: Wider) -> None:
-    model.last = model.norm
-    del model.norm
-
-
-def move_over(model: Wider) -> None:
-    """The last parameter of one module becomes the first of the next one."""
-    bias, weight = model.norm.bias, model.head.weight
-    del model.norm.bias, model.head.weight
-    model.head.bias, model.head.weight = bias, weight
-
-
-def replace_one(model: Wider) -> None:
-    model.one = nn.Parameter(model.one.detach().clone())
-    model.one.data += 1
-
-
 swap: Callable[[Tensor, Tensor], None] = torch.utils.swap_tensors
 
 MOVES: dict[str, Callable[[Wider], object]] = {
@@ -272,13 +200,11 @@ MOVES: dict[str, Callable[[Wider], object]] = {
     "dtype of one": lambda m: setattr(m.norm.weight, "data", m.norm.weight.data.half()),
     "bits of another dtype": lambda m: setattr(m.line, "data", m.line.data.view(torch.int32)),
     "parameter": lambda m: setattr(m.norm, "weight", nn.Parameter(torch.full((4,), 3.0))),
-    "parameter of one equal element": replace_one,
     "module": lambda m: setattr(m, "norm", nn.LayerNorm(4)),
     "buffer": lambda m: setattr(m, "saved", torch.full((3,), 3.0)),
     "not persistent": lambda m: m._non_persistent_buffers_set.add("saved"),
     "added where nothing was": lambda m: m.drop.register_buffer("more", torch.ones(1)),
     "set to None": lambda m: setattr(m.norm, "bias", None),
-    "names swapped": swap_names,
     "memory grown": lambda m: m.norm.weight.untyped_storage().resize_(64),
     "strides": lambda m: setattr(m.embed.weight, "data", torch.full((4, 6), 7.0).T),
     "transposed": lambda m: setattr(m.square, "data", m.square.data.t()),
@@ -298,8 +224,6 @@ OTHERS: dict[str, tuple[Callable[[Wider], object], str]] = {
         "appeared or vanished",
     ),
     "removed": (lambda m: delattr(m.norm, "bias"), "appeared or vanished"),
-    "renamed": (rename, "appeared or vanished"),
-    "moved over": (move_over, ""),
     "memory released": (lambda m: m.norm.weight.untyped_storage().resize_(0), r"norm\.weight"),
     "another shape": (
         lambda m: setattr(m.norm, "weight", nn.Parameter(torch.ones(5))),
@@ -316,7 +240,7 @@ OTHERS: dict[str, tuple[Callable[[Wider], object], str]] = {
     ("kernels", "names"),
     [
         ("torch", [*MOVES]),
-        ("triton", ["data", "parameter", "buffer", "names swapped", "transposed in place"]),
+        ("triton", ["data", "parameter", "buffer", "transposed in place"]),
     ],
 )
 def test_whatever_moves_is_read_as_it_is_or_refused(kernels: Kernels, names: list[str]) -> None:
@@ -336,45 +260,22 @@ def test_whatever_moves_is_read_as_it_is_or_refused(kernels: Kernels, names: lis
             assert here.sender.send_weights().nnz == 0, name
 
 
+@pytest.mark.promise("Errors", "`SourceChanged`: members keep what they hold.")
 @pytest.mark.parametrize(
     ("name", "kernels"),
     [*((name, "torch") for name in OTHERS), ("removed", "triton"), ("memory released", "triton")],
 )
 def test_a_source_that_is_not_the_same_model_any_more(name: str, kernels: Kernels) -> None:
-    source, (move, words) = Wider(), OTHERS[name]
-    with joined(source, Wider(), options=SenderOptions(kernels=kernels)) as here:
+    source, engine, (move, words) = Wider(), Wider(), OTHERS[name]
+    with joined(source, engine, options=SenderOptions(kernels=kernels)) as here:
+        held = [tensor.clone() for tensor in engine.state_dict().values()]
         with torch.no_grad():
             move(source)
         for _ in range(2):
             with pytest.raises((SourceChanged, ConfigError), match=words or None):
                 here.sender.send_weights()
-
-
-class Listing:
-    """A module's tensors, in a list of its own each time, as views that did not exist before."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._source = ModuleSource(module)
-
-    def tensors(self) -> list[NamedTensor]:
-        return [NamedTensor(one.names, one.tensor.detach()) for one in self._source.tensors()]
-
-
-def test_parameters_are_counted_as_changed_unchanged_and_frozen() -> None:
-    for kind in (ModuleSource, Listing):
-        model = Net()
-        with joined(kind(model), Net()) as here:
-            counts = [here.first.parameters]
-            model.norm.requires_grad_(False)
-            counts.append(here.sender.send_weights().parameters)
-            model.norm.weight.data += 1
-            counts.append(here.sender.send_weights().parameters)
-        trained = 1 if kind is ModuleSource else 0
-        assert counts == [
-            {"changed": 4, "unchanged": 0, "frozen": 0},
-            {"changed": 0, "unchanged": trained, "frozen": 4 - trained},
-            {"changed": 1, "unchanged": trained, "frozen": 3 - trained},
-        ]
+        assert here.sender.num_receivers == 1
+        assert all(map(torch.equal, held, engine.state_dict().values()))
 
 
 # What must fit.
@@ -388,6 +289,7 @@ def widen(model: Net) -> None:
     model.norm.weight.data = torch.ones(5)
 
 
+@pytest.mark.promise("Errors", "`LayoutMismatch`: models that differ are refused by name.")
 @pytest.mark.parametrize(
     ("tied", "engine_tied", "change", "words"),
     [
@@ -418,8 +320,8 @@ def test_an_engine_that_does_not_fit_is_refused_by_name(
     "Checks",
     "The scrub checks all weights within 64 syncs and names what changed; a full sync repairs it.",
 )
-@pytest.mark.parametrize("every", [1, 3, 64])
-@pytest.mark.parametrize(("name", "position"), [("a", 0), ("a", 9), ("c", 0), ("d", 7), ("d", 24)])
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize(("name", "position"), [("a", 9), ("c", 0), ("d", 24)])
 def test_scrub_looks_at_everything_within_its_share_of_syncs(
     every: int, name: str, position: int
 ) -> None:
@@ -490,23 +392,14 @@ def released(num_bytes: int) -> Tensor:
     return tensor
 
 
-def nested(layout: torch.layout) -> Tensor:
-    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
-
-
 ODD: dict[str, tuple[Callable[[], Tensor], str]] = {
     "sparse": (lambda: torch.eye(4).to_sparse(), "layout sparse_coo"),
-    "csr": (lambda: torch.eye(4).to_sparse_csr(), "layout sparse_csr"),
     "mkldnn": (lambda: torch.eye(4).to_mkldnn(), "layout _mkldnn"),
-    "nested": (lambda: nested(torch.strided), "a nested tensor"),
-    "jagged": (lambda: nested(torch.jagged), "a nested tensor"),
     "meta": (lambda: torch.ones(4, 4, device="meta"), "meta device"),
     "lazy": (lambda: nn.UninitializedParameter(), "first forward pass"),
     "quantized": (lambda: torch.quantize_per_tensor(torch.eye(4), 0.1, 0, torch.qint8), "qint8"),
-    "complex128": (lambda: torch.ones(4, 4, dtype=torch.complex128), "complex128"),
     "conjugated": (lambda: torch.ones(4, 4, dtype=torch.complex64).conj(), "conjugated"),
     "released": (lambda: released(0), "0 of 64 bytes"),
-    "shrunk": (lambda: released(60), "60 of 64 bytes"),
     "dimensions": (lambda: torch.ones((1,) * 65), "65 dimensions, 64 at most can be sent"),
 }
 
@@ -546,14 +439,3 @@ def test_tensors_without_plain_storage_are_refused_by_name_or_left_out(
     target = ModuleTarget(model, rename=plain_only)
     with joined(source, target):
         target.check_unmoved()
-
-
-def test_a_name_that_no_message_can_carry_is_refused(tmp_path: Path) -> None:
-    words = "^'odd.{0,90}: its name has 6000 characters, 1 to 4096 can be sent"
-    with pytest.raises(ConfigError, match=words):
-        StoreSender(OneTensor(torch.ones(2), "odd" * 2000), tmp_path).publish()
-    target = ModuleTarget(module(plain=FOUR), rename=lambda _: "odd" * 2000)
-    with fleet(module(plain=FOUR)) as here:
-        receiver = WeightReceiver(target, here.transport.receiver())
-        with receiver, pytest.raises(ConfigError, match=words):
-            receiver.receive_weights(timeout_s=5)

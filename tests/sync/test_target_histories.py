@@ -234,16 +234,25 @@ EVENTS: st.SearchStrategy[Event] = st.tuples(
 )
 
 
+EXAMPLE: dict[str, Any] = {
+    "seed": 0,
+    "events": [("change", 0.05, 0), ("fail", 0.6, 0), ("sleep", 1.0, 1), ("corrupt", 0.05, 0)],
+    "kernels": "torch",
+    "compression": "none",
+    "sizes": (1 << 20, None),
+}
+
+
 @pytest.mark.promise("Bits", "An engine holds what its own loader would load.")
 @pytest.mark.promise(
     "Bits",
     "What an engine computes of small tensors, such as scales, is computed again in the "
     "decision that writes them, or the old version stays.",
 )
-@pytest.mark.parametrize("way", ["staged", "in place"])
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=3, deadline=None)
 @given(
+    is_staged=st.booleans(),
     seed=st.integers(0, 99),
     is_same=st.booleans(),
     events=st.lists(EVENTS, max_size=3),
@@ -251,17 +260,11 @@ EVENTS: st.SearchStrategy[Event] = st.tuples(
     compression=st.sampled_from(["none", "gap", "block"]),
     sizes=st.sampled_from([(300, 7), (1 << 20, None)]),
 )
-@example(
-    seed=0,
-    is_same=False,
-    events=[("change", 0.05, 0), ("fail", 0.6, 0), ("sleep", 1.0, 1), ("corrupt", 0.05, 0)],
-    kernels="torch",
-    compression="none",
-    sizes=(1 << 20, None),
-)
+@example(is_staged=True, is_same=False, **EXAMPLE)
+@example(is_staged=False, is_same=True, **EXAMPLE)
 def test_any_history_leaves_what_a_fresh_engine_would_hold(
     kind: str,
-    way: str,
+    is_staged: bool,
     seed: int,
     is_same: bool,
     events: list[Event],
@@ -283,7 +286,7 @@ def test_any_history_leaves_what_a_fresh_engine_would_hold(
     )
     with fleet(source, options=sending) as here:
         options = ReceiverOptions(
-            max_staged_bytes=None if way == "staged" else 0,
+            max_staged_bytes=None if is_staged else 0,
             kernels=kernels,
             chunk_numel=chunk_numel,
             scrub_every=1,
@@ -292,7 +295,7 @@ def test_any_history_leaves_what_a_fresh_engine_would_hold(
         for number, target in enumerate(targets):
             here.add(target, rank=number, world=len(engines), options=options)
         history = History(made, here, source, engines, targets)
-        history.is_staged = way == "staged"
+        history.is_staged = is_staged
         assert history.sync().full_synced == (0 if is_same else len(engines))
         for number, (event, share, part) in enumerate(events):
             if event in ("sleep", "corrupt") and not made.found:  # it checks a copy

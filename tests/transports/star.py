@@ -5,8 +5,10 @@ from __future__ import annotations
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+
+import pytest
 
 from deltasync.testing.links import background
 from deltasync.transports.control.connection import Deadline, Kind
@@ -33,9 +35,8 @@ class Star:
         secret: bytes | None = None,
         *,
         greeting_timeout_s: float = 10.0,
-        max_message_bytes: int = 64 << 20,
     ) -> None:
-        self._stack, self._limit = stack, max_message_bytes
+        self._stack = stack
         self.gate = Gate()
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.address = listener.getsockname()
@@ -44,7 +45,6 @@ class Star:
             self.gate,
             kinds={Kind.REPLY},
             secret=secret,
-            max_message_bytes=max_message_bytes,
             greeting_timeout_s=greeting_timeout_s,
         )
         stack.callback(lambda: self.gate.close(self.server.close))
@@ -69,7 +69,6 @@ class Star:
             gate,
             kinds={Kind.FRAME},
             secret=secret,
-            max_message_bytes=self._limit,
         )
         self._stack.callback(lambda: gate.close(client.hang_up))
         return client
@@ -110,8 +109,14 @@ class Star:
         """Wait until a peer is lost; whether it was, in a short time."""
         give_up = Deadline(10)
         while self.server.is_connected(peer) and not give_up.passed:
-            pass
+            self.server.pump(0.1)
         return not self.server.is_connected(peer)
+
+
+@pytest.fixture
+def make_star() -> Iterator[Callable[..., Star]]:
+    with ExitStack() as stack:
+        yield lambda secret=None, **options: Star(stack, secret, **options)
 
 
 def is_closed(sock: socket.socket, *, timeout_s: float = 5.0) -> bool:

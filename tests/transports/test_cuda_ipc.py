@@ -35,7 +35,7 @@ from deltasync.testing.transport import TransportContract
 from deltasync.transports import cuda_ipc
 from deltasync.transports.base import Frame, ReceiveTransport
 from deltasync.transports.control.connection import Connection, Kind
-from deltasync.transports.cuda_runtime import Gpu, IpcEvent, find_runtime
+from deltasync.transports.cuda_runtime import Gpu, IpcEvent
 from tests.transports.slot_contract import (
     FRAME,
     MEMORY_BYTES,
@@ -323,20 +323,8 @@ def test_a_killed_receiver_leaves_nothing(link: Link) -> None:
     child.kill()
     with within(PROMPT_S):
         while link.sender.is_connected(peer):
-            time.sleep(0.01)
+            link.sender.poll(timeout_s=0.01)
     link.sender.close()
-    assert HostGpu.num_allocated == 0
-
-
-def test_memory_that_cannot_be_exported_is_freed(
-    link: Link, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> bytes:
-        raise TransportUnavailable("no handles in this container")
-
-    monkeypatch.setattr(HostGpu, "export", refuse)
-    with pytest.raises(TransportUnavailable):
-        link.sender.buffer(10, timeout_s=1)
     assert HostGpu.num_allocated == 0
 
 
@@ -418,33 +406,6 @@ def test_no_gpu_is_unavailable(path: Path, end: Callable[[Path], object]) -> Non
     with pytest.raises(TransportUnavailable, match="shared memory"):
         end(path)
     assert not path.exists()
-
-
-MAPS = """\
-7f0000000000-7f0000001000 r--p 00000000 08:01 1 /opt/lib/libcudart_static_not.so
-7f0000000000-7f0000001000 r--p 00000000 08:01 1 /opt/one lib/libcudart.so.12
-7f0000001000-7f0000002000 r-xp 00000000 08:01 1 /opt/one lib/libcudart.so.12
-7f0000002000-7f0000003000 r--p 00000000 08:01 2 /opt/two/libcudart.so.13
-7f0000003000-7f0000004000 rw-p 00000000 00:00 0
-7f0000004000-7f0000005000 rw-p 00000000 00:00 0 [heap]
-""".splitlines()
-
-
-@pytest.mark.parametrize(
-    ("maps", "version", "path"),
-    [
-        (MAPS[1:], "13.0", "/opt/two/libcudart.so.13"),
-        (MAPS[1:], "12.8", "/opt/one lib/libcudart.so.12"),
-        (MAPS[1:3], "13.0", "/opt/one lib/libcudart.so.12"),
-        (MAPS[1:], None, "/opt/one lib/libcudart.so.12"),
-        (MAPS[4:], "13.0", None),
-        ([], None, None),
-    ],
-)
-def test_the_runtime_of_torch_is_found(
-    maps: list[str], version: str | None, path: str | None
-) -> None:
-    assert find_runtime(maps, version) == path
 
 
 # GPUs

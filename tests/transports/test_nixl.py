@@ -105,10 +105,6 @@ def resident_bytes() -> int:
 # What it promises of peers
 
 
-def test_losses_leave_frames_whole(link: Link) -> None:
-    assert link.sender.capabilities.outlives_losses
-
-
 def test_a_shared_secret_is_wanted() -> None:
     with ExitStack() as stack:
         signed = make_ends(secret=b"secret")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
 import stat
@@ -18,10 +17,9 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from deltasync.errors import ConfigError, TransportTimeout
-from deltasync.testing.links import PATIENCE_S, within
+from deltasync.testing.links import PATIENCE_S
 from deltasync.testing.processes import Child
 from deltasync.transports import shared_memory
-from deltasync.transports.control import socket_file
 from deltasync.transports.control.connection import Kind
 from deltasync.transports.control.socket_file import private_path
 
@@ -79,16 +77,6 @@ def greet(folder: Path) -> None:
             pass
 
 
-def lock_directory(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-
-
-def make_lock_file(folder: Path) -> None:
-    lock = os.open(folder / ".weights.lock", os.O_RDWR | os.O_CREAT, 0o666)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-
-
 def take_private_folder(folder: Path, user: int) -> None:
     (folder / f"deltasync-{user}").mkdir(mode=0o777)
 
@@ -136,23 +124,9 @@ def test_a_sender_lets_no_other_user_in(shared: Path) -> None:
 
 
 @as_root
-@pytest.mark.parametrize("lock", [lock_directory, make_lock_file])
-def test_locks_of_another_user_hold_nobody_up(shared: Path, lock: Callable[[Path], None]) -> None:
-    with Child(as_somebody, lock, shared) as child:
-        done(child, shared)
-        with within(2):
-            if lock is lock_directory:
-                shared_memory.Sender(shared / "weights").close()
-            else:
-                with pytest.raises(ConfigError, match="weights"):
-                    shared_memory.Sender(shared / "weights")
-
-
-@as_root
 def test_a_private_directory_of_another_user_is_refused(
     shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(socket_file, "_RUNTIME", str(shared / "missing"))
     monkeypatch.setattr(tempfile, "tempdir", str(shared))
     take = partial(take_private_folder, user=os.geteuid())
     with Child(as_somebody, take, shared) as child:
@@ -186,7 +160,6 @@ def test_a_directory_that_is_not_private_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int | None
 ) -> None:
     """One that others can enter, or a link to one."""
-    monkeypatch.setattr(socket_file, "_RUNTIME", str(tmp_path / "missing"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     folder = tmp_path / f"deltasync-{os.geteuid()}"
     if mode is None:
@@ -196,20 +169,3 @@ def test_a_directory_that_is_not_private_is_refused(
         folder.chmod(mode)
     with pytest.raises(ConfigError, match="not a directory" if mode is None else "not 0700"):
         private_path()
-
-
-def test_a_runtime_directory_is_used_where_there_is_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / str(os.geteuid())).mkdir(mode=0o700)
-    monkeypatch.setattr(socket_file, "_RUNTIME", str(tmp_path))
-    assert private_path("name") == tmp_path / str(os.geteuid()) / "deltasync" / "name"
-
-
-def test_a_sender_that_is_stuck_in_its_start_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(socket_file, "_LOCK_TIMEOUT_S", 0.2)
-    make_lock_file(tmp_path)
-    with within(2), pytest.raises(ConfigError, match=r"another process has held .*weights\.lock"):
-        shared_memory.Sender(tmp_path / "weights")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,8 +22,6 @@ from verl.utils.import_utils import import_external_libs
 from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 from verl.workers.engine_workers import ActorRolloutRefWorker
-
-from tests.verl.fleet import LoadsByName
 
 EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
@@ -68,6 +67,36 @@ class Policy(nn.Module):
         if kind != "down":
             place = place.chunk(2)[kind == "up"]
         place.copy_(tensor)
+
+
+class LoadsByName:
+    """What verl's rollout adapters do: load whole tensors by name.
+
+    Args:
+        load: Takes one of them.
+
+    Attributes:
+        fails: Whether the next load fails, once.
+    """
+
+    def __init__(self, load: Callable[[str, Tensor], None]) -> None:
+        self._load, self.fails = load, False
+        self.steps: int | None = None
+        self.replica_rank, self.is_leader_rank = 0, True
+
+    async def update_weights(
+        self,
+        weights: AsyncIterator[tuple[str, Tensor]],
+        global_steps: int | None = None,
+        wire_format: str = "",
+    ) -> None:
+        assert wire_format == "named_tensors"
+        async for name, tensor in weights:
+            if self.fails:
+                self.fails = False
+                raise RuntimeError("planted: out of memory")
+            self._load(name, tensor)
+        self.steps = global_steps
 
 
 class TrainerWorker(Worker):
@@ -127,12 +156,11 @@ class RolloutWorker(CheckpointEngineWorker):
         self.policy = policy
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def state(self) -> tuple[dict[str, Tensor], list[str], int | None]:
-        """Weights, names handed over last, and the step that they are of."""
-        adapter = self.server_adapter
-        return dict(self.policy.state_dict()), adapter.handed, adapter.steps
+    def state(self) -> tuple[dict[str, Tensor], int | None]:
+        """Weights, and the step that they are of."""
+        return dict(self.policy.state_dict()), self.server_adapter.steps
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def fail_once(self) -> None:
         """The next load fails."""
-        self.server_adapter.fails_after = 0
+        self.server_adapter.fails = True

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 _PLUGINS = (ROOT / "tests/engines/plugin", ROOT / "tests/verl/plugin")
 _ENVIRONMENT = {
     "PYTHONPATH": ":".join(map(str, (ROOT, *_PLUGINS))),
-    "VLLM_PLUGINS": "deltasync,without_tiles,without_packing,older_pause",
+    "VLLM_PLUGINS": "deltasync,without_tiles,without_packing",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_CI_ENV": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -50,10 +50,10 @@ def hook() -> Callable[[], None]:
 
 
 @contextmanager
-def cluster(gpus: int, **environment: str) -> Iterator[None]:
+def cluster(gpus: int) -> Iterator[None]:
     """Ray with GPUs that are not there, in an environment in which vLLM runs on a CPU."""
     before, path = dict(os.environ), list(sys.path)
-    os.environ.update(_ENVIRONMENT | environment)
+    os.environ.update(_ENVIRONMENT)
     sys.path[:0] = _ENVIRONMENT["PYTHONPATH"].split(":")
     ray.init(
         num_cpus=16,
@@ -71,13 +71,13 @@ def cluster(gpus: int, **environment: str) -> Iterator[None]:
         sys.path[:] = path
 
 
-def save_model(folder: Path, *, hidden: int = 128, inter: int = 192, layers: int = 2) -> None:
+def save_model(folder: Path) -> None:
     """A Llama and a tokenizer of as many words."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=inter,
-        num_hidden_layers=layers,
+        hidden_size=128,
+        intermediate_size=192,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=512,
@@ -95,19 +95,18 @@ def save_model(folder: Path, *, hidden: int = 128, inter: int = 192, layers: int
     tokenizer.save_pretrained(folder)
 
 
-def configured(hand_over: str = "in_place", **options: Any) -> CheckpointEngineConfig:
-    """A checkpoint engine of ours."""
+def configured() -> CheckpointEngineConfig:
+    """A checkpoint engine of ours, by which vLLM's workers write in place."""
     return CheckpointEngineConfig(
         backend="deltasync",
         custom_backend_module="deltasync.integrations.verl",
         update_weights_bucket_megabytes=256,
         engine_kwargs={
             "deltasync": {
-                "hand_over": hand_over,
+                "in_place": True,
                 "timeout_s": 120,
                 "sender": {"wire_dtypes": {"*": "bfloat16"}},
             }
-            | options
         },
     )
 
@@ -153,9 +152,9 @@ def start(*replicas: Any) -> None:
     asyncio.run(all_of_them())
 
 
-def tokens(replica: Any, name: str, *, count: int = 8) -> tuple[list[int], object]:
+def tokens(replica: Any, name: str) -> tuple[list[int], object]:
     """What it generates, and the step that it says it is of."""
-    sampling = {"max_tokens": count, "temperature": 0.0, "ignore_eos": True}
+    sampling = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
     answer = ray.get(replica.servers[0].generate.remote([5, 6, 7], sampling, name))
     return list(answer.token_ids), answer.extra_fields["global_steps"]
 
@@ -201,12 +200,12 @@ def assert_holds(replica: Any, weights: Mapping[str, Tensor]) -> None:
             assert torch.equal(state[name].view(torch.int16), tensor.view(torch.int16)), name
 
 
-def trainer_of(folder: Path, config: CheckpointEngineConfig, ranks: int = 1) -> Any:
+def trainer_of(folder: Path, config: CheckpointEngineConfig) -> Any:
     """verl's FSDP2 trainer of the model."""
     from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
     from tests.verl.actors import TrainerWorker
 
     made = RayClassWithInitArgs(cls=ray.remote(TrainerWorker), config=config, folder=str(folder))
-    pool = RayResourcePool([ranks], use_gpu=False, max_colocate_count=1)
+    pool = RayResourcePool([1], use_gpu=False, max_colocate_count=1)
     return RayWorkerGroup(resource_pool=pool, ray_cls_with_init=made, device_name="cpu")

@@ -21,7 +21,6 @@ from tests.verl.rollouts import hook
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs/integrations/verl.md"
-NAMES = 5 + 3 * 3  # tensors that verl exports of the actors' model
 
 pytestmark = pytest.mark.timeout(280)
 
@@ -47,7 +46,7 @@ class Replica:
 
     abort_all_requests = resume_generation = release_kv_cache = resume_kv_cache = nothing
 
-    def state(self) -> tuple[dict[str, Tensor], list[str], int | None]:
+    def state(self) -> tuple[dict[str, Tensor], int | None]:
         (found,) = self.group.state()
         return found  # type: ignore[no-any-return]
 
@@ -72,18 +71,16 @@ def update(manager: CheckpointEngineManager, step: int) -> Mapping[str, float]:
     return manager.update_weights(step)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(
-    ("backend", "ranks", "rollouts"), [("deltasync", 1, 2), ("delta_sharded", 2, 1)]
-)
-def test_rollouts_follow_an_fsdp2_trainer(backend: str, ranks: int, rollouts: int) -> None:
+@pytest.mark.parametrize(("backend", "rollouts"), [("deltasync", 2), ("delta_sharded", 1)])
+def test_rollouts_follow_an_fsdp2_trainer(backend: str, rollouts: int) -> None:
     config = documented(backend)
-    trainers = group_of(actors.TrainerWorker, ranks, config)
+    trainers = group_of(actors.TrainerWorker, 2, config)  # both take part in gathering
     replicas = [Replica(config) for _ in range(rollouts)]
     manager = CheckpointEngineManager(config, trainers, replicas[:1])
 
     first = update(manager, 10)
     assert first["checkpoint_engine/changed_ratio"] == 1.0
-    check(trainers, replicas[:1], step=10, handed=NAMES)
+    check(trainers, replicas[:1], step=10)
 
     trainers.step(50)
     metrics = update(manager, 11)
@@ -100,19 +97,19 @@ def test_rollouts_follow_an_fsdp2_trainer(backend: str, ranks: int, rollouts: in
     assert update(manager, 13)["checkpoint_engine/changed_elems"] == 0
     check(trainers, replicas, step=13)
 
+    manager.remove_replicas(replicas[1:])
     assert update(manager, 14)["checkpoint_engine/payload_mbytes"] == 0
-    check(trainers, replicas, step=14, handed=0)
+    check(trainers, replicas[:1], step=14)
     for one in [*trainers.workers, *(worker for r in replicas for worker in r.workers)]:
         ray.kill(one)
 
 
-def check(trainers: Any, replicas: list[Replica], *, step: int, handed: int | None = None) -> None:
+def check(trainers: Any, replicas: list[Replica], *, step: int) -> None:
     """Rollouts hold what the trainer has."""
     wanted = trainers.weights()[0]
     for replica in replicas:
-        weights, names, steps = replica.state()
+        weights, steps = replica.state()
         assert steps == step
         assert weights.keys() == wanted.keys()
         for name, tensor in wanted.items():
             assert torch.equal(weights[name].view(torch.int16), tensor.view(torch.int16)), name
-        assert handed is None or len(names) == handed

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import random
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
@@ -23,7 +21,6 @@ class Faults:
 
     Attributes:
         choose: Chooses the fault of a request.
-        met: How often each fault was made.
         slow_s: Seconds that a slow answer waits.
         bytes_per_s: How fast objects come down, all of them together; None for no limit.
         most_bytes: After which an answer breaks off; None for no limit.
@@ -33,7 +30,6 @@ class Faults:
 
     def __init__(self) -> None:
         self.choose: Choose = lambda method, path: None
-        self.met: Counter[str] = Counter()
         self.slow_s = 1.5
         self.bytes_per_s: float | None = None
         self.most_bytes: int | None = None
@@ -55,16 +51,6 @@ class Faults:
                     time.sleep(min(left_s, 0.1))
             write(piece)
 
-    def at_random(self, seed: int, share: float, kinds: tuple[str, ...] = FAULTS) -> None:
-        """Make such a share of all requests fail, in one of these ways."""
-        chance, lock = random.Random(seed), threading.Lock()
-
-        def choose(method: str, path: str) -> str | None:
-            with lock:
-                return chance.choice(kinds) if chance.random() < share else None
-
-        self.choose = choose
-
 
 @contextlib.contextmanager
 def faulty(endpoint: str) -> Iterator[tuple[str, Faults]]:
@@ -80,8 +66,6 @@ def faulty(endpoint: str) -> Iterator[tuple[str, Faults]]:
         def forward(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             fault = faults.choose(self.command, self.path)
-            if fault is not None:
-                faults.met[fault] += 1
             if fault == "lost request":
                 self.close_connection = True
                 return

@@ -17,6 +17,7 @@ from deltasync import ModuleSource, ModuleTarget, SenderOptions
 from deltasync.delta.bits import as_bits
 from deltasync.errors import CallOrderError
 from deltasync.store.anchors import PublishOptions
+from deltasync.store.catalogue import Run
 from deltasync.store.receiver import StoreReceiver
 from deltasync.store.sender import PublishStats, StoreSender
 from deltasync.store.verifying import verify_run
@@ -202,8 +203,7 @@ def assert_published(
     place = place or trainer.place
     found = verify_run(place.url, run, options=place.options)
     assert found.faults == []
-    with Follower(place, model=blank(trainer.model), run=run) as reader:
-        there = reader.receiver.versions()
+    there = Run.open(place.url, run, place.options).versions()
     assert found.proved == there
     for version in set(there) & set(trainer.states):
         with Follower(place, model=blank(trainer.model), run=run) as reader:

@@ -105,21 +105,16 @@ class InterruptedLine:
     Args:
         folder: Of the files.
         left: The line's number, of those that are run.
-        function: Counts the lines of a function of this name alone, if one is given.
         begins: Begins to count in a function of this name, if one is given.
     """
 
-    def __init__(
-        self, folder: Path, left: int, *, function: str | None = None, begins: str | None = None
-    ) -> None:
-        self.folder, self.left, self.function, self.begins = str(folder), left, function, begins
+    def __init__(self, folder: Path, left: int, *, begins: str | None = None) -> None:
+        self.folder, self.left, self.begins = str(folder), left, begins
         self.is_raised = False
 
     def __call__(self, frame: FrameType, event: str, _: object) -> Any:
         code = frame.f_code
         if self.is_raised or not code.co_filename.startswith(self.folder):
-            return None
-        if self.function not in (None, code.co_name):
             return None
         if self.begins == code.co_name:
             self.begins = None

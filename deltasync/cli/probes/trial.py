@@ -1,43 +1,49 @@
 """The trials of `doctor`, each in processes of its own, so that a crash or a hang harms nothing.
 
-The error of a trial is the last line on stderr of its process.
+The error of a trial is the last line that its processes write to stderr.
 """
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
+import tempfile
+import threading
 import time
-from tempfile import TemporaryDirectory, TemporaryFile
+from pathlib import Path
 from typing import Self
 
 import torch
+from torch import nn
 
-from deltasync import SenderOptions
-from deltasync.cli.probes.companion import start_companion
-from deltasync.cli.probes.follower import followed, last_line, make_model
-from deltasync.errors import SyncError
-from deltasync.transports.address import LinkName
+from deltasync import (
+    ModuleSource,
+    ModuleTarget,
+    ReceiverOptions,
+    SenderOptions,
+    WeightReceiver,
+    WeightSender,
+)
+from deltasync.errors import PeerLost, SyncError, TransportTimeout
+from deltasync.transports.address import Address, LinkName, listen
+
+_START_TIMEOUT_S, _JOIN_TIMEOUT_S, _EXIT_TIMEOUT_S = 100.0, 180.0, 10.0
+_POLL_S = 0.5
+_NEW = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
 
 
 class Trial:
     """One trial, which begins at once. Use it in a `with` block, which ends its processes."""
 
     def __init__(self, name: str) -> None:
-        self._folder = TemporaryDirectory(prefix="deltasync-")  # for what a killed process leaves
-        self._said = TemporaryFile()  # noqa: SIM115 (closed by __exit__)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="deltasync-")
+        self._process = _NEW.Process(target=_run, args=(name, self._folder.name))
         self._not_started = ""
         try:
-            self._process = start_companion(
-                "deltasync.cli.probes.trial",
-                name,
-                stderr=self._said,
-                start_new_session=True,
-                env=os.environ | {"TMPDIR": self._folder.name},
-            )
+            self._process.start()
         except OSError as error:  # no descriptor or no process is left
             self._not_started = str(error)
 
@@ -45,39 +51,105 @@ class Trial:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._process is not None:
-            with self._process:
-                if self._process.poll() is None:
-                    os.killpg(self._process.pid, signal.SIGKILL)
-        self._said.close()
+        if (pid := self._process.pid) is not None:
+            with contextlib.suppress(ProcessLookupError):  # it had no session yet
+                os.killpg(pid, signal.SIGKILL)
+            self._process.kill()
+            self._process.join()
         self._folder.cleanup()
 
     def problem(self, deadline: float) -> str | None:
         """Wait until `deadline`, of time.monotonic. Returns what went wrong, or None."""
-        if self._process is None:
+        if self._not_started:
             return self._not_started
-        try:
-            code = self._process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            return "it did not end in time"
-        if code == 0:
+        self._process.join(max(0.0, deadline - time.monotonic()))
+        if self._process.exitcode == 0:
             return None
-        return last_line(self._said).removeprefix("deltasync.errors.") or f"it ended with {code}"
+        if self._process.exitcode is None:
+            return "it did not end in time"
+        lines = Path(self._folder.name, "stderr").read_text(errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return last.removeprefix("deltasync.errors.") or f"it ended with {self._process.exitcode}"
 
 
-def try_link(link: LinkName, devices: tuple[str, str]) -> None:
+def _run(name: str, folder: str) -> None:
+    """Run a trial. What it writes is in `folder`, so that a killed process leaves nothing."""
+    os.setsid()
+    _end_with_parent()
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    os.dup2(os.open(f"{folder}/stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    match name:
+        case "triton":
+            _try_triton()
+        case "shared_memory" | "gloo" | "nixl" as link:
+            _try_link(link, ("cpu", "cpu"))
+        case "cuda_ipc":
+            _try_link("cuda_ipc", ("cuda:0", "cuda:0"))
+        case "nccl":
+            _try_link("nccl", ("cuda:0", "cuda:1"))
+
+
+def _end_with_parent() -> None:
+    """End this process as soon as the one that started it has ended, however that happens."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _model(device: str) -> nn.Module:
+    """A few bf16 elements, always the same bits."""
+    return nn.ParameterList([torch.arange(1000, dtype=torch.bfloat16, device=device)])
+
+
+def _try_link(link: LinkName, devices: tuple[str, str]) -> None:
     """Send a delta of one element to another process, checked by digest."""
-    module = make_model(devices[0])
+    module = _model(devices[0])
     options = SenderOptions(kernels="torch")  # Triton's have a trial of their own
-    with followed(module, link, devices=devices, options=options) as sender:
-        with torch.no_grad():
-            next(module.parameters())[7] += 1
-        stats = sender.send_weights()
-        if stats.kind != "delta" or stats.nnz != 1:
-            raise SyncError(f"not the delta that it should be: {stats}")
+    path = Path(tempfile.gettempdir()) / "weights.sock"
+    transport, address = listen(link, path=path, device=devices[0])
+    with WeightSender(ModuleSource(module), transport, options=options) as sender:
+        process = _NEW.Process(target=_follow, args=(address.model_dump_json(), devices[1]))
+        process.start()
+        try:
+            deadline = time.monotonic() + _START_TIMEOUT_S
+            while True:
+                try:
+                    sender.wait_for_receivers(1, timeout_s=_POLL_S)
+                    break
+                except TransportTimeout:
+                    if process.exitcode is not None:  # and has said why
+                        sys.exit(1)
+                    if time.monotonic() > deadline:
+                        raise
+            sender.send_weights(timeout_s=_JOIN_TIMEOUT_S)  # both hold the same already
+            with torch.no_grad():
+                next(module.parameters())[7] += 1
+            stats = sender.send_weights()
+            if stats.kind != "delta" or stats.nnz != 1:
+                raise SyncError(f"not the delta that it should be: {stats}")
+            sender.close()
+            process.join(_EXIT_TIMEOUT_S)
+        finally:
+            process.kill()
+            process.join()
 
 
-def try_triton() -> None:
+def _follow(address: str, device: str) -> None:
+    """In the second process: follow the sender until it has left."""
+    _end_with_parent()
+    link = Address.model_validate_json(address).receiver(torch.device(device))
+    target, options = ModuleTarget(_model(device)), ReceiverOptions(kernels="torch")
+    with WeightReceiver(target, link, options=options) as receiver, contextlib.suppress(PeerLost):
+        while True:
+            receiver.receive_weights(timeout_s=_JOIN_TIMEOUT_S)
+
+
+def _try_triton() -> None:
     """Compile every Triton kernel, and run it on the GPU."""
     from deltasync.delta.batched.warm_up import sync_tiny_models
     from deltasync.dtypes import BY_NAME
@@ -91,16 +163,3 @@ def try_triton() -> None:
     computed = frozenset(Kind(own, one) for own, _ in formats for one in kernels if one)
     sync_tiny_models(formats, 1 << 20, torch.device("cuda", 0), computed=computed)
     torch.cuda.synchronize()
-
-
-def main() -> None:
-    """Run the trial that `sys.argv` names. `doctor` shows the last line of what this raises."""
-    match sys.argv[1]:
-        case "triton":
-            try_triton()
-        case "shared_memory" | "gloo" | "nixl" as link:
-            try_link(link, ("cpu", "cpu"))
-        case "cuda_ipc":
-            try_link("cuda_ipc", ("cuda:0", "cuda:0"))
-        case "nccl":
-            try_link("nccl", ("cuda:0", "cuda:1"))

@@ -16,6 +16,7 @@ from deltasync.delta.bucket import staged_bytes_of
 from deltasync.delta.codecs.old import SnapshotOld
 from deltasync.delta.digests import DigestLedger, Ints
 from deltasync.delta.host.packing import Bucket, buckets, bytes_of
+from deltasync.delta.host.small import SMALL, SmallSource, SmallWeights
 from deltasync.delta.host.staging import Lines, Staging
 from deltasync.delta.kernels import KERNELS
 from deltasync.delta.policy import Policy
@@ -24,7 +25,7 @@ from deltasync.delta.shard import Share
 from deltasync.wire.table import MAX_SPARSE_SPAN
 
 _BLOCK = 1 << 17  # positions digested at once
-_SMALL = 1 << 12  # elements of a parameter that are compared at once
+_MANY = 8  # parameters from which on it pays to read small ones together
 
 
 class HostBackend:
@@ -49,6 +50,8 @@ class HostBackend:
         self.flats, self.ledger = flats, ledger
         self.ahead: set[int] = set()
         self.num_bytes = sum(flat.numel * flat.dtype.item_size for flat in flats.values())
+        self._readers: Sequence[Reader] | None = None  # of the last comparison
+        self._small_source: SmallSource | None = None  # of these, if they have come twice
 
     def capture(self, readers: Sequence[Reader]) -> None:
         """Take the source's bits as they are now, all of them."""
@@ -59,15 +62,16 @@ class HostBackend:
 
     def measure(self, chunks: Ints) -> NDArray[np.uint64]:
         """uint64[n]: digests of int64[n] chunks, read from memory."""
-        table = self.ledger.table
-        columns = (
-            column[chunks].tolist() for column in (table.parameter, table.start, table.numel)
-        )
-        found = [
-            self._digest(number, low, low + numel)
-            for number, low, numel in zip(*columns, strict=True)
-        ]
-        return np.array(found, np.uint64)
+        table, found = self.ledger.table, np.zeros(len(chunks), np.uint64)
+        parameter = table.parameter[chunks]
+        is_small = self._small.has[parameter]
+        if is_small.any():
+            found[is_small] = self._small.digests(parameter[is_small])
+        rest = np.flatnonzero(~is_small)
+        columns = rest, parameter[rest], table.start[chunks[rest]], table.numel[chunks[rest]]
+        for nth, number, low, numel in zip(*(c.tolist() for c in columns), strict=True):
+            found[nth] = self._digest(number, low, low + numel)
+        return found
 
     def compare(
         self,
@@ -85,8 +89,8 @@ class HostBackend:
         if meanwhile is not None:
             meanwhile()
         ledger, changes, room = self.ledger.copy(), list[Change](), max_held_bytes
-        for parameter, reader in enumerate(readers):
-            change = self.change(parameter, reader, policy, ledger=ledger, room=room)
+        for parameter in self._looked_at(readers):
+            change = self.change(parameter, readers[parameter], policy, ledger=ledger, room=room)
             if change is not None:
                 changes.append(change)
                 room -= change.held_bytes
@@ -99,6 +103,24 @@ class HostBackend:
             bucket_bytes=bucket_bytes,
             base_version=base_version,
         )
+
+    def _looked_at(self, readers: Sequence[Reader]) -> Iterable[int]:
+        """Numbers of the parameters to compare one by one: all, or of many all but small ones that
+        are the same.
+
+        It takes a while to find small ones, and for a source that moves that would be for nothing.
+        """
+        if len(readers) < _MANY:
+            return range(len(readers))
+        if readers is not self._readers:
+            self._readers, self._small_source = readers, None
+            return range(len(readers))
+        if self._small_source is None:
+            self._small_source = SmallSource(readers, self.flats)
+        ahead = np.array(list(self.ahead), np.int64)
+        found = self._small_source.others, self._small_source.differing(), ahead
+        numbers: list[int] = np.unique(np.concatenate(found)).tolist()
+        return numbers
 
     def change(
         self,
@@ -195,6 +217,10 @@ class HostBackend:
         positions = flat.held(low, high)
         bits = flat.read(low, high) if positions is None else flat.gather(positions)
         return self.ledger.digest_held(parameter, positions, bits, low)
+
+    @cached_property
+    def _small(self) -> SmallWeights:
+        return SmallWeights(self.flats if len(self.flats) >= _MANY else {}, self.ledger)
 
     @cached_property
     def _lines(self) -> Lines:
@@ -423,7 +449,7 @@ def _is_small_and_same(reader: Reader, old: Live) -> bool:
     new = reader.flat
     return (
         new is not None
-        and new.numel <= _SMALL
+        and new.numel <= SMALL
         and new.line.is_cpu
         and old.line.is_cpu
         and new.is_contiguous

@@ -10,13 +10,12 @@ first run, too: watching runs Python code at each operation.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
 
 from deltasync.engines.proof.proving import Bits, Proof
-from deltasync.engines.proof.reach import News, Reach, as_tensor, at
+from deltasync.engines.proof.reach import Link, News, Reach, as_tensor, at
 from deltasync.errors import EngineFailed
 
 
@@ -26,12 +25,15 @@ class Again:
     Args:
         proof: The proof of the engine; the module is one of its second instance.
         module: Its name.
-        made: Paths of the results.
+        results: Paths of the results.
     """
 
-    def __init__(self, proof: Proof, module: str, made: Sequence[str]) -> None:
-        self._proof, self._module, self._paths = proof, module, made
-        self._found: _Found | None = None
+    def __init__(self, proof: Proof, module: str, results: Sequence[str]) -> None:
+        self._proof, self._module, self._results = proof, module, results
+        # Of the first run: what was reached before it, what was processed, an outline of what that
+        # changed, and the objects and keys that lead to each result.
+        self._first: tuple[Reach, tuple[nn.Module, ...], News, dict[str, tuple[Link, ...]]] | None
+        self._first = None
 
     def made(self, given: Bits) -> dict[str, Tensor]:
         """What the work makes of these tensors: copies of its results, by path.
@@ -44,55 +46,23 @@ class Again:
             Exception: What the engine raises.
         """
         self._proof.cold.mend()
-        found = self._found
-        is_known = found is not None and found.before.is_unchanged
-        if found is None or not is_known:
-            found = _Found(*self._proof.part(self._module))
-        with self._proof.cold.processing(
-            found.before, found.modules, given, is_watched=not is_known
-        ):
-            news = found.before.news()
-            if self._found is not None and news != self._found.news:
+        first = self._first
+        is_known = first is not None and first[0].is_unchanged
+        before, modules = first[:2] if first and is_known else self._proof.part(self._module)
+        with self._proof.cold.processing(before, modules, given, is_watched=not is_known):
+            news = before.news()
+            if first is not None and news != first[2]:
                 raise EngineFailed(
                     f"the engine's work after loading on {self._module!r} has put its results "
                     "elsewhere than before, where they would be missed: restart the engine"
                 )
-            if not is_known and found.search(self._paths, news):
-                self._found = found
-            return {
-                path: now.detach().clone()
-                for path in found.places
-                if (now := found.now(path)) is not None
-            }
-
-
-class _Found:
-    """What was found at a run.
-
-    Args:
-        before: What is reached from the module before the work.
-        modules: What is processed.
-
-    Attributes:
-        before, modules: The same.
-        news: An outline of what the work changes.
-        places: By path of each result, the root that it is reached from, and the keys on the way.
-    """
-
-    def __init__(self, before: Reach, modules: Sequence[nn.Module]) -> None:
-        self.before, self.modules = before, modules
-        self.news: News = []
-        self.places: dict[str, tuple[Any, tuple[Any, ...]]] = {}
-
-    def search(self, paths: Sequence[str], news: News) -> bool:
-        """Find out where the work has put its results. Returns whether all are there."""
-        after = self.before.again().tensors
-        ways = {path: after[path].links for path in paths if path in after}
-        self.news = news
-        self.places = {path: (way[0][0], tuple(k for _, k in way)) for path, way in ways.items()}
-        return len(ways) == len(paths)
-
-    def now(self, path: str) -> Tensor | None:
-        """The result that is there; None if there is none."""
-        with DisableTorchFunctionSubclass():
-            return as_tensor(at(*self.places[path]))
+            if first is not None and is_known:
+                ways = first[3]
+            else:
+                after = before.again().tensors
+                ways = {path: after[path].links for path in self._results if path in after}
+                if len(ways) == len(self._results):
+                    self._first = before, modules, news, ways
+            with DisableTorchFunctionSubclass():
+                found = {p: as_tensor(at(w[0][0], [k for _, k in w])) for p, w in ways.items()}
+            return {path: one.detach().clone() for path, one in found.items() if one is not None}

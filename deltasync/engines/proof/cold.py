@@ -14,13 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from deltasync.delta.bits import as_bits, storage_of
 from deltasync.delta.memory import is_lack_of_memory, raise_lack_of_memory
 from deltasync.engines.proof.reach import Reach, named
-from deltasync.engines.routes.operations import as_returned, refuse_waits, tensors_in, written_by
-from deltasync.engines.routes.recorder import CheckpointTensor
+from deltasync.engines.routes.operations import Alone, as_returned, tensors_in, written_by
+from deltasync.engines.routes.recorder import CheckpointTensor, without_data
 from deltasync.errors import ConfigError, DeltaSyncError
 
 _UNFILLED: frozenset[Any] = frozenset(
@@ -136,7 +135,7 @@ class ColdModel:
         while True:
             watch, reach = _Watch(), Reach([("", self.model)])
             try:
-                with torch.no_grad(), Alone(), watch:
+                with torch.no_grad(), watch:
                     given = [one for one in checkpoint if one.name not in refused]
                     self._startup.load(self.model, watch.give(given))
                 break
@@ -156,29 +155,17 @@ class ColdModel:
         }
 
     @contextmanager
-    def given_memory(
-        self,
-        roots: Sequence[tuple[str, nn.Module]],
-        stop: Collection[int],
-        fill: Mapping[str, Tensor],
-    ) -> Iterator[tuple[Reach, set[str]]]:
-        """Give some modules memory within the context; its content is then discarded.
+    def with_memory(self, before: Reach, fill: Mapping[str, Tensor]) -> Iterator[set[str]]:
+        """Give modules memory within the context; its content is then discarded.
 
         Tensors that were made with values have memory already, and keep what is written to them.
 
         Args:
-            roots, stop: As of `Reach`.
+            before: What is reached from the modules.
             fill: By path, values for tensors that were left empty; the others are filled with 0.
 
-        Yields what is reached from the modules inside, and the paths of what was filled.
+        Yields the paths of what was filled.
         """
-        self.mend()
-        with self._with_memory(Reach(roots, stop=stop), fill) as filled:
-            yield Reach(roots, stop=stop), filled
-
-    @contextmanager
-    def _with_memory(self, before: Reach, fill: Mapping[str, Tensor]) -> Iterator[set[str]]:
-        """As `given_memory`, of what is reached already."""
         storages: dict[int, Tensor] = {}
         swapped: dict[int, tuple[Tensor, Tensor, dict[str, Any]]] = {}
         filled: set[str] = set()
@@ -258,7 +245,7 @@ class ColdModel:
             for path in own:
                 as_bits(made[path]).copy_(as_bits(given[path]))
             alone = Alone() if is_watched else nullcontext()
-            with self._with_memory(before, given), torch.no_grad(), alone:
+            with self.with_memory(before, given), torch.no_grad(), alone:
                 self._startup.work_on(modules)
                 yield
 
@@ -273,23 +260,6 @@ class ColdModel:
         real: Tensor = torch.Tensor._make_subclass(type(tensor), plain, tensor.requires_grad)
         real.__dict__.update(tensor.__dict__)
         return real
-
-
-class Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises ConfigError if code would wait for other ranks of its engine."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        refuse_waits(func)
-        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -337,30 +307,25 @@ class WithoutMemory(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Watch(Alone):
     """Records which storage is written, and which tensor the loader was given then."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.given = ""
         self.writes: dict[int, str] = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     def give(self, checkpoint: Iterable[CheckpointTensor]) -> Iterator[tuple[str, Tensor]]:
         for one in checkpoint:
             self.given = one.name
-            yield one.name, torch.empty(one.shape, dtype=one.dtype, device="meta")
+            yield one.name, without_data(one)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        written = written_by(func, args, kwargs)
+        written = written_by(func, args, kwargs or {})
         for tensor in written:
             self.writes[storage_of(tensor)] = self.given
         if written and any(tensor.is_meta for tensor in tensors_in([args, kwargs])):
             return as_returned(func, written)  # a tensor without memory cannot be copied
-        return func(*args, **kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)

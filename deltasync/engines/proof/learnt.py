@@ -6,29 +6,32 @@ from collections import defaultdict
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from deltasync.delta.bits import identity
+from deltasync.delta.bits import dtype_of, identity
 from deltasync.delta.codes import CODE_BITS
 from deltasync.delta.memory import raise_lack_of_memory
 from deltasync.delta.region import Region
 from deltasync.delta.route import Piece
 from deltasync.engines.proof.cold import FAILURES, with_room
-from deltasync.engines.proof.fixed import fixed_in, with_fixed
 from deltasync.engines.proof.proved import recorded
 from deltasync.engines.proof.proving import Proof, scope_of
 from deltasync.engines.proof.reach import named
-from deltasync.engines.proof.recomputed import Learnt, with_recomputed
+from deltasync.engines.proof.recomputed import Learnt, Recomputed, as_fixed, as_loaded, empty_as
+from deltasync.engines.proof.units import Unit, small_of, units_of
 from deltasync.engines.routes.learning import Moves, Process, pieces_of
-from deltasync.engines.routes.recorder import CheckpointTensor, Recording
+from deltasync.engines.routes.recorder import CheckpointTensor, Recording, without_data
 from deltasync.errors import ConfigError
 
+T = TypeVar("T")
 Pieces = tuple[Piece, ...]
 _BYTE = 8  # bits
 _TWICE = "is kept twice by the engine, once as it was and once rearranged"
 _COMPUTED = "is computed by the engine's work after loading, not moved"
+_MOST_FIXED = 8  # elements of a fixed tensor
 
 
 def learn_routes(
@@ -57,68 +60,145 @@ def learn_routes(
         ConfigError: The loader itself does more than to copy, or cannot be watched.
     """
     recording = recorded(proof, checkpoint)
-    if fixed := fixed_in(recording, checkpoint):
+    if fixed := _fixed_in(recording, checkpoint):
         recording = recorded(proof, [one for one in checkpoint if one not in fixed])
     if why := {**recording.refused, **recording.uncovered}:
         raise ConfigError(f"{min(why)!r} {why[min(why)]}")
-    moved = _Learning(proof, recording).recording()
-    learnt = with_recomputed(proof, recording, moved, {} if beside is None else beside)
-    return with_fixed(learnt, fixed)
+    return _Learning(proof, recording).learnt(fixed, {} if beside is None else beside)
+
+
+def _fixed_in(
+    recording: Recording, checkpoint: Sequence[CheckpointTensor]
+) -> list[CheckpointTensor]:
+    """Small tensors of integers that all go to places that have no route, or become floats.
+
+    What an engine makes of these alone does not change if they do not.
+    """
+    return [
+        one
+        for one in checkpoint
+        if 0 < one.numel <= _MOST_FIXED and not one.dtype.is_floating_point
+        if (pieces := recording.pieces.get(one.name))
+        if recording.dtypes[one.name].is_floating
+        or all(piece.live in recording.uncovered for piece in pieces)
+    ]
 
 
 class _Learning:
-    """The learning of one engine's routes."""
+    """The learning of one engine's routes. Layers that look alike are learnt once.
+
+    Args:
+        proof: The proof of the engine.
+        recording: What the second instance's loader does.
+    """
 
     def __init__(self, proof: Proof, recording: Recording) -> None:
         self._proof, self._recording = proof, recording
+        # By name of a loaded tensor: the checkpoint tensors that fill it, and how.
+        self._sources: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
+        for name, pieces in recording.pieces.items():
+            for piece in pieces:
+                self._sources[piece.live].append((name, piece))
         live = named(proof.model)
         first = {identity(tensor): name for name, tensor in reversed(list(live.items()))}
-        self._live = {n: t for n, t in live.items() if first[identity(t)] == n and t.numel()}
-        self._loaded = named(proof.cold.model)
-        self._layers: dict[str, _Layer] = {}
-        self._kinds: dict[object, _Layer] = {}
-        self._inputs: dict[str, dict[str, Tensor]] = defaultdict(dict)
-        for pieces in recording.pieces.values():
-            for piece in pieces:
-                self._inputs[scope_of(piece.live)][piece.live] = self._loaded[piece.live]
+        live = {n: t for n, t in live.items() if first[identity(t)] == n and t.numel()}
+        loaded = named(proof.cold.model)
+        self._loaded = _by_scope({name: loaded[name] for name in self._sources})
+        self._live = _by_scope(live)
+        self._kinds = {scope: self._kind(scope) for scope in self._loaded}
+        self._layers: dict[object, _Layer | str] = {}  # by kind; or why nothing is learnt
 
-    def recording(self) -> Recording:
-        pieces: dict[str, Pieces] = {}
-        refused: dict[str, str] = {}
-        for name, loaded in self._recording.pieces.items():
+    def learnt(
+        self, fixed: Sequence[CheckpointTensor], beside: MutableMapping[str, Tensor]
+    ) -> Learnt:
+        """The routes, those of fixed and of small tensors to what is kept beside the engine."""
+        recording, pieces, refused = self._recording, dict[str, Pieces](), dict[str, str]()
+        for name, loaded in recording.pieces.items():
+            moved = self._moved(loaded)
+            if isinstance(moved, str):
+                refused[name] = moved
+            else:
+                pieces[name] = moved
+        small = set[str]().union(*map(small_of, self._loaded.values()))
+        computed = {live for name in refused for live in self._lives(name)} & small
+        kept = {n for n in recording.pieces if not computed.isdisjoint(self._lives(n))}
+        units: list[Unit] = []
+        if all(self._lives(name) <= computed for name in refused.keys() | kept):
+            routed = {piece.live for n in pieces.keys() - kept for piece in pieces[n]}
             try:
-                pieces[name] = tuple(p for piece in loaded for p in self._moved(piece))
+                units = self._units(_by_scope(dict.fromkeys(routed)), computed)
             except ConfigError as error:
-                refused[name] = str(error)
-        found = replace(self._recording, pieces=pieces, refused=refused)
-        return replace(found, together=(), untouched=(), padding={})
+                if not refused:  # nothing would say so
+                    raise
+                refused = dict.fromkeys(refused, str(error))
+            else:
+                refused = {}
+                for name in kept:
+                    loaded = recording.pieces[name]
+                    pieces[name] = tuple(replace(p, live=as_loaded(p.live)) for p in loaded)
+        likes = {} if refused else {as_loaded(n): self._loaded[scope_of(n)][n] for n in computed}
+        likes |= {as_fixed(one.name): without_data(one) for one in fixed}
+        for name, like in likes.items():
+            if name not in beside or not _is_like(beside[name], like):
+                beside[name] = empty_as(like, self._proof.cold.device)
+        for one in fixed:
+            every = Region.run(0, one.numel)
+            pieces[one.name] = (Piece(as_fixed(one.name), every, every),)
+        return Learnt(
+            pieces=pieces,
+            given=recording.given | {one.name: one.names for one in fixed},
+            dtypes=recording.dtypes | {o.name: dtype_of(likes[as_fixed(o.name)]) for o in fixed},
+            refused=refused,
+            uncovered={},
+            fixed=frozenset(one.name for one in fixed),
+            recomputed=Recomputed(
+                self._proof,
+                units,
+                {name: beside[name] for name in likes},
+                [one.name for one in fixed],
+                self._sources,
+            ),
+        )
 
-    def _moved(self, piece: Piece) -> Pieces:
-        """Where the elements of a piece are after the work. Raises ConfigError."""
-        scope = scope_of(piece.live)
-        if scope not in self._layers:
-            self._layers[scope] = self._layer(scope)
-        own = piece.live.removeprefix(scope)
-        moved = self._layers[scope].moved(own, piece.source, piece.target)
-        return tuple(replace(one, live=scope + one.live) for one in moved)
+    def _lives(self, name: str) -> set[str]:
+        """What a checkpoint tensor is loaded into."""
+        return {piece.live for piece in self._recording.pieces[name]}
+
+    def _moved(self, loaded: Pieces) -> Pieces | str:
+        """Where the elements of some pieces are after the work, or why there is no route."""
+        found: list[Piece] = []
+        for piece in loaded:
+            scope = scope_of(piece.live)
+            kind = self._kinds[scope]
+            try:
+                if kind not in self._layers:
+                    self._layers[kind] = self._layer(scope)
+                layer = self._layers[kind]
+                own = piece.live.removeprefix(scope)
+                moved = layer if isinstance(layer, str) else layer.moved(own, piece)
+            except ConfigError as error:
+                moved = str(error)
+                self._layers.setdefault(kind, moved)
+            if isinstance(moved, str):
+                return moved
+            found += [replace(one, live=scope + one.live) for one in moved]
+        return tuple(found)
+
+    def _kind(self, scope: str) -> object:
+        """What is equal for layers that look alike: all of them are proved later."""
+        shapes = [
+            (name.removeprefix(scope), one.shape, one.stride(), one.storage_offset(), one.dtype)
+            for tensors in (self._loaded[scope], self._live.get(scope, {}))
+            for name, one in tensors.items()
+        ]
+        return (*shapes, self._proof.kind_of(scope))
 
     def _layer(self, scope: str) -> _Layer:
-        """What was learnt of a layer, or of one that looks like it: both are proved later."""
-        inputs = {n.removeprefix(scope): t for n, t in self._inputs[scope].items()}
-        live = {n.removeprefix(scope): t for n, t in self._live.items() if scope_of(n) == scope}
-        shapes = [
-            (name, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
-            for tensors in (inputs, live)
-            for name, tensor in tensors.items()
-        ]
-        kind = (*shapes, self._proof.kind_of(scope))
-        if kind not in self._kinds:
-            self._kinds[kind] = self._learnt(scope, inputs, live)
-        return self._kinds[kind]
+        inputs, live = (
+            {name.removeprefix(scope): one for name, one in tensors.items()}
+            for tensors in (self._loaded[scope], self._live.get(scope, {}))
+        )
 
-    def _learnt(
-        self, scope: str, inputs: Mapping[str, Tensor], live: Mapping[str, Tensor]
-    ) -> _Layer:
         def process(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
             with self._proof.processing(scope, {scope + n: t for n, t in given.items()}) as after:
                 made = {path: found.alias.clone() for path, found in after.tensors.items()}
@@ -126,6 +206,33 @@ class _Learning:
             return {n: t for n, t in found.items() if _is_like(t, live[n])}
 
         return _Layer(process, inputs, live, self._proof.cold.device)
+
+    def _units(self, routed: Mapping[str, Mapping[str, None]], computed: set[str]) -> list[Unit]:
+        """What all layers compute. Raises ConfigError for what cannot be computed again.
+
+        Args:
+            routed: By layer, names of the live tensors to which routes lead.
+            computed: Names of the small tensors to which none leads, as they are loaded.
+        """
+        found: dict[object, list[Unit]] = {}
+        units: list[Unit] = []
+        for scope, loaded in self._loaded.items():
+            here, lost = set(routed.get(scope, ())), computed & loaded.keys()
+            own = (frozenset(n.removeprefix(scope) for n in names) for names in (here, lost))
+            kind = (self._kinds[scope], *own)
+            if kind not in found:
+                made = units_of(self._proof, scope, loaded, computed=lost, routed=here)
+                found[kind] = [unit.renamed(scope, "") for unit in made]
+            units += [unit.renamed("", scope) for unit in found[kind]]
+        return units
+
+
+def _by_scope(tensors: Mapping[str, T]) -> dict[str, dict[str, T]]:
+    """By layer, and then by name."""
+    found: dict[str, dict[str, T]] = defaultdict(dict)
+    for name, one in tensors.items():
+        found[scope_of(name)][name] = one
+    return found
 
 
 class _Layer:
@@ -187,22 +294,14 @@ class _Layer:
         loaded, live = self._inputs[name], self._live.get(name)
         return live is not None and _is_like(loaded, live) and Region.of(loaded) == Region.of(live)
 
-    def moved(self, name: str, source: Region, target: Region) -> Pieces:
-        """Where elements of an input are, of which it is known where they come from.
-
-        Raises ConfigError.
-        """
-        if self._still.get(name):
-            raise ConfigError(_TWICE)
+    def moved(self, name: str, piece: Piece) -> Pieces | str:
+        """Where a piece of an input is, or why there is no route. Also raises ConfigError."""
         if name in self._still:
-            return (Piece(live=name, source=source, target=target),)
-        key = name, source, target
+            return _TWICE if self._still[name] else (replace(piece, live=name),)
+        key = name, piece.source, piece.target
         if key not in self._known:
-            self._known[key] = self._found(name, source, target)
-        found = self._known[key]
-        if isinstance(found, str):
-            raise ConfigError(found)
-        return found
+            self._known[key] = self._found(*key)
+        return self._known[key]
 
     def _found(self, name: str, source: Region, target: Region) -> Pieces | str:
         loaded, device = self._inputs[name], self._tables[name].device

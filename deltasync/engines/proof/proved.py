@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from deltasync.delta.bits import Live, as_bits, storage_of, torch_dtype
 from deltasync.delta.memory import raise_lack_of_memory
-from deltasync.engines.proof.cold import FAILURES, Alone
+from deltasync.engines.proof.cold import FAILURES
 from deltasync.engines.proof.other_weights import other_bits
 from deltasync.engines.proof.proving import (
     Bits,
@@ -28,6 +28,7 @@ from deltasync.engines.proof.proving import (
 )
 from deltasync.engines.proof.reach import Reach, is_handle, named, settle
 from deltasync.engines.proof.recomputed import KeptBeside, Recomputed
+from deltasync.engines.routes.operations import Alone
 from deltasync.engines.routes.recorder import CheckpointTensor, Recording, record
 from deltasync.errors import ConfigError, DirtyReceiver, EngineFailed
 from deltasync.wire.messages import ParameterSpec
@@ -96,13 +97,13 @@ class _Routed:
         live = named(proof.model)
         self._weights = {n for names in self._live_names.values() for n in names if n in live}
         self._recomputed = recomputed
-        self._beside = None if recomputed is None else recomputed.keep(group.scopes)
+        self._beside = [] if recomputed is None else [recomputed.keep(group.scopes)]
         self._kept = proof.keep(group.scopes, [live[name] for name in self._weights])
 
     def prove(self) -> None:
         names = self._group.names
         others = {name: other_bits(self._read(name), name) for name in names}
-        with putting_back(self._kept, *([] if self._beside is None else [self._beside])):
+        with putting_back(self._kept, *self._beside):
             fresh = self._proof.started(
                 self._group,
                 self._upkeep.given,
@@ -144,12 +145,12 @@ class _Routed:
             self._held[name][0].write(0, as_bits(tensor).view(-1))
         self._recompute()
         stale = self._after(step, fresh.tensors, fresh.values)
-        if stale or (step == Step() and self._beside is None):
+        if stale or (step == Step() and not self._beside):
             return stale
         for path in self._weights:
             as_bits(self._kept.founds[path].alias).copy_(as_bits(self._kept.bits[path]))
-        if self._beside is not None:
-            self._beside.put_back_tensors()
+        for beside in self._beside:
+            beside.put_back()
         self._recompute()
         return self._after(step, None, {path: self._kept.values[path] for path in fresh.values})
 

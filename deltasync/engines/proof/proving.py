@@ -57,21 +57,14 @@ class Scopes:
         return {n: m for n, m in self._modules.items() if scope_of(n) in scopes}
 
     def reach(self, scopes: Collection[str]) -> Reach:
-        """What is reached from some layers without going through others."""
-        return Reach(self.roots(scopes), stop=self.stop(scopes))
-
-    def roots(self, scopes: Collection[str]) -> list[tuple[str, nn.Module]]:
-        """The outermost modules of some layers, by name."""
-        return [(n, m) for n, m in self._modules.items() if n in scopes]
+        """What is reached from some layers: not through other modules."""
+        roots = [(name, module) for name, module in self._modules.items() if name in scopes]
+        return Reach(roots, stop=self.stop_but(self.modules(scopes).values()))
 
     def below(self, name: str) -> dict[str, nn.Module]:
         """A module and those below it that are in its layer, by name."""
         inside, above = self.modules((scope_of(name),)), f"{name}." if name else ""
         return {n: m for n, m in inside.items() if n == name or n.startswith(above)}
-
-    def stop(self, scopes: Collection[str]) -> set[int]:
-        """`id`s of all other modules."""
-        return self.stop_but(self.modules(scopes).values())
 
     def stop_but(self, modules: Iterable[nn.Module]) -> set[int]:
         """`id`s of all modules but these."""
@@ -377,10 +370,11 @@ class Proof:
 
     def _started(self, group: Group, weights: Weights, kept: Kept) -> Fresh:
         """The part after its start; `values` has all that changed and differ from the live ones."""
-        roots, stop = self._cold_scopes.roots(group.scopes), self._cold_scopes.stop(group.scopes)
+        self.cold.mend()
+        empty = self._cold_scopes.reach(group.scopes)
         with (
-            self.cold.given_memory(roots, stop, kept.bits) as (fresh, filled),
-            self._writing(fresh),
+            self.cold.with_memory(empty, kept.bits) as filled,
+            self._writing(fresh := empty.again()),
         ):
             before = {
                 path: kept.bits[path] if path in filled else found.alias.clone()
@@ -390,7 +384,7 @@ class Proof:
             values = fresh.values()
             modules = self._cold_scopes.modules(group.scopes)
             self.cold.start(weights, tuple(modules.values()))
-            now = Reach(roots, stop=stop)
+            now = fresh.again()
             made = now.values()
         with_like = {
             storage_of(kept.founds[p].alias) for p in kept.founds.keys() & now.tensors.keys()

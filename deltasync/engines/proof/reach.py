@@ -31,7 +31,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from deltasync.delta.bits import identity
 from deltasync.errors import ConfigError
 
-_MOST = 4_000_000  # objects; a model of 1,000 layers has fewer
 _ATTRIBUTES = object()  # the key of an object's own dict
 # Objects of the types below hold nothing that belongs to one model.
 _BUFFERS = bytes, bytearray, memoryview, array
@@ -222,7 +221,7 @@ class Reach:
         to_own = (*way, (module, _ATTRIBUTES))
         to_inside = (*to_own, (own, "_modules"))
         for value, link in ((module, way), (own, to_own), (inside, to_inside)):
-            self._look_into(path, value, link)
+            self._look_into(value, link)
         for one in (own, inside, module._parameters, module._buffers):
             self._remember(path, one)
         queue.append((path, own))
@@ -242,12 +241,10 @@ class Reach:
         if isinstance(value, nn.Module):
             self._enter_module(queue, path, value, way)
         else:
-            self._look_into(path, value, way)
+            self._look_into(value, way)
             queue.append((path, value))
 
-    def _look_into(self, path: str, value: Any, way: tuple[Link, ...]) -> None:
-        if len(self._links) >= _MOST:
-            raise ConfigError(f"more than {_MOST} objects are reached from the model, by {path!r}")
+    def _look_into(self, value: Any, way: tuple[Link, ...]) -> None:
         self._links[id(value)] = way
         self._kept.append(value)  # so that no other object has its id
 

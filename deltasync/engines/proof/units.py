@@ -9,16 +9,14 @@ second instance of a layer, by changing one after the other.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from deltasync.delta.bits import as_bits, identity, storage_of
 from deltasync.delta.memory import raise_lack_of_memory
-from deltasync.engines.proof.again import Again
 from deltasync.engines.proof.cold import FAILURES, with_room
 from deltasync.engines.proof.proving import Bits, Proof, same_bits, scope_of
 from deltasync.engines.routes.learning import PROBES, probed
@@ -26,7 +24,6 @@ from deltasync.errors import ConfigError
 
 _SMALL = 4  # a tensor is small if it has one of so many bytes of its module, or less
 _FACTOR = 64  # by which values become larger and smaller; FP8 holds it
-Run = Callable[[str, Bits], dict[str, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +42,11 @@ class Unit:
 
     def renamed(self, scope: str, other: str) -> Unit:
         """The same unit of another layer."""
-        module, *names = (
-            other + name.removeprefix(scope) for name in (self.module, *self.given, *self.made)
+        module, given, made = (
+            tuple(other + name.removeprefix(scope) for name in names)
+            for names in ((self.module,), self.given, self.made)
         )
-        count = len(self.given)
-        return Unit(module, tuple(names[:count]), tuple(names[count:]))
+        return Unit(module[0], given, made)
 
 
 def small_of(loaded: Mapping[str, Tensor]) -> set[str]:
@@ -70,7 +67,7 @@ def units_of(
     loaded: Mapping[str, Tensor],
     *,
     computed: Collection[str],
-    moved: Collection[str],
+    routed: Collection[str],
 ) -> tuple[Unit, ...]:
     """What a layer computes of small tensors.
 
@@ -79,15 +76,26 @@ def units_of(
         scope: The layer.
         loaded: What is loaded into it, by name; shapes and dtypes alone are read.
         computed: Names of the small ones to which no route leads.
-        moved: Names of the live tensors to which routes lead.
+        routed: Names of the live tensors to which routes lead.
 
     Raises:
-        ConfigError: What becomes of `computed` depends on more than small tensors of one module.
+        ConfigError: What becomes of `computed` depends on more than small tensors of one module,
+            or the work cannot be run.
     """
-    return with_room(
-        proof.cold.device,
-        lambda device: _Search(proof, scope, loaded, moved, device).units(computed),
-    )
+    try:
+        return with_room(
+            proof.cold.device,
+            lambda device: _Search(proof, scope, loaded, routed, device).units(computed),
+        )
+    except FAILURES as error:
+        if isinstance(error, ConfigError):
+            raise
+        if not computed:
+            return ()
+        raise ConfigError(
+            "is computed by the engine's work after loading, which cannot be watched: it raised "
+            f"{error!r}"
+        ) from error
 
 
 class _Search:
@@ -98,107 +106,92 @@ class _Search:
         proof: Proof,
         scope: str,
         loaded: Mapping[str, Tensor],
-        moved: Collection[str],
+        routed: Collection[str],
         device: torch.device,
     ) -> None:
-        self._proof, self._scope, self._loaded = proof, scope, loaded
+        self._proof, self._scope, self._loaded, self._routed = proof, scope, loaded, routed
         self._device = device  # of the values that are tried
+        self._small = small_of(loaded)
         live = proof.scopes.reach((scope,)).tensors
         self._like = {path: (f.alias.shape, f.alias.dtype) for path, f in live.items()}
-        small = sum(_num_bytes(loaded[name]) for name in small_of(loaded))
-        self._most = max(_FACTOR << 10, _SMALL * small)  # bytes of a result that is looked at
-        self._run: Run = partial(self._made, moved)
-        self._given: list[Bits] = []
-        self._full: list[dict[str, Tensor]] = []
+        small_bytes = sum(_num_bytes(loaded[name]) for name in self._small)
+        self._most = max(_FACTOR << 10, _SMALL * small_bytes)  # of a result that is looked at
 
     def units(self, computed: Collection[str]) -> tuple[Unit, ...]:
-        for seed in (0, 1):
-            self._add({n: _drawn(one, seed, self._device) for n, one in self._loaded.items()})
+        first = {n: _drawn(one, 0, self._device) for n, one in self._loaded.items()}
+        runs = [(first, self._made(self._scope, first))]
+        second = {n: _drawn(one, 1, self._device) for n, one in self._loaded.items()}
+        runs.append((self._small_in(second), self._made(self._scope, second)))
         for number in range(PROBES):
             given = {n: probed(one, number, self._device) for n, one in self._loaded.items()}
-            try:
-                self._add(given)
-            except FAILURES as error:  # not with such values
-                raise_lack_of_memory(error)
-                continue
-        if not computed and not any(_differing(self._full[0], one) for one in self._full[1:]):
+            if (made := self._tried(self._scope, given)) is not None:
+                runs.append((self._small_in(given), made))
+        base = runs[0][1]
+        if not computed and not any(_differing(base, made) for _, made in runs[1:]):
             return ()
-        made_of = {name: self._made_of(name) for name in sorted(small_of(self._loaded))}
-        found: list[Unit] = []
-        for owner, names in self._owners(made_of).items():
-            made = tuple(sorted(set().union(*(made_of[name] for name in names))))
-            unit = self._smallest(Unit(owner, tuple(names), made))
-            if unit is not None:
-                found.append(unit)
-            elif wrong := set(names) & set(computed):
+        made_of = {name: self._made_of(name, first, base) for name in sorted(self._small)}
+        left = set().union(*made_of.values())
+        units: list[Unit] = []
+        for module in self._modules(name for name, made in made_of.items() if made):
+            inside = f"{module}." if module else ""
+            names = [n for n, made in made_of.items() if made & left and n.startswith(inside)]
+            outside = set().union(*(made_of[n] for n in made_of.keys() - set(names)))
+            paths = left - outside
+            for given, full in runs if paths else ():
+                alone = self._tried(module, {n: given[n] for n in names}, paths) or {}
+                paths &= {p for p in alone.keys() & full.keys() if same_bits(alone[p], full[p])}
+            if paths:
+                units.append(Unit(module, tuple(names), tuple(sorted(paths))))
+                left -= paths
+        for name in sorted(computed):
+            if wrong := made_of[name] & left:
                 raise ConfigError(
-                    f"is computed by the engine's work after loading, and {made[0]!r} depends on "
-                    f"more than {min(wrong)!r} and other small tensors of its module"
+                    f"is computed by the engine's work after loading, and {min(wrong)!r} depends "
+                    f"on more than {name!r} and other small tensors of its module"
                 )
-        return tuple(found)
+        return tuple(units)
 
-    def _add(self, given: Bits) -> None:
-        """Values of all tensors, and what is made of them; of large ones the first are kept."""
-        made = self._run(self._scope, given)
-        names = small_of(self._loaded) if self._given else given
-        self._given.append({name: given[name] for name in names})
-        self._full.append(made)
+    def _small_in(self, given: Bits) -> dict[str, Tensor]:
+        return {name: given[name] for name in self._small}
 
-    def _made_of(self, name: str) -> set[str]:
+    def _made_of(self, name: str, first: Bits, base: Bits) -> set[str]:
         """Paths of what changes with a tensor alone."""
+        tried = (self._tried(self._scope, {**first, name: one}) for one in _others(first[name]))
+        return set().union(*(_differing(base, now) for now in tried if now is not None))
+
+    def _modules(self, names: Iterator[str]) -> list[str]:
+        """The modules of these tensors, and those around them in the layer; innermost first."""
         found: set[str] = set()
-        for other in _others(self._given[0][name]):
-            try:
-                now = self._run(self._scope, {**self._given[0], name: other})
-            except FAILURES as error:  # not with such values
-                raise_lack_of_memory(error)
-                continue
-            found |= _differing(self._full[0], now)
-        return found
+        for name in names:
+            module = name
+            while module != self._scope and scope_of(_owner(module)) == self._scope:
+                module = _owner(module)
+                found.add(module)
+        there = self._proof.scopes.below(self._scope)
+        return sorted(found & there.keys(), key=lambda name: (-name.count("."), not name, name))
 
-    def _owners(self, made_of: Mapping[str, set[str]]) -> dict[str, list[str]]:
-        """Tensors by their module, or by the layer if modules make something together."""
-        owners = defaultdict[str, list[str]](list)
-        makers = defaultdict[str, set[str]](set)
-        for name, made in made_of.items():
-            for path in made:
-                makers[path].add(_owner(name))
-        shared = {owner for several in makers.values() if len(several) > 1 for owner in several}
-        for name, made in made_of.items():
-            if made:
-                owners[self._scope if _owner(name) in shared else _owner(name)].append(name)
-        return owners
+    def _tried(
+        self, module: str, given: Bits, paths: Collection[str] | None = None
+    ) -> dict[str, Tensor] | None:
+        """The same; None if the work raises with such values."""
+        try:
+            return self._made(module, given, paths)
+        except FAILURES as error:
+            raise_lack_of_memory(error)
+            return None
 
-    def _smallest(self, unit: Unit) -> Unit | None:
-        """The innermost module of which the work makes the same, given no other tensors."""
-        module = unit.module
-        while scope_of(module) == self._scope:
-            if module in self._proof.scopes.below(self._scope) and self._is_enough(
-                replace(unit, module=module)
-            ):
-                return replace(unit, module=module)
-            if module == self._scope:
-                break
-            module = _owner(module)
-        return None
+    def _made(
+        self, module: str, given: Bits, paths: Collection[str] | None = None
+    ) -> dict[str, Tensor]:
+        """What the work on a module makes: at these paths, or of all that is looked at.
 
-    def _is_enough(self, unit: Unit) -> bool:
-        for given, full in zip(self._given, self._full, strict=True):
-            try:
-                again = Again(self._proof, unit.module, unit.made)
-                alone = again.made({name: given[name] for name in unit.given})
-            except FAILURES as error:
-                raise_lack_of_memory(error)
-                return False
-            if any(p not in alone or not same_bits(alone[p], full[p]) for p in unit.made):
-                return False
-        return True
-
-    def _made(self, moved: Collection[str], module: str, given: Bits) -> dict[str, Tensor]:
-        """What the live layer has too, once, without what is large or lies where routes lead."""
+        That is what the live layer has too, once, without what is large or lies where routes lead.
+        """
         with self._proof.processing(module, given) as after:
             founds = {path: found.alias for path, found in after.tensors.items()}
-            routed = {storage_of(founds[name]) for name in moved if name in founds}
+            if paths is not None:
+                return {path: founds[path].clone() for path in paths if path in founds}
+            routed = {storage_of(founds[name]) for name in self._routed if name in founds}
             made: dict[tuple[object, ...], tuple[str, Tensor]] = {}
             for path, alias in founds.items():
                 is_own = identity(alias) not in made and storage_of(alias) not in routed

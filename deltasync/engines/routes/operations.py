@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from deltasync.errors import ConfigError
 
@@ -59,6 +60,28 @@ def refuse_waits(func: Any) -> None:
             "the engine cannot be kept in sync: its ranks talk to each other while it loads "
             f"({func}), and a rank that a sync does not touch would keep the others waiting"
         )
+
+
+class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode that sees each operation within its `with` block."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here; torch would import its compiler, which takes a second."""
+        return False
+
+
+class Alone(Watching):
+    """Raises ConfigError if code would wait for other ranks of its engine."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        refuse_waits(func)
+        return func(*args, **(kwargs or {}))
 
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:

@@ -7,14 +7,13 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import prod
 from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from deltasync.delta.bits import dtype_of, extent_of, identity, storage_of
 from deltasync.delta.naming import leaving_out, suggested
@@ -23,13 +22,14 @@ from deltasync.delta.route import Piece, covers, joined
 from deltasync.dtypes import Dtype
 from deltasync.engines.routes.operations import (
     Join,
+    Watching,
     as_returned,
     is_view,
     refuse_waits,
     tensors_in,
     written_by,
 )
-from deltasync.engines.routes.together import HeldBack, Names, Watch
+from deltasync.engines.routes.together import Groups, Names, Watch, together
 from deltasync.errors import ConfigError
 
 Load = Callable[[Iterable[tuple[str, Tensor]]], object]
@@ -67,6 +67,11 @@ class CheckpointTensor:
         return prod(self.shape)
 
 
+def without_data(one: CheckpointTensor) -> Tensor:
+    """A tensor of this shape and dtype on the meta device."""
+    return torch.empty(one.shape, dtype=one.dtype, device="meta")
+
+
 @dataclass(frozen=True, slots=True)
 class Recording:
     """What a loader does with a checkpoint.
@@ -75,25 +80,21 @@ class Recording:
         pieces: Where the elements of each checkpoint tensor go: for each that is only copied. A
             tensor that this rank takes nothing of has none.
         given: The names under which the loader takes each checkpoint tensor, or ignores it.
-        together: Groups of checkpoint tensors that the loader needs in one call, in this order.
         dtypes: What each of those has to be sent as: the dtype that the engine keeps it in.
         refused: By name as it was given, why there is no route.
         uncovered: By live name, why it does not follow the checkpoint alone.
-        untouched: Names of live tensors that the loader does nothing with.
-        padding: By live name, what of its storage the loader fills with a constant.
-        fixed: By name, copies of tensors that may not change, because the engine does not keep each
-            of them. Pieces of these lead to tensors beside the engine.
+        together: Groups of checkpoint tensors that the loader needs in one call, in this order.
+        fixed: Names of tensors that may not change, because the engine does not keep each of them.
+            Pieces of these lead to tensors beside the engine.
     """
 
     pieces: dict[str, tuple[Piece, ...]]
     given: dict[str, tuple[str, ...]]
-    together: tuple[Names, ...]
     dtypes: dict[str, Dtype]
     refused: dict[str, str]
     uncovered: dict[str, str]
-    untouched: tuple[str, ...]
-    padding: dict[str, tuple[Region, ...]]
-    fixed: Mapping[str, Tensor] = field(default_factory=dict)
+    together: tuple[Names, ...] = ()
+    fixed: frozenset[str] = frozenset()
 
 
 @contextmanager
@@ -194,7 +195,7 @@ def _left_out(given: Mapping[str, list[str]], last: str, error: ConfigError) -> 
     return False
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Recorder(Watching):
     """Notes copies from checkpoint tensors into live ones, and lets no live tensor be written.
 
     Attributes:
@@ -202,27 +203,18 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         casts: Dtypes that checkpoint tensors were converted to.
     """
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here; torch would import its compiler, which takes a second."""
-        return False
-
     def __init__(
         self,
         checkpoint: Sequence[CheckpointTensor],
         names: Mapping[str, Sequence[str]],
         live: Mapping[str, Tensor],
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.given = ""
         self._all = {one.name: one for one in checkpoint}
         self._names = {name: tuple(given) for name, given in names.items()}
-        self._given = {
-            name: torch.empty(one.shape, dtype=one.dtype, device="meta")
-            for one in checkpoint
-            for name in names[one.name]
-        }
-        self._back = HeldBack()
+        self._given = {name: without_data(one) for one in checkpoint for name in names[one.name]}
+        self._late = Groups()  # what was copied late, with what had been asked for last then
         self.casts: dict[str, set[torch.dtype]] = defaultdict(set)
         self._live = dict(live)
         # By storage: where live tensors begin and end in it, in order, and their names.
@@ -289,9 +281,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for found in pieces.values():
             for piece in found:
                 regions[piece.live].append(piece.target)
-        untouched = tuple(
-            name for name in self._live if name not in self._uncovered and name not in regions
-        )
         for name in regions:
             if not covers(self._live[name], regions[name]):
                 why = (
@@ -302,12 +291,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Recording(
             pieces=pieces,
             given=self._names,
-            together=self._back.together(tuple(self._all), pieces, watch) if pieces else (),
             dtypes={name: dtype_of(self._given[self._names[name][0]]) for name in pieces},
             refused=self._refused,
             uncovered=self._uncovered,
-            untouched=untouched,
-            padding={name: tuple(found) for name, found in self._padding.items()},
+            together=together(tuple(self._all), self._late, pieces, watch) if pieces else (),
         )
 
     def _pieces_of(self, one: CheckpointTensor) -> tuple[Piece, ...]:
@@ -422,7 +409,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         held = self._is.get(key)
         join = self._joins.get(key) if held is None else None
         if join is not None and (copies := join.split(source, target)) is not None:
-            self._back.joined(self._checkpoint[n].name for n in self._sources([source]))
             for there, part in copies:
                 self._copy(there, part)
             return
@@ -436,7 +422,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         name, elements = held
         if name != self.given:
-            self._back.copied(self._checkpoint[name].name, self._checkpoint[self.given].name)
+            self._late.link(self._checkpoint[one].name for one in (name, self.given))
         live = self._live_name(target)
         if live is None or self._is_reinterpreted(source, name):
             self._refuse([name], "is read or kept as another dtype than its own")

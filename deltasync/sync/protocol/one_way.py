@@ -45,7 +45,6 @@ def one_way_frames(
     version: int,
     digest: int,
     compression: Coding = "none",
-    counts: dict[str, int] | None = None,
 ) -> Iterator[Frame]:
     """The frames of one sync, each made when it is asked for.
 
@@ -58,7 +57,6 @@ def one_way_frames(
         version: What the sync brings.
         digest: Of the plan's base version; of `version` itself, if the plan has none.
         compression: Of the payloads.
-        counts: Gets the bytes of the payloads by codec, with the last frame.
     """
     base = plan.base_version
     layout = Layout(
@@ -74,8 +72,6 @@ def one_way_frames(
     for message, payload in emitter.buckets():
         yield Frame(encode(message, payload_bytes=len(payload)), payload)
     yield Frame(encode(emitter.prepare()))
-    if counts is not None:
-        counts.update(emitter.sent.bytes_by_codec)
     yield Frame(encode(Sealed(version=version, digest=digest_text(plan.ledger.total))))
 
 

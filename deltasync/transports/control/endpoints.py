@@ -28,7 +28,6 @@ from deltasync.transports.control.newcomers import (
 )
 
 _MAX_QUIET_BYTES = 32 << 10  # of one that has greeted, and has nothing more to say yet
-_MAX_GONE = 1024
 _RETRY_S = 0.01
 _LEAST_DIAL_S, _LONGEST_DIAL_S = 0.05, 1.0  # a host may swallow packets
 
@@ -46,7 +45,6 @@ class Server:
         *,
         kinds: Collection[Kind],
         secret: bytes | None = None,
-        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         greeting_timeout_s: float = 30.0,
         admit: Callable[[socket.socket], None] = lambda sock: None,
     ) -> None:
@@ -57,18 +55,15 @@ class Server:
             gate: Runs the sockets.
             kinds: What a peer may send once it has greeted.
             secret: Demand, and give, signed messages.
-            max_message_bytes: A peer that declares more is dropped.
             greeting_timeout_s: A connection that has not greeted by then is dropped.
             admit: Raises OSError for a connection that is refused; none is by default.
         """
         self._gate = gate
         self._kinds = frozenset(kinds)
-        self._limit = max_message_bytes
         self._newcomers = Newcomers(
             listener,
             gate,
             secret=secret,
-            max_greeting_bytes=min(MAX_GREETING_BYTES, max_message_bytes),
             timeout_s=greeting_timeout_s,
             admit=admit,
         )
@@ -76,7 +71,7 @@ class Server:
         self._peers: dict[int, Connection] = {}
         self._heard: frozenset[int] = frozenset()
         self._greetings: deque[tuple[int, bytes]] = deque()
-        self._gone: dict[int, Connection] = {}  # for what they said last, and why they went
+        self._gone: dict[int, Connection] = {}  # of those heard: their last replies, and why
         self._next_peer = 0
 
     def poll(self, deadline: Deadline) -> list[tuple[int, bytes]]:
@@ -100,25 +95,21 @@ class Server:
         return sum(len(data) for _, data in self._greetings)
 
     def hear(self, peers: Iterable[int]) -> None:
-        """Take what these peers say from now on, and keep nothing that others who are gone said."""
+        """Take what these peers say from now on, and keep nothing of others that are gone."""
         self._heard = frozenset(peers)
         for peer, connection in self._peers.items():
             self._allow(connection, is_heard=peer in self._heard)
-        for peer, connection in self._gone.items():
-            if peer not in self._heard:
-                connection.close()
+        for peer in self._gone.keys() - self._heard:
+            self._gone.pop(peer).close()
 
     def is_connected(self, peer: int) -> bool:
-        """Whether the connection of `peer` stands, as far as can be told without waiting."""
-        connection = self._peers.get(peer)
-        if connection is not None:
-            self._serve(connection)
+        """Whether the connection of `peer` stood when the sockets were last looked at."""
         return peer in self._peers
 
     def loss(self, peer: int) -> PeerLost:
         """Why `peer` is gone."""
         connection = self._gone.get(peer)
-        return PeerLost(str(connection.lost) if connection else "there is no such peer")
+        return PeerLost(str(connection.lost) if connection else "there is no such connection")
 
     def local_host(self, peer: int) -> str:
         """The address by which `peer` reaches this machine."""
@@ -269,9 +260,8 @@ class Server:
 
     def _allow(self, connection: Connection, *, is_heard: bool) -> None:
         """Let a peer send replies, or what fits into a few."""
-        most = 2 * DEFAULT_MAX_MESSAGE_BYTES if is_heard else _MAX_QUIET_BYTES
-        limit = min(self._limit, most)
-        connection.allow(self._kinds, max_message_bytes=limit, max_waiting_bytes=most)
+        most = DEFAULT_MAX_MESSAGE_BYTES if is_heard else _MAX_QUIET_BYTES
+        connection.allow(self._kinds, max_message_bytes=most, max_waiting_bytes=2 * most)
 
     def _settle(self, connection: Connection) -> None:
         """Watch a connection that stands; let go of one that has ended."""
@@ -285,12 +275,13 @@ class Server:
                 self._let_go(peer, connection.lost)
 
     def _let_go(self, peer: int, reason: PeerLost) -> None:
-        connection = self._gone[peer] = self._peers.pop(peer)
+        connection = self._peers.pop(peer)
         self._gate.forget(connection)
         connection.hang_up(reason)
-        if len(self._gone) > _MAX_GONE:
-            others = (peer for peer in self._gone if peer not in self._heard)
-            self._gone.pop(next(others, next(iter(self._gone)))).close()
+        if peer in self._heard:
+            self._gone[peer] = connection
+        else:
+            connection.close()
 
 
 class Client:
@@ -303,14 +294,12 @@ class Client:
         *,
         kinds: Collection[Kind],
         secret: bytes | None = None,
-        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
     ) -> None:
         """Connect with `dial`, which raises OSError while nobody serves, in so many seconds."""
         self._dial = dial
         self._gate = gate
         self._kinds = frozenset(kinds)
         self._secret = secret
-        self._limit = max_message_bytes
         self._connection: Connection | None = None
 
     @property
@@ -330,7 +319,7 @@ class Client:
             self._dial_until(deadline),
             is_server=False,
             kinds=self._kinds,
-            max_message_bytes=self._limit,
+            max_message_bytes=DEFAULT_MAX_MESSAGE_BYTES,
             secret=self._secret,
         )
         self._gate.watch(self._connection)
@@ -363,7 +352,8 @@ class Client:
 
     def write(self, kind: Kind, data: bytes, deadline: Deadline) -> None:
         """Hand a message to the socket. Raises PeerLost, TransportTimeout."""
-        if len(data) > (MAX_GREETING_BYTES if kind is Kind.GREETING else self._limit):
+        most = MAX_GREETING_BYTES if kind is Kind.GREETING else DEFAULT_MAX_MESSAGE_BYTES
+        if len(data) > most:
             raise ConfigError(f"a {kind.name.lower()} of {len(data)} bytes is too large")
         connection = self._current()
         connection.write(kind, data)

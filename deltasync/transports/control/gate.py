@@ -43,12 +43,6 @@ class Gate:
             self.check()
             yield
 
-    @contextlib.contextmanager
-    def dropping(self) -> Iterator[bool]:
-        """Held during `drop`. Whether that has something to do: `close`, beside it, does it all."""
-        with self._lock:
-            yield not self._closed
-
     def check(self) -> None:
         """Raise TransportClosed after `close`."""
         if self._closed:

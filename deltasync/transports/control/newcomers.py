@@ -61,7 +61,6 @@ class Newcomers:
         gate: Gate,
         *,
         secret: bytes | None,
-        max_greeting_bytes: int,
         timeout_s: float,
         admit: Callable[[socket.socket], None],
     ) -> None:
@@ -72,8 +71,7 @@ class Newcomers:
         """
         listener.setblocking(False)
         self._listener, self._gate, self._secret = listener, gate, secret
-        self._max_greeting_bytes, self._timeout_s = max_greeting_bytes, timeout_s
-        self._admit = admit
+        self._timeout_s, self._admit = timeout_s, admit
         self._ends_at: dict[Connection, float] = {}  # on our clock, in order of arrival
         self._stalled: set[Connection] = set()
         self._clock_s, self._ticked_at = 0.0, time.monotonic()
@@ -178,7 +176,7 @@ class Newcomers:
                 sock,
                 is_server=True,
                 kinds={Kind.GREETING},
-                max_message_bytes=self._max_greeting_bytes,
+                max_message_bytes=MAX_GREETING_BYTES,
                 secret=self._secret,
             )
         except OSError:  # it is refused, or has gone

@@ -29,7 +29,7 @@ COMMANDS = {
     "verify": [
         "deltasync apply run/step.patch run/first.safetensors --out run/made.safetensors",
         "deltasync verify run/last.safetensors run/made.safetensors",
-        "deltasync verify run/first.safetensors run/made.safetensors --limit 3",
+        "deltasync verify run/first.safetensors run/made.safetensors",
     ],
 }
 """Those of one picture. Codes of 1 are taken as they come: the last `verify` finds differences."""

@@ -9,8 +9,6 @@ from typing import Any, Literal
 from deltasync.quant.served import Forms
 from tests.engines.quantized import forms_of
 
-Way = Literal["LLM", "AsyncLLM", "vllm serve", "SGLang"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
@@ -24,10 +22,8 @@ class Case:
         environment: Variables of its processes.
         workers: GPUs that it takes.
         form: Key of `quantized.CONFIGS`, for engines that are started on quantized checkpoints.
-        way: What runs, SGLang or vLLM in one of its ways. Requests run all the time in an
-            AsyncLLM and in `vllm serve`.
+        engine: What runs.
         sleeps: The engine sleeps before each sync, by turns at level 1 and 2.
-        has_adapter: A LoRA adapter is loaded, and requests use it.
     """
 
     architecture: str
@@ -37,9 +33,8 @@ class Case:
     environment: dict[str, str] = field(default_factory=dict)
     workers: int = 1
     form: str = ""
-    way: Way = "LLM"
+    engine: Literal["vllm", "sglang"] = "vllm"
     sleeps: bool = False
-    has_adapter: bool = False
 
     @property
     def forms(self) -> Forms:
@@ -49,7 +44,7 @@ class Case:
     @property
     def program(self) -> str:
         """The module that runs it."""
-        return f"tests.engines.gpu.{'follow_sglang' if self.way == 'SGLang' else 'follow'}"
+        return f"tests.engines.gpu.{'follow_sglang' if self.engine == 'sglang' else 'follow'}"
 
     @property
     def name(self) -> str:
@@ -67,15 +62,6 @@ _LATENT: dict[str, Any] = {
 _CONFIGS: dict[str, dict[str, Any]] = {
     "DeepseekV2ForCausalLM": _LATENT,
     "DeepseekV3ForCausalLM": _LATENT,
-    "GptOssForCausalLM": {
-        "model_type": "gpt_oss",
-        "head_dim": 64,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "sliding_window": 128,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "intermediate_size": 256,
-    },
 }
 # Of block FP8. By default vLLM's DeepGEMM has scales that are powers of two.
 _MATRICES = {
@@ -118,8 +104,6 @@ def _on_one() -> Iterator[Case]:
     for backend in ("FLASHMLA", "TRITON_MLA"):
         yield _case(latent, backend, settings={"attention_backend": backend})
     for architecture in (llama, moe):
-        lora = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
-        yield _case(architecture, "LoRA", settings=lora, has_adapter=True)
         for form in _FORMS:
             yield _case(architecture, form, form=form, settings=_GRAPHS)
         for how, environment in _MATRICES.items():
@@ -129,8 +113,6 @@ def _on_one() -> Iterator[Case]:
     yield _case(llama, "sleep", settings=sleeping, sleeps=True)
     yield _case(latent, "sleep", settings=sleeping, sleeps=True)
     yield _case(moe, "sleep, channel FP8", form="channel FP8", settings=sleeping, sleeps=True)
-    yield _case(llama, "AsyncLLM", way="AsyncLLM")
-    yield _case(llama, "vllm serve", way="vllm serve")
 
 
 def _of_sglang() -> Iterator[Case]:
@@ -140,7 +122,7 @@ def _of_sglang() -> Iterator[Case]:
         "SGLANG_IS_FLASHINFER_AVAILABLE": "false",
     }
     for architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"):
-        yield _case(architecture, "SGLang", way="SGLang", environment=environment)
+        yield _case(architecture, "SGLang", engine="sglang", environment=environment)
 
 
 def _on_two() -> Iterator[Case]:

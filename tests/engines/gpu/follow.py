@@ -14,7 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +24,14 @@ from torch import Tensor
 from deltasync.errors import ConfigError, DeltaSyncError
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.trainer_info import WithoutRoutes
-from deltasync.integrations.vllm import VllmServer
+from deltasync.integrations.vllm import OfflineClient, VllmServer
 from deltasync.quant.served import ServedSource, served_weights
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.transports import cuda_ipc, shared_memory
 from tests.engines.checkpoints import Weights, changed, checkpoint, write_config
-from tests.engines.gpu import adapter
 from tests.engines.gpu.cases import CASES, Case
-from tests.engines.gpu.live import WAYS, Clients, Live, Offline
-from tests.engines.offline import SHORT, save
+from tests.engines.offline import SHORT, engine_settings, save, stop, tokens
 from tests.engines.quantized import CONFIGS
-from tests.engines.sleeping import make_known
 
 Held = list[dict[str, tuple[str, int]]]
 """Of each worker, by path: a digest of a tensor's bits, and its address."""
@@ -49,7 +46,6 @@ _SETTINGS: dict[str, Any] = {
     "worker_extension_cls": "tests.engines.gpu.look.Look",
 }
 _WHY = {"refuse": "refused", "reload": "not_reloaded"}
-_ROUNDS = 10  # of two syncs each, while requests run
 
 
 class Trial:
@@ -58,22 +54,25 @@ class Trial:
     def __init__(self, case: Case, folder: Path) -> None:
         self.case, self.folder = case, folder
         self.versions = versions_of(case, folder)
-        if case.has_adapter:
-            adapter.write(folder)
-        self.is_busy = case.way != "LLM"
         self.settings = _SETTINGS | case.settings
-        if self.is_busy:
-            self.settings |= {"max_model_len": 512}
         if not _IS_GPU:  # vLLM's workers on CPUs do as if
             self.settings.pop("enable_sleep_mode", None)
 
-    def write(self, version: int) -> None:
-        """What engines are started on, as a checkpoint of its form has it."""
+    @contextmanager
+    def started(self, version: int) -> Iterator[Any]:
+        """An `LLM` that is started on a version, as a checkpoint of its form has it."""
+        from vllm import LLM
+
         weights: dict[str, Tensor] = self.versions[version]
         if self.case.form:
             weights = dict(served_weights(weights.items(), self.case.forms))
             weights |= self.constants(weights)
         save(self.folder, weights)
+        llm = LLM(model=str(self.folder), **engine_settings(self.settings))
+        try:
+            yield llm
+        finally:
+            stop(llm)
 
     def constants(self, names: Iterable[str]) -> dict[str, Tensor]:
         """What a checkpoint of its form holds beside weights: scales of activations."""
@@ -85,18 +84,15 @@ class Trial:
 
     def run(self) -> dict[str, Any]:
         """What is found."""
-        self.write(2)
-        with closing(Offline(self.folder, self.settings)) as cold:
-            expected = self.answers(cold)
+        with self.started(2) as cold:
+            expected = answers(cold)
             before, again = held(cold), held(cold)
         idle = [
             {p for p in rank if rank[p] == then.get(p)}
             for rank, then in zip(before, again, strict=True)
         ]
-        self.write(0)
-        with closing(WAYS[self.case.way](self.folder, self.settings)) as live:
-            kernels = live.client.collective_rpc("kernels_used")
-            found: dict[str, Any] = {"kernels": sorted(set().union(*kernels))}
+        with self.started(0) as live:
+            found: dict[str, Any] = {}
             for mode in ("refuse", "reload"):
                 try:
                     return found | self.follow(live, mode, expected, before, idle)
@@ -106,7 +102,7 @@ class Trial:
 
     def follow(
         self,
-        live: Live,
+        live: Any,
         mode: WithoutRoutes,
         expected: list[list[int]],
         cold: Held,
@@ -122,8 +118,8 @@ class Trial:
             source = ServedSource(mine, self.case.forms, constants=constants)
         places = held(live)
         options: dict[str, Any] = {"workers": self.case.workers, "without_routes": mode}
-        link, server = self.link(mode), VllmServer(live.client)
-        with EngineSync(source, server, link, timeout_s=120, **options, **live.pausing) as sync:
+        link, server = self.link(mode), VllmServer(OfflineClient(live))
+        with EngineSync(source, server, link, timeout_s=120, **options) as sync:
             sync.connect()
             try:
                 sync.send_weights()
@@ -131,13 +127,13 @@ class Trial:
             except DeltaSyncError as error:
                 said = f"{mode}: {type(error).__name__} in a sync: {error}"
                 return {"outcome": "failed", "printed": said}
-            is_same = self.answers(live) == expected
+            is_same = answers(live) == expected
             now = held(live)
         wrong = differing(now, cold, idle)
         moved = [
             p for a, b in zip(places, now, strict=True) for p in a if p in b and a[p][1] != b[p][1]
         ]
-        is_wrong = wrong or not is_same or found.get("failures")
+        is_wrong = wrong or not is_same
         outcome = "WRONG" if is_wrong else "routed" if mode == "refuse" else "reloaded"
         return found | {
             "outcome": outcome,
@@ -147,36 +143,21 @@ class Trial:
             "tensors": sum(map(len, idle)),
         }
 
-    def syncs(self, live: Live, mine: Weights, sync: EngineSync) -> dict[str, Any]:
+    def syncs(self, live: Any, mine: Weights, sync: EngineSync) -> dict[str, Any]:
         """One version after the other, the last one last."""
         seconds, stats = [], []
-        with ExitStack() as stack:
-            clients = stack.enter_context(Clients(live)) if self.is_busy else None
-            for number in range(2 * (_ROUNDS if self.is_busy else 1)):
-                self.answers(live)  # what is cached of its prompts is of the version before
-                with asleep(live, level=1 + number % 2) if self.case.sleeps else nullcontext():
-                    mine.take(self.versions[1 + number % 2])
-                began = time.perf_counter()
-                stats.append(sync.send_weights())
-                seconds.append(time.perf_counter() - began)
+        for number in (1, 2):
+            answers(live)  # what is cached of its prompts is of the version before
+            with asleep(live, level=number) if self.case.sleeps else nullcontext():
+                mine.take(self.versions[number])
+            began = time.perf_counter()
+            stats.append(sync.send_weights())
+            seconds.append(time.perf_counter() - began)
         return {
             "syncs": [one.kind for one in stats],
             "seconds": seconds,
             "bytes": [one.payload_bytes for one in stats],
-        } | (clients.found() if clients is not None else {})
-
-    def answers(self, live: Live) -> list[list[int]]:
-        """Greedy tokens, one prompt at a time: near-ties depend on which are asked together."""
-        prompts = [one["prompt_token_ids"] for one in SHORT]
-        plain = [live.ask(prompt) for prompt in prompts]
-        if not self.case.has_adapter:
-            return plain
-        assert isinstance(live, Offline)
-        request = adapter.request(self.folder)
-        adapted = [live.ask(prompt, lora_request=request) for prompt in prompts]
-        if adapted == plain:
-            raise RuntimeError("the adapter changes no token: it is not used")
-        return plain + adapted
+        }
 
     def link(self, mode: str) -> Any:
         """Both ends share the first GPU; workers on others copy payloads from there."""
@@ -193,21 +174,25 @@ def versions_of(case: Case, folder: Path) -> list[dict[str, Tensor]]:
 
 
 @contextmanager
-def asleep(live: Live, level: int) -> Iterator[None]:
+def asleep(live: Any, level: int) -> Iterator[None]:
     """Within the block the engine sleeps. At level 2 it keeps no weights."""
-    assert isinstance(live, Offline)
-    live.llm.sleep(level)
+    live.sleep(level)
     if level == 2 and not _IS_GPU:
-        live.client.collective_rpc("discard_weights")
+        live.collective_rpc("discard_weights")
     yield
-    live.llm.wake_up()
+    live.wake_up()
 
 
-def held(live: Live) -> Held:
+def answers(live: Any) -> list[list[int]]:
+    """Greedy tokens, one prompt at a time."""
+    return [tokens(live, [prompt])[0] for prompt in SHORT]
+
+
+def held(live: Any) -> Held:
     """What workers can reach from their models."""
     return [
         {path: (digest, address) for path, (digest, address) in rank.items()}
-        for rank in live.client.collective_rpc("tensors_held")
+        for rank in live.collective_rpc("tensors_held")
     ]
 
 
@@ -232,7 +217,6 @@ def main(name: str, folder: Path) -> None:
     case = CASES[name]
     os.environ.update(case.environment)
     folder.mkdir(parents=True, exist_ok=True)
-    make_known(folder)
     import vllm
 
     tell(name, {"vllm": vllm.__version__} | Trial(case, folder).run())

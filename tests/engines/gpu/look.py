@@ -14,10 +14,8 @@ from deltasync.engines.proof.reach import Reach, is_handle
 from tests.engines.reached import seen
 
 # What requests and compilers left, in memory that nothing computes with before it is written: the
-# compiler's examples, outputs of captured graphs, and which adapter the last requests had.
-_SCRATCH = (".example_inputs[", ".concrete_cudagraph_entries[", ".punica_wrapper._")
-_KERNELS = ("impl", "quant_method", "fp8_linear", "kernel", "experts_cls")
-_BACKENDS = ("fp8_backend", "unquantized_backend", "mxfp4_backend", "nvfp4_backend")
+# compiler's examples, and outputs of captured graphs.
+_SCRATCH = (".example_inputs[", ".concrete_cudagraph_entries[")
 
 
 class Look:
@@ -33,20 +31,6 @@ class Look:
             for path, one in seen(self.get_model()).items()
             if not any(part in path for part in ("kv_cache", *_SCRATCH))
         }
-
-    def kernels_used(self) -> list[str]:
-        """Names of what computes."""
-        names: set[str] = set()
-        for module in self.get_model().modules():
-            holders = (getattr(module, name, None) for name in ("quant_method", "scheme"))
-            for holder in (module, *holders):
-                for attribute in _KERNELS:
-                    if (value := getattr(holder, attribute, None)) is not None:
-                        kind = value if isinstance(value, type) else type(value)
-                        names.add(kind.__name__)
-                backends = (getattr(holder, attribute, None) for attribute in _BACKENDS)
-                names |= {str(value) for value in backends if value is not None}
-        return sorted(names)
 
     def discard_weights(self) -> None:
         """What becomes of what was loaded while the engine sleeps: vLLM keeps buffers alone."""

@@ -22,17 +22,6 @@ def without_packing() -> None:
     vllm._custom_ops._supports_onednn = False
 
 
-def kernels_of_gpus() -> None:
-    """Let vLLM choose the kernels that `TESTED_KERNELS` names, which load on a CPU and do not run.
-
-    It names a kernel of matrices and a backend of FP8 experts, with a space between.
-    """
-    from tests.engines.quantized import use_kernels
-
-    kernel, _, experts = os.environ["TESTED_KERNELS"].partition(" ")
-    use_kernels([kernel], experts)
-
-
 def processed_once() -> None:
     """SGLang's matrices bear to be worked on after loading once, as those of packed formats do."""
     if "TESTED_PROCESSING" not in os.environ:

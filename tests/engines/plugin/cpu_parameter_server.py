@@ -36,12 +36,12 @@ def let_sglang_receive() -> None:
     import checkpoint_engine.worker
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from deltasync.integrations.checkpoint_engine import _EXTENSION
+    from deltasync.integrations.checkpoint_engine import _CLASS, _MODULE
 
     checkpoint_engine.worker.DeviceManager = Devices
     uuid = f"GPU-{os.environ['TESTED_DEVICE']}"
-    HookRegistry.register(f"{_EXTENSION}.get_device_uuid", lambda _: uuid, HookType.REPLACE)
-    HookRegistry.register(f"{_EXTENSION}.get_device_id", lambda _: None, HookType.REPLACE)
+    HookRegistry.register(f"{_MODULE}.{_CLASS}.get_device_uuid", lambda _: uuid, HookType.REPLACE)
+    HookRegistry.register(f"{_MODULE}.{_CLASS}.get_device_id", lambda _: None, HookType.REPLACE)
 
 
 def let_vllm_receive() -> None:
