@@ -17,6 +17,7 @@ from deltasync.delta.codecs.encoding import encode_payload
 from deltasync.delta.codecs.old import LiveOld
 from deltasync.delta.host.packing import buckets
 from deltasync.delta.shard import whole
+from deltasync.store.classes.codec import ClassCodec as ClassCodec  # codes rows by `class`
 from deltasync.wire import frame
 from deltasync.wire.codecs import IndexCodec
 from deltasync.wire.compression import Compression

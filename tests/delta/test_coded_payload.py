@@ -12,6 +12,7 @@ from deltasync.delta.bits import Live
 from deltasync.delta.bucket import BucketReader
 from deltasync.delta.codecs.encoding import encode_payload
 from deltasync.delta.codecs.old import LiveOld
+from deltasync.delta.codecs.registry import ROW_CODECS
 from deltasync.dtypes import BY_NAME
 from deltasync.errors import ProtocolViolation, UnknownCodec
 from deltasync.store.classes.codec import ClassCodec as ClassCodec  # encodes and decodes `class`
@@ -73,7 +74,7 @@ def test_who_holds_a_part_decodes_that_part(codec: IndexCodec) -> None:
     assert found.bits is not None
     assert sent.bits is not None
     assert torch.equal(found.indices, sent.indices)
-    mine = found.indices < 2000
+    mine = found.positions() < 2000
     assert torch.equal(found.bits[mine], sent.bits[mine])
 
 
@@ -83,3 +84,12 @@ def test_a_reader_without_weights_says_so() -> None:
     message = Bucket(version=2, sequence=0, compression="coded", num_rows=1, raw_bytes=raw_bytes)
     with pytest.raises(UnknownCodec, match="needs the weights"):
         BucketReader(change.specs).unpack(message, tensor(data))
+
+
+def test_who_has_not_loaded_a_codec_says_what_to_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    change, data = coded(IndexCodec.CLASS)
+    monkeypatch.delitem(ROW_CODECS, IndexCodec.CLASS)
+    found = by_host(data, 1, len(change.payload), change.specs, change.flats)
+    assert isinstance(found, UnknownCodec)
+    with pytest.raises(UnknownCodec, match=r"import deltasync\.store"):
+        coded(IndexCodec.CLASS)

@@ -158,15 +158,17 @@ def test_live_parameter_of_any_strides_leaves_the_rest_of_its_storage_alone(base
     assert torch.equal(as_bits(storage), before)
 
 
-def test_autograd_learns_that_a_parameter_was_written() -> None:
-    weight = torch.nn.Parameter(torch.zeros(300))
+def test_a_long_patch_is_written_whole_and_autograd_learns_of_it() -> None:
+    weight = torch.nn.Parameter(torch.zeros(1 << 19))
     loss = (weight * weight).sum()
-    indices = torch.arange(0, 300, 50, dtype=torch.int32)
-    values = torch.ones(len(indices))
-    apply_patch(weight, SparsePatch(name="w", shape=(300,), indices=indices, values=values))
+    indices = torch.arange(0, 1 << 19, 2, dtype=torch.int32)  # several blocks
+    values = torch.arange(1.0, len(indices) + 1)
+    shape = tuple(weight.shape)
+    apply_patch(weight, SparsePatch(name="w", shape=shape, indices=indices, values=values))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()  # type: ignore[no-untyped-call]
-    assert weight[::50].eq(1).all()
+    assert torch.equal(weight[::2], values)
+    assert not weight[1::2].any()
 
 
 def sparse(

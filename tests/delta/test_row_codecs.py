@@ -47,7 +47,7 @@ class GapUlp:
     def indices(self, row: CodedRow) -> Indices:
         return decode_gaps(row.index, row.count, row.span)
 
-    def values(self, row: CodedRow, indices: Indices, old: Bits) -> Bits:
+    def values(self, row: CodedRow, old: Bits) -> Bits:
         return decode_steps(row, old)
 
 
@@ -101,7 +101,7 @@ def decoded(codec: RowCodec, row: SparseRow, old: Bits, *blocks: bytes) -> tuple
     assert len(found) == coded.count
     if (np.diff(found) < 1).any() or found[0] < 0 or found[-1] >= row.span:
         raise WireError("not increasing")
-    return found, codec.values(coded, found, old[found])
+    return found, codec.values(coded, old[found])
 
 
 def assert_comes_back(codec: RowCodec, dtype: Dtype, new: Bits, old: Bits) -> int:

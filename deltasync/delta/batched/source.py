@@ -75,7 +75,6 @@ class BatchedSource:
         launch_of: int64[chunks], the number of a chunk's launch.
         order: int64[chunks], the chunks in the order of their blocks: launch after launch.
         num_blocks: Blocks of all chunks.
-        pointers, reads: int64[parameters]: as given.
         computed: What is computed; what kernels find of it counts as compared.
         tile_chunk, tile_block: Columns on the device: of each tile its chunk and first block.
         addresses, first_block, shifts, chunk_of: Columns on the device: of each chunk its address,
@@ -100,7 +99,6 @@ class BatchedSource:
             sizes: int64[parameters], bytes of what is read for one element that is sent.
             computed: What is computed, if something is.
         """
-        self.pointers, self.reads = pointers, reads
         self.computed = computed
         table = snapshot.table
         read = reads[table.parameter]

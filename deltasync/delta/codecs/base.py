@@ -108,12 +108,11 @@ class RowCodec(Protocol):
         """
         ...
 
-    def values(self, row: CodedRow, indices: Indices, old: Bits) -> Bits:
+    def values(self, row: CodedRow, old: Bits) -> Bits:
         """unsigned[count] new bits, absolute.
 
         Args:
             row: The same as that of `indices`.
-            indices: What that returned, checked.
             old: unsigned[count] old bits at the indices.
 
         Raises:

@@ -87,7 +87,7 @@ class BlockCodec:
         """int32[count]. Raises WireError."""
         return decode_indices(row.index, row.count, row.span)
 
-    def values(self, row: CodedRow, indices: Indices, old: Bits) -> Bits:
+    def values(self, row: CodedRow, old: Bits) -> Bits:
         """unsigned[count]. Raises WireError."""
         return decode_values(row.value, old, row.dtype)
 

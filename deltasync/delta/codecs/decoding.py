@@ -23,8 +23,8 @@ from deltasync.delta.codecs.base import (
     unsigned_dtype,
 )
 from deltasync.delta.codecs.gap import decode_gaps, decode_steps
-from deltasync.delta.codecs.known import codec_of, digest_at, digest_run
 from deltasync.delta.codecs.old import Old, OldRows
+from deltasync.delta.codecs.registry import codec_of, digest_at, digest_run
 from deltasync.delta.kernels import host
 from deltasync.errors import (
     InvalidIndices,
@@ -250,7 +250,7 @@ class _Decoding:
         if old is None:
             return indices, np.zeros(row.count, self._kind)
         self._check_base(old, indices)
-        return indices, codec.values(row, indices, old[0])
+        return indices, codec.values(row, old[0])
 
     def _by_span(self, codec: RowCodec, row: CodedRow) -> Indices:
         """The indices of a block that nobody can read who holds other old values."""

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from deltasync.delta.codecs.base import Bits, Block, Indices, Needs, SparseRow, unsigned_dtype
 from deltasync.delta.codecs.gap import encode_gaps, encode_steps
-from deltasync.delta.codecs.known import codec_of, digest_at, digest_run
 from deltasync.delta.codecs.old import OldRows
+from deltasync.delta.codecs.registry import codec_of, digest_at, digest_run
 from deltasync.wire.codecs import IndexCodec, ValueCodec
 from deltasync.wire.coded import CodedPayload
 from deltasync.wire.table import ROW, Entry, RowKind, Rows, block_offsets

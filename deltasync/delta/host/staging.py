@@ -86,7 +86,7 @@ class Staging:
         while groups:
             self._stage_rows(groups.pop(0).held())
         for parameter, run in alone:
-            for piece in self._pieces(parameter, run):
+            for piece in self._pieces(run):
                 self._stage_run(parameter, piece)
 
     def _stage_rows(self, rows: HostRows) -> None:
@@ -104,7 +104,7 @@ class Staging:
         np.add.at(self.ledger.sums, chunks, change)
         self._take(staged)
 
-    def _pieces(self, parameter: int, run: Run) -> Iterator[Run]:
+    def _pieces(self, run: Run) -> Iterator[Run]:
         """A dense run in host memory by chunks, which stay in the cache from pass to pass."""
         if run.indices is not None or run.bits is None or not run.bits.is_cpu:
             yield run

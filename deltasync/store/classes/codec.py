@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from deltasync.delta.codecs import steps
 from deltasync.delta.codecs.base import Bits, CodedRow, Indices, Needs, SparseRow
-from deltasync.delta.codecs.known import ROW_CODECS
+from deltasync.delta.codecs.registry import ROW_CODECS
 from deltasync.store.classes import positions, values
 from deltasync.wire.codecs import IndexCodec, ValueCodec
 
@@ -33,7 +33,7 @@ class ClassCodec:
         assert row.old is not None
         return positions.decode(row.index, row.count, row.old, row.dtype)
 
-    def values(self, row: CodedRow, indices: Indices, old: Bits) -> Bits:
+    def values(self, row: CodedRow, old: Bits) -> Bits:
         """unsigned[count]. Raises WireError."""
         return steps.stepped(values.decode(row.value, old, row.dtype), old, row.dtype)
 
