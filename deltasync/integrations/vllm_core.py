@@ -41,8 +41,8 @@ NOT_CLEARED = (
 
 
 @dataclass(slots=True)
-class _Noted:
-    """What is known of a core from earlier calls.
+class _CoreState:
+    """What earlier calls have left in a core.
 
     Attributes:
         is_stopped: Whether it is paused since an update here failed.
@@ -53,7 +53,7 @@ class _Noted:
     is_stale: bool = False
 
 
-_NOTED: WeakKeyDictionary[Any, _Noted] = WeakKeyDictionary()
+_STATES: WeakKeyDictionary[Any, _CoreState] = WeakKeyDictionary()
 
 
 def register() -> None:
@@ -72,18 +72,18 @@ def _taking_updates(collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
         if method == REACH:
             return [reach(core)]
         if method == UPDATE:
-            return [_said(update, core, *args)]
+            return [_error_of(update, core, *args)]
         if method in _CALLS and _is_ours(core):
-            said = collective_rpc(core, TRY, timeout, (method, args, kwargs or {}))
-            _check(said)
-            return [None for _ in said]
+            errors = collective_rpc(core, TRY, timeout, (method, args, kwargs or {}))
+            _check(errors)
+            return [None for _ in errors]
         return collective_rpc(core, method, timeout, args, kwargs)
 
     call.takes_updates = True  # type: ignore[attr-defined]
     return call
 
 
-def _said(call: Callable[..., object], *arguments: object) -> str:
+def _error_of(call: Callable[..., object], *arguments: object) -> str:
     """Call, and return why it failed, or an empty string: vLLM would lose the text of an exception.
 
     When a worker raises, vLLM also leaves the answers of the workers after it unread, and takes
@@ -136,35 +136,35 @@ def update(
 
     Raises EngineFailed if a worker failed, and whatever the engine raises.
     """
-    noted, before = _NOTED.setdefault(core, _Noted()), core.scheduler.pause_state
-    noted.is_stopped = noted.is_stopped and _is_paused(core)
+    state, before = _STATES.setdefault(core, _CoreState()), core.scheduler.pause_state
+    state.is_stopped = state.is_stopped and _is_paused(core)
     try:
-        if work == "write" or (caches != "keep" and noted.is_stale):
+        if work == "write" or (caches != "keep" and state.is_stale):
             _pause(core)
             _end_steps(core)
-        noted.is_stale = noted.is_stale or work == "write"
+        state.is_stale = state.is_stale or work == "write"
         _check(core.model_executor.collective_rpc(WRITE, args=(version, work, holder)))
-        if caches != "keep" and noted.is_stale:
+        if caches != "keep" and state.is_stale:
             _clear(core)
-            noted.is_stale = False
+            state.is_stale = False
         core.set_weight_version(str(version))
     except Exception as error:
         if stays_paused and EngineTaken.__name__ not in str(error):
-            noted.is_stopped = noted.is_stopped or not _was_paused(before)
+            state.is_stopped = state.is_stopped or not _was_paused(before)
             _pause(core)
         else:
             core.scheduler.set_pause_state(before)
         raise
-    if noted.is_stopped:
-        noted.is_stopped = False
+    if state.is_stopped:
+        state.is_stopped = False
         core.wake_up(["scheduling"])  # resumes, unless a part of the engine sleeps
     elif core.scheduler.pause_state != before:
         core.scheduler.set_pause_state(before)
 
 
-def _check(said: Sequence[str]) -> None:
+def _check(errors: Sequence[str]) -> None:
     """Raise EngineFailed with what the workers that failed say, if some did."""
-    if failed := [text for text in said if text]:
+    if failed := [text for text in errors if text]:
         raise EngineFailed("; ".join(dict.fromkeys(failed)))
 
 
@@ -178,7 +178,7 @@ def write(worker: Any, version: int, work: Work, holder: str) -> str:
     Returns:
         An empty string, or why it failed.
     """
-    return _said(_write, worker, version, work, holder)
+    return _error_of(_write, worker, version, work, holder)
 
 
 def _write(worker: Any, version: int, work: Work, holder: str) -> None:
@@ -196,7 +196,7 @@ def _write(worker: Any, version: int, work: Work, holder: str) -> None:
 
 def attempt(worker: Any, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """A worker's part of another call. Returns an empty string, or why it failed."""
-    return _said(partial(getattr(worker, method), *args, **kwargs))
+    return _error_of(partial(getattr(worker, method), *args, **kwargs))
 
 
 def _pause(core: Any) -> None:

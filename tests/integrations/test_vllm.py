@@ -15,7 +15,7 @@ import torch
 from deltasync.errors import ConfigError, DeltaSyncError, EngineFailed
 from deltasync.integrations.trainer_info import Work
 from deltasync.integrations.vllm import VllmServer
-from deltasync.integrations.vllm_core import update
+from deltasync.integrations.vllm_core import update, write
 from tests.worlds.fleets import Server, engine_of, outcome
 from tests.worlds.links import Model
 from tests.worlds.programs import run
@@ -135,6 +135,23 @@ def test_what_clears_no_caches_is_refused() -> None:
     with pytest.raises(ConfigError, match="caches is 'drop', which is none of clear, keep"):
         VllmServer(client, caches="drop")  # type: ignore[arg-type]
     VllmServer(client, caches="keep")
+
+
+@pytest.mark.parametrize("work", ["write", "pass", "name"])
+def test_a_core_waits_for_its_steps_only_if_weights_change(
+    monkeypatch: pytest.MonkeyPatch, work: Work
+) -> None:
+    seen: list[object] = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: seen.append("waits"))
+    worker = SimpleNamespace(
+        start_weight_update=lambda: None,
+        update_weights=seen.append,
+        finish_weight_update=lambda: None,
+    )
+    assert write(worker, 7, work, "me") == ""
+    asked = {"version": 7, "work": work, "holder": "me"}
+    assert seen == ["waits"] * (work == "write") + [asked]
 
 
 class State(Enum):
