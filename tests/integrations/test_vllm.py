@@ -58,7 +58,7 @@ class Vllm(Server):
         self.at("clear")
 
 
-syncing = partial(engine_of, kind=Vllm, through=VllmServer, timeout_s=4.0)
+syncing = partial(engine_of, kind=Vllm, through=VllmServer, timeout_s=2.0)
 
 
 @pytest.mark.parametrize("is_same", [True, False])
@@ -88,15 +88,15 @@ def test_an_update_is_asked_for_once_a_version_is_decided(is_same: bool, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("fails", "asked"),
+    ("next_one", "fails", "asked"),
     [
-        ("start", ["start", "finish"]),
-        ("update", ["start", "update", "finish"]),
-        ("finish", ["start", "update", "finish", "finish"]),
-        ("clear", ["start", "update", "finish", "clear"]),
+        ("call", "start", ["start", "finish"]),
+        ("trainer", "update", ["start", "update", "finish"]),
+        ("call", "finish", ["start", "update", "finish", "finish"]),
+        ("call", "clear", ["start", "update", "finish", "clear"]),
+        ("trainer", "clear", ["start", "update", "finish", "clear"]),
     ],
 )
-@pytest.mark.parametrize("next_one", ["call", "trainer"])
 def test_an_update_that_is_not_made_is_told_and_made_up_for(
     next_one: str, fails: str, asked: list[str], tmp_path: Path
 ) -> None:
