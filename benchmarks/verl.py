@@ -36,7 +36,8 @@ _WAYS = {"dense": 1.0, "sparse": 0.01}  # shares of changed elements
 _TENSOR_NUMEL = 16 << 20
 _DENSE_GOAL, _SPARSE_GOAL = 1.15, 0.1
 _TIMEOUT_S = 300.0
-_OPTIONS = Options(host="127.0.0.1", timeout_s=_TIMEOUT_S)
+_SENDER = SenderOptions(snapshot_device="cpu", bucket_bytes=_BUCKET_BYTES)
+_OPTIONS = Options(host="127.0.0.1", timeout_s=_TIMEOUT_S, sender=_SENDER)
 
 
 class _Trainer:
@@ -48,11 +49,10 @@ class _Trainer:
         self.weights = {
             f"layers.{n}.weight": torch.randn(each).bfloat16() for n in range(numel // each)
         }
-        sizes = SenderOptions(snapshot_device="cpu", bucket_bytes=_BUCKET_BYTES)
-        self._trainer, self._taken = SendingRank(_OPTIONS, sizes), StreamedWeights(sizes)
+        self._trainer, self._taken = SendingRank(_OPTIONS), StreamedWeights(_SENDER)
         self._metrics: Metrics | None = None
         self._link, plain = collective.Sender(), collective.Sender()
-        self._sender = WeightSender(Source(self.weights), plain, options=sizes)
+        self._sender = WeightSender(Source(self.weights), plain, options=_SENDER)
         group.told([_address(self._link), _address(plain)])
         ((peer, _),) = self._link.poll(timeout_s=_TIMEOUT_S)
         self._link.open_epoch([peer], timeout_s=_TIMEOUT_S)
