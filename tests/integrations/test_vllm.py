@@ -159,28 +159,67 @@ class State(Enum):
     PAUSED_ALL = 1
 
 
-@pytest.mark.parametrize("before", State)
-@pytest.mark.parametrize("work", ["write", "pass", "name"])
-def test_a_core_that_is_anothers_is_left_as_it_was(
-    monkeypatch: pytest.MonkeyPatch, before: State, work: Work
-) -> None:
+class Core:
+    """Stands for vLLM's engine core, without steps in flight."""
+
+    batch_queue = None
+    vllm_config = SimpleNamespace(
+        model_config=SimpleNamespace(
+            is_multimodal_model=False, is_encoder_decoder=False, runner_type="generate"
+        )
+    )
+
+    def __init__(self, state: State) -> None:
+        self.scheduler = SimpleNamespace(pause_state=state)
+        self.scheduler.set_pause_state = lambda to: vars(self.scheduler).update(pause_state=to)
+        self.model_executor = SimpleNamespace(collective_rpc=lambda *_, **__: [self.error])
+        self.error, self.calls = "", list[str]()
+
+    def reset_prefix_cache(self, *_: object) -> bool:
+        self.calls.append("clear")
+        return True
+
+    def set_weight_version(self, version: str) -> None:
+        self.calls.append(version)
+
+    def wake_up(self, _: object) -> None:
+        self.scheduler.set_pause_state(State.UNPAUSED)
+
+
+@pytest.fixture
+def _pause_states(monkeypatch: pytest.MonkeyPatch) -> None:
     interface = ModuleType("vllm.v1.core.sched.interface")
     vars(interface)["PauseState"] = State
     monkeypatch.setitem(sys.modules, interface.__name__, interface)
-    named: list[str] = []
-    said = ["", "EngineTaken: another trainer has it; or take_over=True"]
 
-    class Core:
-        batch_queue = None
-        scheduler = SimpleNamespace(pause_state=before)
-        model_executor = SimpleNamespace(collective_rpc=lambda method, args: said)
-        set_weight_version = named.append
 
-    core = Core()
-    core.scheduler.set_pause_state = lambda state: vars(core.scheduler).update(pause_state=state)
+@pytest.mark.usefixtures("_pause_states")
+@pytest.mark.parametrize("before", State)
+@pytest.mark.parametrize("work", ["write", "pass", "name"])
+def test_a_core_that_is_anothers_is_left_as_it_was(before: State, work: Work) -> None:
+    core = Core(before)
+    core.error = "EngineTaken: another trainer has it; or take_over=True"
     with pytest.raises(EngineFailed, match="EngineTaken"):
-        update(core, 2, work, "keep", True, "me")
-    assert (core.scheduler.pause_state, named) == (before, [])
+        update(core, 2, work, False, True, "me")
+    assert (core.scheduler.pause_state, core.calls) == (before, [])
+
+
+@pytest.mark.usefixtures("_pause_states")
+@pytest.mark.parametrize("before", State)
+@pytest.mark.parametrize("stays_paused", [False, True])
+def test_a_core_whose_update_failed_is_resumed_by_one_that_succeeds(
+    before: State, stays_paused: bool
+) -> None:
+    """Unless somebody else had paused it."""
+    core = Core(before)
+    core.error = "planted"
+    with pytest.raises(EngineFailed, match="planted"):
+        update(core, 2, "write", True, stays_paused, "me")
+    paused = State.PAUSED_ALL if stays_paused else before
+    assert (core.scheduler.pause_state, core.calls) == (paused, [])
+    core.error = ""
+    update(core, 3, "write", True, stays_paused, "me")
+    assert (core.scheduler.pause_state, core.calls) == (before, ["clear", "3"])
 
 
 _IMPORT = """
