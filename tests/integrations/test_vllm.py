@@ -137,6 +137,30 @@ def test_what_clears_no_caches_is_refused() -> None:
     VllmServer(client, caches="keep")
 
 
+def test_an_update_in_one_call_clears_what_may_be_stale() -> None:
+    class Client(SimpleNamespace):
+        clear_cache = init_weight_transfer_engine = start_weight_update = print
+        update_weights = finish_weight_update = print
+
+        def collective_rpc(self, _: str, *what: object) -> list[str]:
+            self.clears.append(what[2])
+            return [self.error]
+
+    client = Client(clears=[], error="")
+    server, keeping = VllmServer(client), VllmServer(client, caches="keep")
+    server.connect({})
+    server.switch(1, "pass", False, "me")  # what an earlier trainer may not have cleared
+    server.switch(2, "pass", False, "me")
+    client.error = "planted"
+    with pytest.raises(EngineFailed, match="planted"):
+        server.switch(3, "write", False, "me")
+    client.error = ""
+    server.switch(3, "name", False, "me")
+    server.switch(4, "write", False, "me")
+    keeping.switch(5, "write", False, "me")
+    assert client.clears == [True, False, True, True, True, False]
+
+
 @pytest.mark.parametrize("work", ["write", "pass", "name"])
 def test_a_core_waits_for_its_steps_only_if_weights_change(
     monkeypatch: pytest.MonkeyPatch, work: Work
@@ -172,8 +196,12 @@ class Core:
     def __init__(self, state: State) -> None:
         self.scheduler = SimpleNamespace(pause_state=state)
         self.scheduler.set_pause_state = lambda to: vars(self.scheduler).update(pause_state=to)
-        self.model_executor = SimpleNamespace(collective_rpc=lambda *_, **__: [self.error])
+        self.model_executor = SimpleNamespace(collective_rpc=self._write)
         self.error, self.calls = "", list[str]()
+
+    def _write(self, *_: object, **__: object) -> list[str]:
+        self.calls.append(self.scheduler.pause_state.name)
+        return [self.error]
 
     def reset_prefix_cache(self, *_: object) -> bool:
         self.calls.append("clear")
@@ -201,7 +229,8 @@ def test_a_core_that_is_anothers_is_left_as_it_was(before: State, work: Work) ->
     core.error = "EngineTaken: another trainer has it; or take_over=True"
     with pytest.raises(EngineFailed, match="EngineTaken"):
         update(core, 2, work, False, True, "me")
-    assert (core.scheduler.pause_state, core.calls) == (before, [])
+    assert core.scheduler.pause_state == before
+    assert core.calls == ["PAUSED_ALL" if work == "write" else before.name]
 
 
 @pytest.mark.usefixtures("_pause_states")
@@ -216,10 +245,11 @@ def test_a_core_whose_update_failed_is_resumed_by_one_that_succeeds(
     with pytest.raises(EngineFailed, match="planted"):
         update(core, 2, "write", True, stays_paused, "me")
     paused = State.PAUSED_ALL if stays_paused else before
-    assert (core.scheduler.pause_state, core.calls) == (paused, [])
+    assert (core.scheduler.pause_state, core.calls) == (paused, ["PAUSED_ALL"])
     core.error = ""
     update(core, 3, "write", True, stays_paused, "me")
-    assert (core.scheduler.pause_state, core.calls) == (before, ["clear", "3"])
+    assert core.scheduler.pause_state == before
+    assert core.calls[1:] == ["PAUSED_ALL", "clear", "3"]
 
 
 _IMPORT = """
