@@ -33,7 +33,7 @@ class DeltaSyncEngine(CheckpointEngine):
     """The changed elements of weights that verl gathers. Rank 0 keeps a copy of them and sends.
 
     Args:
-        bucket_size: Largest payload in bytes; at most 64 MiB are used.
+        bucket_size: Of verl's own engines; see `bucket_bytes` of `SenderOptions`.
         is_master: On trainers: whether this is rank 0. None on rollouts.
         engine_kwargs: See `Options`.
     """
@@ -46,7 +46,6 @@ class DeltaSyncEngine(CheckpointEngine):
         self, bucket_size: int, is_master: bool | None = None, **engine_kwargs: Any
     ) -> None:
         self._options = _options(engine_kwargs, self.defaults)
-        self._sizes = self._options.sized(bucket_size)
         self._is_master = bool(is_master)
         self._topology: dict[str, Any] = {}
         self._source: StreamedWeights | ModuleSource | None = None
@@ -62,7 +61,7 @@ class DeltaSyncEngine(CheckpointEngine):
             return {}
         if self._sending is None:
             is_hub = self._is_master and self.every_rank_sends
-            self._sending = SendingRank(self._options, self._sizes, is_hub=is_hub)
+            self._sending = SendingRank(self._options, is_hub=is_hub)
         assert isinstance(self._sending, SendingRank)
         found = {"address": _json(self._sending.address), "members": [*self._sending.members]}
         return found | ({"hub": _json(self._sending.hub)} if self._sending.hub else {})
@@ -71,7 +70,7 @@ class DeltaSyncEngine(CheckpointEngine):
         """On trainers, in place of `prepare`: `send_weights` sends to these servers' workers."""
         self._servers = servers
         if self._is_master and self._sending is None:
-            self._sending = FleetTrainer(self._options, self._sizes)
+            self._sending = FleetTrainer(self._options)
 
     @classmethod
     def build_topology(
@@ -114,7 +113,7 @@ class DeltaSyncEngine(CheckpointEngine):
 
     def _source_of(self, weights: Any) -> StreamedWeights | ModuleSource:
         if self._source is None:
-            self._source = StreamedWeights(self._sizes)
+            self._source = StreamedWeights(self._options.sender)
         assert isinstance(self._source, StreamedWeights)
         self._source.take(weights)
         return self._source

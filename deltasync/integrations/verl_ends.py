@@ -14,7 +14,6 @@ from pydantic import Field
 from torch import Tensor
 
 from deltasync.config import network_secret
-from deltasync.delta.bucket import MIN_BUCKET_BYTES
 from deltasync.delta.modes import plain_mode
 from deltasync.delta.options import OptionsModel
 from deltasync.errors import ConfigError, SyncAborted
@@ -32,8 +31,6 @@ from deltasync.sync.target.copied import CopiedTarget
 from deltasync.transports.address import Address, LinkName, listen
 from deltasync.transports.base import SendTransport
 from deltasync.transports.control.connection import LONGEST_S
-
-_MAX_BUCKET_BYTES = 64 << 20
 
 Metrics = dict[str, float]
 """Metrics of one sync, as verl logs them."""
@@ -57,13 +54,6 @@ class Options(OptionsModel):
     )
     sender: SenderOptions = SenderOptions()
 
-    def sized(self, bucket_size: int) -> SenderOptions:
-        """The sender's options, with payloads no larger than verl's buckets."""
-        size = self.sender.bucket_bytes or min(
-            max(bucket_size, MIN_BUCKET_BYTES), _MAX_BUCKET_BYTES
-        )
-        return self.sender.model_copy(update={"bucket_bytes": size})
-
     def listen(self, link: LinkName | None = None) -> tuple[SendTransport, Address]:
         """Return a sender of its own, and its address."""
         host = self.host or "127.0.0.1"
@@ -75,11 +65,6 @@ class Options(OptionsModel):
         if self.link in ("gloo", "shared_memory"):
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())
-
-    @property
-    def hub(self) -> LinkName:
-        """The link among the trainer's ranks, which carries few bytes."""
-        return "gloo" if self.link in ("gloo", "nccl") else "shared_memory"
 
 
 class Rollout:
@@ -171,17 +156,16 @@ class SendingRank:
 
     Args:
         options: Of both ends.
-        sizes: Of the sender.
         is_hub: Whether this is rank 0 of several ranks that send.
     """
 
-    def __init__(self, options: Options, sizes: SenderOptions, *, is_hub: bool = False) -> None:
-        self._timeout_s, self._sizes = options.timeout_s, sizes
+    def __init__(self, options: Options, *, is_hub: bool = False) -> None:
+        self._timeout_s, self._options = options.timeout_s, options.sender
         self._transport, self.address = options.listen()
         self._link: SendTransport | None = None
         self.hub: Address | None = None
         if is_hub:
-            self._link, self.hub = options.listen(options.hub)
+            self._link, self.hub = options.listen("gloo")
         self._sender: WeightSender | TrainerRank | None = None
 
     @property
@@ -229,11 +213,11 @@ class SendingRank:
             return WeightSender(source, self._transport)
         if self._link is not None:
             group = TrainerGroup(self._link, world)
-            return WeightSender(source, self._transport, options=self._sizes, group=group)
+            return WeightSender(source, self._transport, options=self._options, group=group)
         assert hub is not None
         link = hub.receiver(torch.device("cpu"), secret=network_secret())
         return TrainerRank(
-            source, self._transport, link, rank=rank, world=world, options=self._sizes
+            source, self._transport, link, rank=rank, world=world, options=self._options
         )
 
 

@@ -9,7 +9,6 @@ from deltasync.errors import SyncAborted
 from deltasync.integrations.fleet import EngineFleet
 from deltasync.integrations.verl_ends import Metrics, Options, metrics_of
 from deltasync.integrations.vllm import HttpClient, VllmServer
-from deltasync.sync.options import SenderOptions
 from deltasync.sync.source.streamed import NamedWeights, StreamedWeights
 from deltasync.sync.stats import reasons
 
@@ -36,12 +35,11 @@ class FleetTrainer:
 
     Args:
         options: Of both ends.
-        sizes: Of the sender.
     """
 
-    def __init__(self, options: Options, sizes: SenderOptions) -> None:
+    def __init__(self, options: Options) -> None:
         self._timeout_s = options.timeout_s
-        self._weights = StreamedWeights(sizes)
+        self._weights = StreamedWeights(options.sender)
         transport, _ = options.listen()
         self._fleet = EngineFleet(
             self._weights,

@@ -30,13 +30,13 @@ def register() -> None:
 
 
 def _in_place_if_asked(update: Callable[..., Any]) -> Callable[..., Any]:
-    own = update.__wrapped__  # type: ignore[attr-defined]  # of auto_await: the coroutine function
+    original = update.__wrapped__  # type: ignore[attr-defined]  # of auto_await: the coroutine function
 
     @auto_await  # type: ignore[untyped-decorator]
-    @wraps(own)
+    @wraps(original)
     async def update_weights(manager: Any, global_steps: int | None = None) -> Mapping[str, float]:
         if not _is_asked(manager):
-            return await own(manager, global_steps)  # type: ignore[no-any-return]
+            return await original(manager, global_steps)  # type: ignore[no-any-return]
         return await _update(manager, global_steps)
 
     update_weights.is_in_place = True
@@ -58,11 +58,11 @@ async def _update(manager: Any, global_steps: int | None) -> Mapping[str, float]
         *trainers.execute_checkpoint_engine(["serve"] * world, servers=[servers] * world)
     )
     updates = trainers.update_weights(global_steps=global_steps, mode=manager.backend)
-    found = await asyncio.gather(*updates)
+    metrics = await asyncio.gather(*updates)
     if global_steps is not None:
         heads = [replica.servers[0] for replica in manager.replicas]
         await asyncio.gather(*(head.set_global_steps.remote(global_steps) for head in heads))
-    return {name: value for metrics in found for name, value in (metrics or {}).items()}
+    return {name: value for rank in metrics for name, value in (rank or {}).items()}
 
 
 def _server_of(replica: Any) -> RolloutServer:

@@ -224,7 +224,7 @@ class VllmServer:
     """
 
     def __init__(self, client: Client, *, caches: Caches = "clear") -> None:
-        self._client, self._caches = client, caches
+        self._client = client
         self.url: str | None = getattr(client, "url", None)
         self._call: Callable[..., Any] | None = getattr(client, "collective_rpc", None)
         self._is_stale = False  # caches may hold results of older weights
@@ -287,11 +287,10 @@ class VllmServer:
             EngineFailed: A worker or the engine failed. If `stays_paused`, the engine is paused
                 until a later `switch` succeeds.
         """
-        if self._call is None:
-            raise ConfigError(f"{type(self._client).__name__} has no collective_rpc")
-        if work != "write":  # which clears them itself
-            self._clear()
-        what = (version, work, self._caches, stays_paused, holder)
+        assert self._call is not None  # or `reach` is 0
+        self._is_stale = self._is_stale or work == "write"
+        clears = self._clear_cache is not None and self._is_stale
+        what = (version, work, clears, stays_paused, holder)
         if failure := self._call(vllm_core.UPDATE, *what)[0]:
             raise EngineFailed(failure)
         self._is_stale = False

@@ -10,16 +10,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 import torch
 
 from deltasync.errors import DeltaSyncError, EngineFailed, EngineTaken
 from deltasync.integrations.calls import asked
-from deltasync.integrations.trainer_info import Caches, Work
+from deltasync.integrations.trainer_info import Work
 
 logger = logging.getLogger(__name__)
 
@@ -40,20 +39,7 @@ NOT_CLEARED = (
 )
 
 
-@dataclass(slots=True)
-class _Noted:
-    """What is known of a core from earlier calls.
-
-    Attributes:
-        is_stopped: Whether it is paused since an update here failed.
-        is_stale: Whether its caches may hold results of older weights.
-    """
-
-    is_stopped: bool = False
-    is_stale: bool = False
-
-
-_NOTED: WeakKeyDictionary[Any, _Noted] = WeakKeyDictionary()
+_STOPPED = WeakSet[Any]()  # cores that are paused since an update here failed
 
 
 def register() -> None:
@@ -72,18 +58,18 @@ def _taking_updates(collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
         if method == REACH:
             return [reach(core)]
         if method == UPDATE:
-            return [_said(update, core, *args)]
+            return [_error_of(update, core, *args)]
         if method in _CALLS and _is_ours(core):
-            said = collective_rpc(core, TRY, timeout, (method, args, kwargs or {}))
-            _check(said)
-            return [None for _ in said]
+            errors = collective_rpc(core, TRY, timeout, (method, args, kwargs or {}))
+            _check(errors)
+            return [None for _ in errors]
         return collective_rpc(core, method, timeout, args, kwargs)
 
     call.takes_updates = True  # type: ignore[attr-defined]
     return call
 
 
-def _said(call: Callable[..., object], *arguments: object) -> str:
+def _error_of(call: Callable[..., object], *arguments: object) -> str:
     """Call, and return why it failed, or an empty string: vLLM would lose the text of an exception.
 
     When a worker raises, vLLM also leaves the answers of the workers after it unread, and takes
@@ -118,7 +104,7 @@ def _is_ours(core: Any) -> bool:
 
 
 def update(
-    core: Any, version: int, work: Work, caches: Caches, stays_paused: bool, holder: str
+    core: Any, version: int, work: Work, clears: bool, stays_paused: bool, holder: str
 ) -> None:
     """Bring all workers of a core to a version, and name it.
 
@@ -129,42 +115,43 @@ def update(
     Args:
         core: vLLM's EngineCoreProc.
         version: The version.
-        work: What to do; "pass" and "name" neither pause nor clear a cache that is valid.
-        caches: What becomes of keys and values; encodings are dropped unless they are kept.
+        work: What to do; "pass" and "name" pause only to clear caches.
+        clears: Whether keys, values and encodings are dropped, because older weights computed them.
         stays_paused: Whether a failure leaves generation paused; not if it is another trainer's.
         holder: Who asks.
 
     Raises EngineFailed if a worker failed, and whatever the engine raises.
     """
-    noted, before = _NOTED.setdefault(core, _Noted()), core.scheduler.pause_state
-    noted.is_stopped = noted.is_stopped and _is_paused(core)
+    before = core.scheduler.pause_state
+    if not _is_paused(core):
+        _STOPPED.discard(core)
+    is_stopped = core in _STOPPED
     try:
-        if work == "write" or (caches != "keep" and noted.is_stale):
+        if work == "write" or clears:
             _pause(core)
             _end_steps(core)
-        noted.is_stale = noted.is_stale or work == "write"
         _check(core.model_executor.collective_rpc(WRITE, args=(version, work, holder)))
-        if caches != "keep" and noted.is_stale:
+        if clears:
             _clear(core)
-            noted.is_stale = False
         core.set_weight_version(str(version))
     except Exception as error:
         if stays_paused and EngineTaken.__name__ not in str(error):
-            noted.is_stopped = noted.is_stopped or not _was_paused(before)
+            if is_stopped or before.name == "UNPAUSED":
+                _STOPPED.add(core)
             _pause(core)
         else:
             core.scheduler.set_pause_state(before)
         raise
-    if noted.is_stopped:
-        noted.is_stopped = False
+    _STOPPED.discard(core)
+    if is_stopped:
         core.wake_up(["scheduling"])  # resumes, unless a part of the engine sleeps
     elif core.scheduler.pause_state != before:
         core.scheduler.set_pause_state(before)
 
 
-def _check(said: Sequence[str]) -> None:
+def _check(errors: Sequence[str]) -> None:
     """Raise EngineFailed with what the workers that failed say, if some did."""
-    if failed := [text for text in said if text]:
+    if failed := [text for text in errors if text]:
         raise EngineFailed("; ".join(dict.fromkeys(failed)))
 
 
@@ -178,7 +165,7 @@ def write(worker: Any, version: int, work: Work, holder: str) -> str:
     Returns:
         An empty string, or why it failed.
     """
-    return _said(_write, worker, version, work, holder)
+    return _error_of(_write, worker, version, work, holder)
 
 
 def _write(worker: Any, version: int, work: Work, holder: str) -> None:
@@ -196,7 +183,7 @@ def _write(worker: Any, version: int, work: Work, holder: str) -> None:
 
 def attempt(worker: Any, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """A worker's part of another call. Returns an empty string, or why it failed."""
-    return _said(partial(getattr(worker, method), *args, **kwargs))
+    return _error_of(partial(getattr(worker, method), *args, **kwargs))
 
 
 def _pause(core: Any) -> None:
@@ -209,10 +196,6 @@ def _pause(core: Any) -> None:
 def _is_paused(core: Any) -> bool:
     """Whether nothing at all is scheduled, as in a pause with mode="keep"."""
     return bool(core.scheduler.pause_state.name == "PAUSED_ALL")
-
-
-def _was_paused(state: Any) -> bool:
-    return bool(state.name != "UNPAUSED")
 
 
 def _end_steps(core: Any) -> None:

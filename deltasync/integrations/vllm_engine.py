@@ -81,12 +81,12 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(*args, **kwargs)
         self._worker = Worker()
         self._trainer: TrainerInfo | None = None  # to reconnect when the weights are back
-        _announce_touches(resolve_obj_by_qualname(self.parallel_config.worker_cls))
+        _wrap_touches(resolve_obj_by_qualname(self.parallel_config.worker_cls))
         self._name = _name_of_engine()
         self._reloads: dict[SentTensors, ReloadedTarget] = {}  # the last, whose reload is proved
-        listed = self.vllm_config.compilation_config.static_forward_context.values()
-        own = set(self.model.modules())  # each layer holds that list, where a drafter's are too
-        self._drafter = [one for one in listed if one not in own]
+        layers = self.vllm_config.compilation_config.static_forward_context.values()
+        modules = set(self.model.modules())  # each layer holds that list, where a drafter's are too
+        self._drafter = [one for one in layers if one not in modules]
         self._reached = reached(self.model, self._drafter)  # before there are caches
         self._storages = frozenset(storages(self.model))
 
@@ -256,7 +256,7 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         yield
         if tags is None or _WEIGHTS in tags:
             self._worker.wake()
-            self._come_back()
+            self._reconnect()
 
     @contextmanager
     def reloading(self, *_: object, **__: object) -> Iterator[None]:
@@ -264,7 +264,7 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._worker.disconnect()
         self._worker.knows_copy = False
         yield
-        self._come_back()
+        self._reconnect()
 
     @contextmanager
     def loading(self, *_: object, **__: object) -> Iterator[None]:
@@ -273,7 +273,7 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._worker.reloaded()
         yield
 
-    def _come_back(self) -> None:
+    def _reconnect(self) -> None:
         """Reconnect to the trainer since the trainer would wait for this worker.
 
         Never raises: a worker that cannot connect reports that when the trainer next connects it.
@@ -317,7 +317,7 @@ _TOUCHES: dict[str, _Around] = {
 }
 
 
-def _announce_touches(worker_class: type) -> None:
+def _wrap_touches(worker_class: type) -> None:
     """Wrap the worker's methods that touch weights: vLLM does not report their calls.
 
     Weights that sleep must not be read, and may have changed when they wake. The worker also gets
@@ -327,11 +327,11 @@ def _announce_touches(worker_class: type) -> None:
     setattr(worker_class, TRY, attempt)
     for name, around in _TOUCHES.items():
         method = getattr(worker_class, name, None)
-        if method is not None and not hasattr(method, "is_announced"):
-            setattr(worker_class, name, _announced(method, around))
+        if method is not None and not hasattr(method, "is_wrapped"):
+            setattr(worker_class, name, _wrapped(method, around))
 
 
-def _announced(method: Callable[..., object], around: _Around) -> Callable[..., object]:
+def _wrapped(method: Callable[..., object], around: _Around) -> Callable[..., object]:
     @wraps(method)
     def call(worker: Any, *args: Any, **kwargs: Any) -> object:
         engine = worker.weight_transfer_engine
@@ -340,5 +340,5 @@ def _announced(method: Callable[..., object], around: _Around) -> Callable[..., 
         with around(engine, *args, **kwargs):
             return method(worker, *args, **kwargs)
 
-    call.is_announced = True  # type: ignore[attr-defined]
+    call.is_wrapped = True  # type: ignore[attr-defined]
     return call

@@ -105,14 +105,12 @@ class DeltaSyncTrainer(TrainerWeightTransferEngine):
             DirtyReceiver, EngineFailed, TransportTimeout: See `EngineSync.connect`.
         """
         engine = cls(init_info, client=client, source=source)
-        announced = _announced(source)
+        layout = _layout_of(source)
         if engine.is_sender:
-            engine._begin(init_info, announced)
+            engine._begin(init_info, layout)
         return engine
 
-    def _begin(
-        self, init_info: DeltaSyncTrainerInitInfo, announced: Sequence[ParameterSpec]
-    ) -> None:
+    def _begin(self, init_info: DeltaSyncTrainerInitInfo, layout: Sequence[ParameterSpec]) -> None:
         """Raises as `trainer_init`."""
         client, settings = self.client, dict(init_info.settings)
         if type(client) is HTTPVLLMWeightSyncClient:
@@ -126,7 +124,7 @@ class DeltaSyncTrainer(TrainerWeightTransferEngine):
             settings["workers"] = client.workers()
         settings.setdefault("paused", getattr(client, "paused", nullcontext))
         server = VllmServer(client, caches=init_info.caches)
-        weights = StreamedWeights(settings.pop("options", None), announced=announced)
+        weights = StreamedWeights(settings.pop("options", None), announced=layout)
         transport, _ = listen(init_info.link, host=init_info.host, secret=network_secret())
         try:
             sync = EngineSync(weights, server, transport, **settings)
@@ -165,7 +163,7 @@ class DeltaSyncTrainer(TrainerWeightTransferEngine):
             sync.close()
 
 
-def _announced(source: Any) -> tuple[ParameterSpec, ...]:
+def _layout_of(source: Any) -> tuple[ParameterSpec, ...]:
     """What a source of vLLM's brings to rank 0. Raises ConfigError if that cannot be sent."""
     if not hasattr(type(source), "metadata"):
         raise ConfigError(f"{type(source).__name__} is no WeightSource of vLLM's: give one")

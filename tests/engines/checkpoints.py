@@ -104,9 +104,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "beta_slow": 1,
         },
     },
-    "OPTForCausalLM": _SMALL
-    | {"model_type": "opt", "ffn_dim": 512, "word_embed_proj_dim": 256}
-    | {"do_layer_norm_before": True, "activation_function": "relu", "tie_word_embeddings": True},
     # Matrices that are transposed.
     "GPT2LMHeadModel": _SMALL
     | {"model_type": "gpt2", "n_embd": 256, "n_layer": 2, "n_head": 4, "n_positions": 128}
@@ -116,13 +113,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"model_type": "gpt_oss", "head_dim": 64, "intermediate_size": 256, "sliding_window": 128}
     | {"num_local_experts": 4, "num_experts_per_tok": 2}
     | {"layer_types": ["sliding_attention", "full_attention"]},
-    # Heads of q, k and v that take turns: a copy in another order on the way.
-    "BloomForCausalLM": _SMALL
-    | {"model_type": "bloom", "n_layer": 2, "n_head": 4, "tie_word_embeddings": True},
-    # Concatenates what it took apart.
-    "FalconForCausalLM": _SMALL
-    | {"model_type": "falcon", "multi_query": True, "new_decoder_architecture": False}
-    | {"alibi": False, "bias": False, "parallel_attn": True, "tie_word_embeddings": True},
     # Exponentiates.
     "MambaForCausalLM": _SMALL
     | {"model_type": "mamba", "state_size": 16, "conv_kernel": 4, "expand": 2}

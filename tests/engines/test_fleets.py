@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -34,21 +34,6 @@ NUM_TOKENS = 60
 
 Before = dict[str, Callable[[], object]]
 """What happens before the next update of the server at a URL."""
-
-
-class Kind(Protocol):
-    """How servers of an engine are started, added to a fleet, and asked."""
-
-    def __init__(self, model: Path, patch: pytest.MonkeyPatch) -> None: ...
-
-    def served(self, port: int) -> AbstractContextManager[str]: ...
-
-    def add(self, fleet: EngineFleet, url: str, before: Before) -> None: ...
-
-    def tokens(self, url: str, prompt: int = 17) -> Any:
-        """What follows so many tokens."""
-
-    def version(self, url: str) -> str: ...
 
 
 class Vllm:
@@ -112,7 +97,7 @@ class Sglang:
 class Requests:
     """Requests to one server, one after the other, until `ends`."""
 
-    kind: Kind
+    kind: Vllm | Sglang
     url: str
     ends: Event
     answered: int = 0
@@ -129,7 +114,7 @@ class Requests:
 
 
 @contextmanager
-def asked(kind: Kind, *urls: str) -> Iterator[list[Requests]]:
+def asked(kind: Vllm | Sglang, *urls: str) -> Iterator[list[Requests]]:
     """Clients of servers."""
     ends = Event()
     clients = [Requests(kind, url, ends) for url in urls]
@@ -159,7 +144,7 @@ def await_answers(*clients: Requests) -> None:
 )
 @pytest.mark.parametrize("made", [Vllm, Sglang])
 def test_requests_go_on_while_another_server_is_killed_and_restarted(
-    made: type[Kind], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made: type[Vllm | Sglang], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = write_config("LlamaForCausalLM", tmp_path)
     write_model(model)

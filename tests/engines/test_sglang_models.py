@@ -36,7 +36,6 @@ PLAIN = [
     "Qwen3MoeForCausalLM",
     "Qwen2MoeForCausalLM",
     "MixtralForCausalLM",
-    "OPTForCausalLM",
 ]
 CASES = [
     *((architecture, "") for architecture in (*PLAIN, *sglang.CONFIGS)),

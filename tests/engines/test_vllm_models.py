@@ -67,8 +67,6 @@ PLAIN = [
     Case("Qwen2MoeForCausalLM"),
     Case("Gemma2ForCausalLM"),
     Case("GPT2LMHeadModel"),
-    Case("BloomForCausalLM"),
-    Case("FalconForCausalLM"),
     Case("GptOssForCausalLM"),
     Case("DeepseekV2ForCausalLM", outcomes=(REFUSED, EQUAL)),  # keeps a matrix twice
     Case("MambaForCausalLM", outcomes=(REFUSED,), message=r"aten\.exp"),

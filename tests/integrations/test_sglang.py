@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from deltasync.errors import ConfigError, EngineFailed
+from deltasync.integrations import checkpoint_engine
 from deltasync.integrations.sglang import Extension, SglangServer, worker_of
 from deltasync.integrations.sglang_scheduler import _AROUND
 from deltasync.integrations.trainer_info import TrainerInfo, WorkerRequest
@@ -48,6 +49,22 @@ def test_orders_that_make_no_sense_are_answered(text: str, said: str) -> None:
     with pytest.raises(EngineFailed, match=said):
         give({"deltasync": text})
     give({"deltasync": text}, is_draft_worker=True)  # which keeps its weights
+
+
+def test_checkpoints_of_a_parameter_server_are_loaded_and_noted() -> None:
+    runner = SimpleNamespace(model=nn.Linear(2, 2), is_draft_worker=False)
+    loads: list[object] = []
+
+    def update(_: object, handles: object) -> None:
+        loads.append(handles)
+
+    extension = SimpleNamespace(model_runner=runner)
+    with pytest.raises(EngineFailed, match="no trainer is connected"):
+        checkpoint_engine._update(update, extension, {"deltasync": '{"version": 7}'})
+    assert worker_of(runner.model).knows_copy
+    checkpoint_engine._update(update, extension, {"GPU-1": "ipc://socket"})
+    assert loads == [{"GPU-1": "ipc://socket"}]
+    assert not worker_of(runner.model).knows_copy
 
 
 class Ours(Server):

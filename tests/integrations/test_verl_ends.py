@@ -28,8 +28,9 @@ LINKS = [
 ]
 
 
-def options_of(link: Any, timeout_s: float = 30.0) -> Options:
-    return Options(link=link, host="127.0.0.1", timeout_s=timeout_s)
+def options_of(link: Any, timeout_s: float = 30.0, **sender: Any) -> Options:
+    options = SenderOptions(**{"snapshot_device": "cpu", "bucket_bytes": 4096, **sender})
+    return Options(link=link, host="127.0.0.1", timeout_s=timeout_s, sender=options)
 
 
 def weights_on(device: str = "cpu") -> Weights:
@@ -106,8 +107,7 @@ class Ends:
 def trainer(stack: ExitStack, weights: Weights, link: str = "shared_memory", **more: Any) -> Ends:
     """Of one rank, to which all weights are passed."""
     options = options_of(link, more.pop("timeout_s", 30.0))
-    sizes = SenderOptions(snapshot_device="cpu", bucket_bytes=4096)
-    one, taken = SendingRank(options, sizes), StreamedWeights(sizes)
+    one, taken = SendingRank(options), StreamedWeights(options.sender)
 
     def send(names: list[str]) -> Metrics | None:
         taken.take(exported(weights))
@@ -189,9 +189,9 @@ class Held:
     ("link", "world"), [("shared_memory", 2), ("gloo", 2), ("shared_memory", 1)]
 )
 def test_every_rank_sends_what_it_holds_under_each_of_its_names(link: str, world: int) -> None:
-    options, sizes = options_of(link), SenderOptions(wire_dtypes={"*": "bfloat16"})
+    options = options_of(link, wire_dtypes={"*": "bfloat16"})
     whole = torch.randn(40, 30)
-    ranks = [SendingRank(options, sizes, is_hub=number == 0) for number in range(world)]
+    ranks = [SendingRank(options, is_hub=number == 0) for number in range(world)]
     hub, names = ranks[0].hub, ["a"] if world == 2 else ["lm_head", "embed"]
     assert hub is not None
 

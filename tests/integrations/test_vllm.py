@@ -15,7 +15,7 @@ import torch
 from deltasync.errors import ConfigError, DeltaSyncError, EngineFailed
 from deltasync.integrations.trainer_info import Work
 from deltasync.integrations.vllm import VllmServer
-from deltasync.integrations.vllm_core import update
+from deltasync.integrations.vllm_core import update, write
 from tests.worlds.fleets import Server, engine_of, outcome
 from tests.worlds.links import Model
 from tests.worlds.programs import run
@@ -58,7 +58,7 @@ class Vllm(Server):
         self.at("clear")
 
 
-syncing = partial(engine_of, kind=Vllm, through=VllmServer, timeout_s=4.0)
+syncing = partial(engine_of, kind=Vllm, through=VllmServer, timeout_s=2.0)
 
 
 @pytest.mark.parametrize("is_same", [True, False])
@@ -88,15 +88,15 @@ def test_an_update_is_asked_for_once_a_version_is_decided(is_same: bool, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("fails", "asked"),
+    ("next_one", "fails", "asked"),
     [
-        ("start", ["start", "finish"]),
-        ("update", ["start", "update", "finish"]),
-        ("finish", ["start", "update", "finish", "finish"]),
-        ("clear", ["start", "update", "finish", "clear"]),
+        ("call", "start", ["start", "finish"]),
+        ("trainer", "update", ["start", "update", "finish"]),
+        ("call", "finish", ["start", "update", "finish", "finish"]),
+        ("call", "clear", ["start", "update", "finish", "clear"]),
+        ("trainer", "clear", ["start", "update", "finish", "clear"]),
     ],
 )
-@pytest.mark.parametrize("next_one", ["call", "trainer"])
 def test_an_update_that_is_not_made_is_told_and_made_up_for(
     next_one: str, fails: str, asked: list[str], tmp_path: Path
 ) -> None:
@@ -137,33 +137,119 @@ def test_what_clears_no_caches_is_refused() -> None:
     VllmServer(client, caches="keep")
 
 
+def test_an_update_in_one_call_clears_what_may_be_stale() -> None:
+    class Client(SimpleNamespace):
+        clear_cache = init_weight_transfer_engine = start_weight_update = print
+        update_weights = finish_weight_update = print
+
+        def collective_rpc(self, _: str, *what: object) -> list[str]:
+            self.clears.append(what[2])
+            return [self.error]
+
+    client = Client(clears=[], error="")
+    server, keeping = VllmServer(client), VllmServer(client, caches="keep")
+    server.connect({})
+    server.switch(1, "pass", False, "me")  # what an earlier trainer may not have cleared
+    server.switch(2, "pass", False, "me")
+    client.error = "planted"
+    with pytest.raises(EngineFailed, match="planted"):
+        server.switch(3, "write", False, "me")
+    client.error = ""
+    server.switch(3, "name", False, "me")
+    server.switch(4, "write", False, "me")
+    keeping.switch(5, "write", False, "me")
+    assert client.clears == [True, False, True, True, True, False]
+
+
+@pytest.mark.parametrize("work", ["write", "pass", "name"])
+def test_a_core_waits_for_its_steps_only_if_weights_change(
+    monkeypatch: pytest.MonkeyPatch, work: Work
+) -> None:
+    seen: list[object] = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: seen.append("waits"))
+    worker = SimpleNamespace(
+        start_weight_update=lambda: None,
+        update_weights=seen.append,
+        finish_weight_update=lambda: None,
+    )
+    assert write(worker, 7, work, "me") == ""
+    asked = {"version": 7, "work": work, "holder": "me"}
+    assert seen == ["waits"] * (work == "write") + [asked]
+
+
 class State(Enum):
     UNPAUSED = 0
     PAUSED_ALL = 1
 
 
-@pytest.mark.parametrize("before", State)
-@pytest.mark.parametrize("work", ["write", "pass", "name"])
-def test_a_core_that_is_anothers_is_left_as_it_was(
-    monkeypatch: pytest.MonkeyPatch, before: State, work: Work
-) -> None:
+class Core:
+    """Stands for vLLM's engine core, without steps in flight."""
+
+    batch_queue = None
+    vllm_config = SimpleNamespace(
+        model_config=SimpleNamespace(
+            is_multimodal_model=False, is_encoder_decoder=False, runner_type="generate"
+        )
+    )
+
+    def __init__(self, state: State) -> None:
+        self.scheduler = SimpleNamespace(pause_state=state)
+        self.scheduler.set_pause_state = lambda to: vars(self.scheduler).update(pause_state=to)
+        self.model_executor = SimpleNamespace(collective_rpc=self._write)
+        self.error, self.calls = "", list[str]()
+
+    def _write(self, *_: object, **__: object) -> list[str]:
+        self.calls.append(self.scheduler.pause_state.name)
+        return [self.error]
+
+    def reset_prefix_cache(self, *_: object) -> bool:
+        self.calls.append("clear")
+        return True
+
+    def set_weight_version(self, version: str) -> None:
+        self.calls.append(version)
+
+    def wake_up(self, _: object) -> None:
+        self.scheduler.set_pause_state(State.UNPAUSED)
+
+
+@pytest.fixture
+def _pause_states(monkeypatch: pytest.MonkeyPatch) -> None:
     interface = ModuleType("vllm.v1.core.sched.interface")
     vars(interface)["PauseState"] = State
     monkeypatch.setitem(sys.modules, interface.__name__, interface)
-    named: list[str] = []
-    said = ["", "EngineTaken: another trainer has it; or take_over=True"]
 
-    class Core:
-        batch_queue = None
-        scheduler = SimpleNamespace(pause_state=before)
-        model_executor = SimpleNamespace(collective_rpc=lambda method, args: said)
-        set_weight_version = named.append
 
-    core = Core()
-    core.scheduler.set_pause_state = lambda state: vars(core.scheduler).update(pause_state=state)
+@pytest.mark.usefixtures("_pause_states")
+@pytest.mark.parametrize("before", State)
+@pytest.mark.parametrize("work", ["write", "pass", "name"])
+def test_a_core_that_is_anothers_is_left_as_it_was(before: State, work: Work) -> None:
+    core = Core(before)
+    core.error = "EngineTaken: another trainer has it; or take_over=True"
     with pytest.raises(EngineFailed, match="EngineTaken"):
-        update(core, 2, work, "keep", True, "me")
-    assert (core.scheduler.pause_state, named) == (before, [])
+        update(core, 2, work, False, True, "me")
+    assert core.scheduler.pause_state == before
+    assert core.calls == ["PAUSED_ALL" if work == "write" else before.name]
+
+
+@pytest.mark.usefixtures("_pause_states")
+@pytest.mark.parametrize("before", State)
+@pytest.mark.parametrize("stays_paused", [False, True])
+def test_a_core_whose_update_failed_is_resumed_by_one_that_succeeds(
+    before: State, stays_paused: bool
+) -> None:
+    """Unless somebody else had paused it."""
+    core = Core(before)
+    core.error = "planted"
+    with pytest.raises(EngineFailed, match="planted"):
+        update(core, 2, "write", True, stays_paused, "me")
+    paused = State.PAUSED_ALL if stays_paused else before
+    assert (core.scheduler.pause_state, core.calls) == (paused, ["PAUSED_ALL"])
+    core.error = ""
+    update(core, 3, "write", True, stays_paused, "me")
+    assert core.scheduler.pause_state == before
+    assert core.calls[1:] == ["PAUSED_ALL", "clear", "3"]
 
 
 _IMPORT = """
