@@ -212,20 +212,14 @@ def fleet_chaos(
     out: Out = None,
 ) -> None:
     """Kill, stop, add and remove engines of a fleet at random; check all that they serve."""
-    from benchmarks.fleets.chaos import LINKS, run_chaos
+    from benchmarks.fleets.chaos import LINKS, Plan, run_chaos
+    from deltasync.integrations.fleet import Pauses
 
     if link not in LINKS:
         raise typer.BadParameter(f"{link} is none of {', '.join(LINKS)}")
-    found = run_chaos(
-        versions=versions,
-        seed=seed,
-        num_engines=engines,
-        min_engines=min_engines,
-        pauses="rolling" if rolling else "together",
-        timeout_s=timeout_s,
-        link=link,
-    )
-    _conclude(found, out)
+    pauses: Pauses = "rolling" if rolling else "together"
+    plan = Plan(versions, seed, engines, min_engines, pauses, timeout_s, link)
+    _conclude(run_chaos(plan), out)
 
 
 @app.command()

@@ -244,12 +244,11 @@ class EngineFailed(SyncError):
 
     Attributes:
         status: HTTP status of its response; None otherwise.
-        error: Name of the exception that a worker raised; empty if only the engine responded.
     """
 
-    def __init__(self, message: str, *, status: int | None = None, error: str = "") -> None:
+    def __init__(self, message: str, *, status: int | None = None) -> None:
         super().__init__(message)
-        self.status, self.error = status, error
+        self.status = status
 
 
 class EngineTaken(SyncError):

@@ -98,7 +98,7 @@ MADE_OTHERWISE = {
     "VersionGap": errors.VersionGap(held=1, base=2, offered=3),
     "Refused": errors.Refused(kind="LayoutMismatch", message="differs"),
     "SyncAborted": errors.SyncAborted("of one", may_follow=True),
-    "EngineFailed": errors.EngineFailed("of it", status=503, error="ValueError"),
+    "EngineFailed": errors.EngineFailed("of it", status=503),
     "InvalidTable": errors.InvalidTable("bad", row=7),
 }
 

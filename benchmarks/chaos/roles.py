@@ -1,12 +1,10 @@
 """The processes that are killed: a writer, readers, and a collector of garbage.
 
-Each appends what it does to one file, a line of JSON at a time, and ends when it is told so by a
-file, or when the process that started it is gone.
+Each ends when it is told so by a file, or when the process that started it is gone.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import tempfile
@@ -18,8 +16,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
+from benchmarks.chaos.actors import Diary
 from benchmarks.chaos.weights import Model, Truth, fingerprint
 from benchmarks.descriptors import descriptors
 from deltasync import ModuleSource, ModuleTarget, ReceiverOptions, SenderOptions
@@ -81,38 +80,25 @@ class Setting:
         return self.folder / "stop"
 
 
-class Diary:
-    """What one process reports."""
+def note_usage(diary: Diary) -> None:
+    """What this process has open, and its memory."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    diary.note(
+        "usage",
+        descriptors=descriptors().total(),
+        threads=threading.active_count(),
+        rss=pages * os.sysconf("SC_PAGE_SIZE"),
+    )
 
-    def __init__(self, setting: Setting, role: str, life: int) -> None:
-        self._setting, self._parent = setting, os.getppid()
-        self._who = {"role": role, "life": life}
-        self._file = os.open(setting.events, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
-    def note(self, event: str, **facts: Any) -> None:
-        """Add a line, whole or not at all."""
-        line = json.dumps({**self._who, "event": event, **facts})
-        os.write(self._file, f"\n{line}\n".encode())
-
-    def note_usage(self) -> None:
-        """What this process has open, and its memory."""
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-        self.note(
-            "usage",
-            descriptors=descriptors().total(),
-            threads=threading.active_count(),
-            rss=pages * os.sysconf("SC_PAGE_SIZE"),
-        )
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether to work."""
-        return not self._setting.stop.exists() and os.getppid() == self._parent
+def goes_on(setting: Setting, diary: Diary) -> bool:
+    """Whether to work."""
+    return not (setting.stop.exists() or diary.is_orphan)
 
 
 def act(role: str, life: int, setting: Setting) -> None:
     """Be a process: `role` is "writer", "gc", or the name of a reader."""
-    diary = Diary(setting, role, life)
+    diary = Diary(setting.events, role=role, life=life)
     tempfile.tempdir = str(setting.folder / "tmp")
     diary.note("begun")
     chance = random.Random(f"{setting.seed} {role} {life}")
@@ -140,7 +126,7 @@ def _write(setting: Setting, diary: Diary, chance: random.Random) -> None:
         ),
     )
     truth.go(min(_newest(setting) + chance.choice((0, 1)), setting.versions) or 1)
-    while diary.goes_on:
+    while goes_on(setting, diary):
         truth.write(model)
         try:
             stats = sender.publish()
@@ -152,7 +138,7 @@ def _write(setting: Setting, diary: Diary, chance: random.Random) -> None:
             raise ChaosFailed(f"v{stats.version} was published from the weights of another one")
         diary.note("published", version=stats.version, kind=stats.kind, num_bytes=stats.delta_bytes)
         if stats.version % 10 == 0:
-            diary.note_usage()
+            note_usage(diary)
         if stats.version >= setting.versions:
             break
         truth.go(stats.version + 1)
@@ -169,7 +155,7 @@ def _newest(setting: Setting) -> int:
 
 def _collect(setting: Setting, diary: Diary, chance: random.Random) -> None:
     rounds = 0
-    while diary.goes_on:
+    while goes_on(setting, diary):
         try:
             stats = gc(
                 setting.url,
@@ -184,7 +170,7 @@ def _collect(setting: Setting, diary: Diary, chance: random.Random) -> None:
             diary.note("refused", why=type(error).__name__, text=str(error))
         rounds += 1
         if rounds % 10 == 0:
-            diary.note_usage()
+            note_usage(diary)
         time.sleep(chance.uniform(0.0, 0.3))
 
 
@@ -243,7 +229,7 @@ class _Engine:
         self._seen, self._commits = version, self._commits + 1
         self.diary.note("committed", version=version, proved=published is not None)
         if self._commits % 10 == 0:
-            self.diary.note_usage()
+            note_usage(self.diary)
 
     def refuse(self, error: Exception) -> None:
         """Note an error that a reader may meet."""
@@ -263,7 +249,7 @@ def _read(setting: Setting, diary: Diary, chance: random.Random) -> None:
 def _follow(engine: _Engine) -> None:
     with engine.receiver.follow(pause=engine.pause) as follower:
         known: Exception | None = None
-        while engine.diary.goes_on:
+        while goes_on(engine.setting, engine.diary):
             engine.check()
             follower.is_staged()  # raises what has ended the thread
             if follower.last_error is not None and follower.last_error is not known:
@@ -273,7 +259,7 @@ def _follow(engine: _Engine) -> None:
 
 
 def _fetch(engine: _Engine) -> None:
-    while engine.diary.goes_on:
+    while goes_on(engine.setting, engine.diary):
         try:
             to = None
             if engine.chance.random() < 0.3:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import random
 import sys
 import tempfile
@@ -12,10 +11,10 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+from benchmarks.chaos.actors import CONTEXT, Actor
 from benchmarks.chaos.check import faults_of_folders, faults_of_objects, faults_of_versions
 from benchmarks.chaos.roles import RUN, Setting, act
 from deltasync.errors import DeltaSyncError
@@ -30,15 +29,16 @@ _END_S = 90.0
 _MORE = {"descriptors": 6, "threads": 6, "rss": 96 << 20}  # that a process may grow by
 
 
-@dataclass(slots=True)
-class _Actor:
-    """A process of one role, one life after another."""
+class _Actor(Actor):
+    """A process of one role.
 
-    role: str
-    process: ForkServerProcess | None = None
-    life: int = 0
+    Attributes:
+        kill_at: When it is killed; None if that is not known yet.
+        ended: Whether it has done all.
+    """
+
     kill_at: float | None = None
-    ended: bool = False
+    ended = False
 
 
 @dataclass(slots=True)
@@ -93,8 +93,7 @@ class Chaos:
         self.setting, self.seen, self.kills = setting, Seen(), Counter[str]()
         self._chance, self._deadline = random.Random(setting.seed), time.monotonic() + timeout_s
         self._actors = [_Actor(role) for role in ROLES]
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["benchmarks.chaos.roles"])
+        CONTEXT.set_forkserver_preload(["benchmarks.chaos.roles"])
         self._read_bytes = self._told = self._newest = 0
         self._patience = 1.0  # by which lives are longer
 
@@ -106,10 +105,7 @@ class Chaos:
             self._arrive()
         finally:
             for actor in self._actors:
-                if actor.process is not None:
-                    actor.process.kill()
-                    actor.process.join(30)
-                    actor.process.close()
+                actor.kill()
             self._hear()
 
     def _turn(self) -> None:
@@ -126,22 +122,20 @@ class Chaos:
             self._start(actor)
         elif process.exitcode is not None:
             self._hear()
-            if process.exitcode == 0 and actor.role == "writer":
+            if process.exitcode == 0 and actor.name == "writer":
                 newest = max(self.seen.published, default=0)
                 actor.ended = newest >= self.setting.versions
             elif process.exitcode != 0 and not self.seen.faults:
-                self.seen.faults.append(f"{actor.role} ended with {process.exitcode}")
-            self._bury(actor)
+                self.seen.faults.append(f"{actor.name} ended with {process.exitcode}")
+            actor.kill()
         elif actor.kill_at is None:
-            if (actor.role, actor.life) in self.seen.begun:
-                longest_s = _LIFE_S.get(actor.role, _READER_LIFE_S)
+            if (actor.name, actor.life) in self.seen.begun:
+                longest_s = _LIFE_S.get(actor.name, _READER_LIFE_S)
                 actor.kill_at = now + self._patience * self._chance.uniform(0, longest_s)
         elif now > actor.kill_at and self._may_die(actor):
-            process.kill()
-            process.join(30)
-            self.kills[actor.role] += 1
-            self._bury(actor)
-            if actor.role == "writer":
+            actor.kill()
+            self.kills[actor.name] += 1
+            if actor.name == "writer":
                 self._be_patient()
 
     def _be_patient(self) -> None:
@@ -153,32 +147,24 @@ class Chaos:
 
     def _may_die(self, actor: _Actor) -> bool:
         is_calm = max(self.seen.published, default=0) > _CALM * self.setting.versions
-        return actor.role == "writer" or not is_calm
+        return actor.name == "writer" or not is_calm
 
     def _start(self, actor: _Actor) -> None:
-        actor.life, actor.kill_at = actor.life + 1, None
-        actor.process = self._context.Process(
-            target=act, args=(actor.role, actor.life, self.setting), daemon=True
-        )
-        actor.process.start()
-
-    def _bury(self, actor: _Actor) -> None:
-        assert actor.process is not None
-        actor.process.close()
-        actor.process = None
+        actor.kill_at = None
+        actor.start(act, actor.name, actor.life + 1, self.setting)
 
     def _arrive(self) -> None:
         """Let readers come to the newest version, and end all processes."""
         until = time.monotonic() + _END_S
-        readers = [actor for actor in self._actors if actor.role.startswith("reader")]
+        readers = [actor for actor in self._actors if actor.name.startswith("reader")]
         while not self.seen.faults:
             self._hear()
             for actor in readers:
                 if actor.process is None:
                     self._start(actor)
                 elif actor.process.exitcode is not None:
-                    self.seen.faults.append(f"{actor.role} ended with {actor.process.exitcode}")
-            if all(self.seen.newest.get(a.role) == self.setting.versions for a in readers):
+                    self.seen.faults.append(f"{actor.name} ended with {actor.process.exitcode}")
+            if all(self.seen.newest.get(a.name) == self.setting.versions for a in readers):
                 break
             if time.monotonic() > until:
                 self.seen.faults.append(f"readers did not arrive: {self.seen.newest}")
@@ -188,7 +174,7 @@ class Chaos:
             if actor.process is not None:
                 actor.process.join(_END_S)
                 if actor.process.exitcode != 0:
-                    self.seen.faults.append(f"{actor.role} ended with {actor.process.exitcode}")
+                    self.seen.faults.append(f"{actor.name} ended with {actor.process.exitcode}")
 
     def _hear(self) -> None:
         """Read what was reported meanwhile."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
 import random
 import signal
 import sys
@@ -14,12 +12,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from dataclasses import dataclass
 from pathlib import Path
-from socket import socket
 from typing import Any
 
+from benchmarks.chaos.actors import CONTEXT, Actor
 from benchmarks.chaos.weights import Model, Truth
 from benchmarks.descriptors import descriptors
 from benchmarks.fleets.engine import HttpServer, Life, live, reserve
@@ -41,9 +38,8 @@ LINKS: dict[str, Callable[[Path], SendTransport]] = {
 _LARGEST_GROWTH = {"descriptors": 8, "threads": 6}
 
 
-@dataclass(slots=True)
-class Actor:
-    """One engine, through all lives of its process.
+class Engine(Actor):
+    """One engine.
 
     Attributes:
         faults: When something befell it, on the monotonic clock.
@@ -51,15 +47,13 @@ class Actor:
         starts_at: When a killed one is started again; 0 if it runs.
     """
 
-    name: str
-    device: str
-    held: socket
-    server: HttpServer
-    process: ForkServerProcess | None = None
-    life: int = 0
-    faults: list[float] = field(default_factory=list)
-    stopped_until: float = 0.0
-    starts_at: float = 0.0
+    stopped_until = starts_at = 0.0
+
+    def __init__(self, name: str, device: str, timeout_s: float) -> None:
+        super().__init__(name)
+        self.device, self.held, self.faults = device, reserve(), list[float]()
+        self.port: int = self.held.getsockname()[1]
+        self.server = HttpServer(self.port, timeout_s)
 
     @property
     def is_sound(self) -> bool:
@@ -71,7 +65,7 @@ class Misfortune(threading.Thread):
 
     def __init__(self, chaos: Chaos) -> None:
         super().__init__(name="misfortune", daemon=True)
-        self._chaos, self._chance = chaos, random.Random(f"{chaos.seed} misfortune")
+        self._chaos, self._chance = chaos, random.Random(f"{chaos.plan.seed} misfortune")
         self._ends, self.counts = threading.Event(), Counter[str]()
         self.error: BaseException | None = None
 
@@ -96,36 +90,29 @@ class Misfortune(threading.Thread):
         chaos, sound = self._chaos, [a for a in self._chaos.actors if a.is_sound]
         states = chaos.fleet.servers()
         current = [a for a in sound if a.name in states and states[a.name].state == "current"]
-        if len(current) <= chaos.num_engines // 2:
+        if len(current) <= chaos.plan.num_engines // 2:
             return
         actor = self._chance.choice(current if self._chance.random() < 0.8 else sound)
-        kind = self._chance.random()
-        now_s = time.monotonic()
+        kind, now_s = self._chance.random(), time.monotonic()
+        actor.faults.append(now_s)
         if kind < 0.5:
-            actor.faults.append(now_s)
-            chaos.kill(actor)
+            actor.kill()
             actor.starts_at = now_s + self._chance.uniform(0, 1)
             self.counts["kill -9"] += 1
         elif kind < 0.85:
-            actor.faults.append(now_s)
-            assert actor.process is not None
-            assert actor.process.pid is not None
-            os.kill(actor.process.pid, signal.SIGSTOP)
-            longest_s = 2 * chaos.timeout_s if self._chance.random() < 0.3 else 0.3
+            actor.signal(signal.SIGSTOP)
+            longest_s = 2 * chaos.plan.timeout_s if self._chance.random() < 0.3 else 0.3
             actor.stopped_until = now_s + self._chance.uniform(0, longest_s)
             self.counts["SIGSTOP"] += 1
         else:
-            actor.faults.append(now_s)
             chaos.fleet.remove(actor.name)
             chaos.join(actor)
             self.counts["leave and join"] += 1
 
-    def _go_on(self, actor: Actor, *, at_once: bool = False) -> None:
+    def _go_on(self, actor: Engine, *, at_once: bool = False) -> None:
         now_s = time.monotonic()
         if actor.stopped_until and (at_once or now_s > actor.stopped_until):
-            assert actor.process is not None
-            assert actor.process.pid is not None
-            os.kill(actor.process.pid, signal.SIGCONT)
+            actor.signal(signal.SIGCONT)
             actor.stopped_until = 0.0
             actor.faults.append(now_s)
         if actor.starts_at and (at_once or now_s > actor.starts_at):
@@ -134,46 +121,48 @@ class Misfortune(threading.Thread):
             actor.faults.append(now_s)
 
 
-class Chaos:
-    """One run.
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a run does.
 
-    Args:
-        folder: For what engines write down.
+    Attributes:
         versions: Calls of `send_weights`.
         seed: Of weights, faults and moments.
         num_engines, min_engines, pauses, timeout_s: Of the fleet.
         link: How payloads travel, one of `LINKS`.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        versions: int,
-        seed: int,
-        num_engines: int,
-        min_engines: int,
-        pauses: Pauses,
-        timeout_s: float,
-        link: str,
-    ) -> None:
-        self.versions, self.seed, self.num_engines = versions, seed, num_engines
-        self.timeout_s, self.link, self.failures = timeout_s, link, list[str]()
-        self._events, self._truth = folder / "events", Truth(seed)
-        self._model = Model().to(device_of(link, 0))
+    versions: int
+    seed: int
+    num_engines: int
+    min_engines: int
+    pauses: Pauses
+    timeout_s: float
+    link: str
+
+
+class Chaos:
+    """One run, with a folder for what engines write down."""
+
+    def __init__(self, folder: Path, plan: Plan) -> None:
+        self.plan, self.failures = plan, list[str]()
+        self._events, self._truth = folder / "events", Truth(plan.seed)
+        self._model = Model().to(device_of(plan.link, 0))
         self._prints: dict[int, str] = {}  # of committed versions
         self._calls_s: list[float] = []
         self._outcomes, self._usage = Counter[str](), list[dict[str, int]]()
-        self._context: ForkServerContext = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["benchmarks.fleets.engine"])
+        CONTEXT.set_forkserver_preload(["benchmarks.fleets.engine"])
         self.fleet = EngineFleet(
             ModuleSource(self._model),
-            LINKS[link](folder),
-            min_engines=min_engines,
-            pauses=pauses,
-            timeout_s=timeout_s,
+            LINKS[plan.link](folder),
+            min_engines=plan.min_engines,
+            pauses=plan.pauses,
+            timeout_s=plan.timeout_s,
         )
-        self.actors = [self._actor(number) for number in range(num_engines)]
+        self.actors = [
+            Engine(f"engine-{number}", device_of(plan.link, 1 + number), 2 * plan.timeout_s)
+            for number in range(plan.num_engines)
+        ]
         self.misfortune = Misfortune(self)
 
     def run(self) -> None:
@@ -185,7 +174,7 @@ class Chaos:
             self._await_begun()
             self._note_usage()
             self.misfortune.start()
-            for _ in range(1, self.versions):
+            for _ in range(1, self.plan.versions):
                 self._send()
                 time.sleep(_REST_S)
             self.misfortune.end()
@@ -194,34 +183,21 @@ class Chaos:
             self.fleet.close()
             self._check_states()
             for actor in self.actors:
-                self.kill(actor)
+                actor.kill()
                 actor.held.close()
 
-    def start(self, actor: Actor) -> None:
-        actor.life += 1
-        port = actor.held.getsockname()[1]
-        life = Life(actor.name, actor.life, port, self.seed, actor.device, self._events)
-        actor.process = self._context.Process(target=live, args=(life,), daemon=True)
-        actor.process.start()
+    def start(self, actor: Engine) -> None:
+        number = actor.life + 1
+        actor.start(
+            live, Life(actor.name, number, actor.port, self.plan.seed, actor.device, self._events)
+        )
 
-    def join(self, actor: Actor) -> None:
+    def join(self, actor: Engine) -> None:
         self.fleet.add(actor.server, paused=actor.server.paused, name=actor.name)
-
-    def kill(self, actor: Actor) -> None:
-        if actor.process is not None:
-            actor.process.kill()
-            actor.process.join(30)
-            actor.process.close()
-            actor.process = None
-
-    def _actor(self, number: int) -> Actor:
-        held, device = reserve(), device_of(self.link, 1 + number)
-        server = HttpServer(held.getsockname()[1], 2 * self.timeout_s)
-        return Actor(f"engine-{number}", device, held, server)
 
     def _await_begun(self) -> None:
         end = time.monotonic() + 60
-        while sum(fact["event"] == "begun" for fact in self.facts()) < self.num_engines:
+        while sum(fact["event"] == "begun" for fact in self.facts()) < self.plan.num_engines:
             if time.monotonic() > end:
                 raise TimeoutError("the engines' processes did not begin")
             time.sleep(0.05)
@@ -268,13 +244,15 @@ class Chaos:
                 self.failures.append(f"{actor.name} ends with {state}, not with {last}")
 
     def _note_usage(self) -> None:
-        """What is in use when all engines have taken a payload, for which gloo connects them."""
+        """What is in use when all engines have taken a payload, for which gloo connects them, and
+        groups that were abandoned are gone.
+        """
         self._settle()
         before = self._truth.fingerprint()
         while self._truth.fingerprint() == before:  # some versions change nothing
             self._send()
         self._usage.append(_in_use())
-        end = time.monotonic() + 4 * self.timeout_s  # by when groups that were abandoned are gone
+        end = time.monotonic() + 4 * self.plan.timeout_s
         while self._has_grown() and time.monotonic() < end:
             time.sleep(0.2)
             self._usage[-1] = _in_use()
@@ -288,7 +266,7 @@ class Chaos:
 
     def check(self) -> Iterator[str]:
         """What is wrong in what was written down."""
-        first = Truth(self.seed)
+        first = Truth(self.plan.seed)
         first.go(1)
         served = {first.fingerprint(), *self._prints.values()}
         for fact in self.facts():
@@ -298,7 +276,7 @@ class Chaos:
             if fact["event"] == "named" and fact["print"] != self._prints.get(fact["version"]):
                 yield f"{who} named other weights v{fact['version']}"
         longest_s = max(self.healthy_pauses_s(), default=0.0)
-        if longest_s > self.timeout_s + _SLACK_S:
+        if longest_s > self.plan.timeout_s + _SLACK_S:
             yield f"a healthy engine was paused for {longest_s:.2f} s"
         for name, more in self._has_grown().items():
             yield f"the trainer has {more} more {name} than when it was warm"
@@ -335,10 +313,10 @@ class Chaos:
         return {
             "calls": len(self._calls_s),
             "versions": max(self._prints, default=0),
-            "seed": self.seed,
-            "engines": self.num_engines,
-            "link": self.link,
-            "timeout_s": self.timeout_s,
+            "seed": self.plan.seed,
+            "engines": self.plan.num_engines,
+            "link": self.plan.link,
+            "timeout_s": self.plan.timeout_s,
             "seconds": round(seconds, 1),
             "faults": dict(self.misfortune.counts),
             "taken_by": dict(self._outcomes),
@@ -362,29 +340,10 @@ def _in_use() -> dict[str, int]:
     return {"descriptors": descriptors().total(), "threads": threading.active_count()}
 
 
-def run_chaos(
-    *,
-    versions: int,
-    seed: int,
-    num_engines: int = 8,
-    min_engines: int = 2,
-    pauses: Pauses = "together",
-    timeout_s: float = 2.0,
-    link: str = "shared_memory",
-) -> dict[str, Any]:
+def run_chaos(plan: Plan) -> dict[str, Any]:
     """Do it. The report's `failures` are empty if all went well."""
     with tempfile.TemporaryDirectory(prefix="deltasync-fleet-") as name:
-        began = time.monotonic()
-        chaos = Chaos(
-            Path(name),
-            versions=versions,
-            seed=seed,
-            num_engines=num_engines,
-            min_engines=min_engines,
-            pauses=pauses,
-            timeout_s=timeout_s,
-            link=link,
-        )
+        chaos, began = Chaos(Path(name), plan), time.monotonic()
         chaos.run()
         chaos.failures += sorted(set(chaos.check()))
         return chaos.report(time.monotonic() - began)

@@ -1,7 +1,6 @@
 """An engine of toy weights in a process of its own, and the `Server` that reaches it over HTTP.
 
-It generates in a thread, which looks at the weights in each step and writes down what it sees. It
-appends what it does to one file, a line of JSON at a time, as the roles of benchmarks.chaos do.
+It generates in a thread, which looks at the weights in each step and writes down what it sees.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.chaos.actors import Diary
 from benchmarks.chaos.weights import Model, Truth, fingerprint
-from benchmarks.descriptors import descriptors
 from deltasync import ModuleTarget
 from deltasync.integrations.http import Http
 from deltasync.integrations.trainer_info import TrainerInfo
@@ -54,8 +53,7 @@ class Engine:
     """Weights, whether generation is paused, and a thread that generates."""
 
     def __init__(self, life: Life) -> None:
-        self._life, self._parent = life, os.getppid()
-        self._file = os.open(life.events, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        self.diary = Diary(life.events, engine=life.name, life=life.number)
         self._device = torch.device(life.device)
         self.model, self.worker = Model().to(self._device), Worker()
         truth = Truth(life.seed)
@@ -67,16 +65,13 @@ class Engine:
         threading.Thread(target=self._generate, daemon=True).start()
 
     def note(self, event: str, **facts: Any) -> None:
-        who = {"engine": self._life.name, "life": self._life.number, "at_s": time.monotonic()}
-        os.write(self._file, f"\n{json.dumps({**who, 'event': event, **facts})}\n".encode())
+        self.diary.note(event, at_s=time.monotonic(), **facts)
 
     def ask(self, call: str, body: Any) -> object:
         """What a call of the trainer does."""
         match call:
             case "connect":
-                to = TrainerInfo.model_validate(body)
-                self.worker.disconnect()
-                target = ModuleTarget(self.model)
+                to, target = TrainerInfo.model_validate(body), ModuleTarget(self.model)
                 self.worker.connect(to, target, self._device, rank=0, world=1)
             case "update":
                 assert self._paused_at_s, "it generates"
@@ -102,10 +97,9 @@ class Engine:
             began_s, self._paused_at_s = self._paused_at_s, 0.0
         if began_s:
             self.note("paused", seconds=time.monotonic() - began_s)
-        self.note("usage", descriptors=descriptors().total(), threads=threading.active_count())
 
     def _generate(self) -> None:
-        while os.getppid() == self._parent:
+        while not self.diary.is_orphan:
             with self._steps:
                 if not self._paused_at_s and (seen := fingerprint(self.model)) != self._seen:
                     self._seen = seen

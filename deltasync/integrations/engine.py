@@ -276,7 +276,7 @@ class Engine:
         is known.
         """
         why = failed.reason.removeprefix(f"{self._name}: ")
-        self._declined = EngineFailed(f"{failed.error}: {why}", error=failed.error)
+        self._declined = EngineFailed(f"{failed.error}: {why}")
         for kind in (ConfigError, DirtyReceiver, EngineTaken):
             if failed.error == kind.__name__:
                 self._declined = kind(why)

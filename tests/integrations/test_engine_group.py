@@ -1,4 +1,4 @@
-"""Trainers of several ranks, which serve an engine of two workers, or a fleet of such."""
+"""Trainers of several ranks, which serve an engine of two workers."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from deltasync import NamedTensor, ShardSpec, SyncStats, TrainerGroup, TrainerRank
+from deltasync import ShardSpec, SyncStats, TrainerGroup, TrainerRank
 from deltasync.errors import ConfigError, DeltaSyncError, EngineFailed, SyncAborted
 from deltasync.integrations.engine_sync import EngineSync
-from deltasync.integrations.fleet import EngineFleet
 from deltasync.integrations.trainer_info import TrainerInfo
 from deltasync.transports import collective, cuda_ipc, inprocess, shared_memory
 from deltasync.transports.base import SendTransport
-from tests.worlds.fleets import Split, engine_of, model
+from tests.worlds.fleets import Split, model
 from tests.worlds.links import Model, random_model, step
 from tests.worlds.ranks import run_ranks
 from tests.worlds.remote import Remote, bits, serve
@@ -49,42 +47,28 @@ class Noted(Split):
 
 
 class Trainer:
-    """All ranks of one, with servers that are started on other weights.
-
-    Attributes:
-        engine: The first one.
-    """
+    """All ranks of one, with an engine that was started on other weights."""
 
     def __init__(
         self,
         boxes: list[Boxes],
         link: Callable[[int], SendTransport],
         stack: ExitStack,
-        servers: int = 1,
         timeout_s: float = 5.0,
-        is_fleet: bool = False,
     ) -> None:
         self.model = model(0, SHAPES)
-        self.servers = [Noted(model(1 + number, SHAPES)) for number in range(servers)]
-        self.engine, self._timeout_s = self.servers[0], timeout_s
+        self.engine, self._timeout_s = Noted(model(1, SHAPES)), timeout_s
         self.sources = [Sharded(self.model, held) for held in boxes]
         hub, world = inprocess.Sender(), len(boxes)
-        group, first = TrainerGroup(hub, world), link(0)
-        if is_fleet:
-            fleet = EngineFleet(self.sources[0], first, group=group, timeout_s=timeout_s)
-            for name, one in enumerate(self.servers):
-                fleet.add(one, workers=2, paused=one.paused, name=str(name))
-            self.sync: Any = fleet
-        else:
-            self.sync = EngineSync(
-                self.sources[0],
-                self.engine,
-                first,
-                workers=2,
-                paused=self.engine.paused,
-                timeout_s=timeout_s,
-                group=group,
-            )
+        self.sync = EngineSync(
+            self.sources[0],
+            self.engine,
+            link(0),
+            workers=2,
+            paused=self.engine.paused,
+            timeout_s=timeout_s,
+            group=TrainerGroup(hub, world),
+        )
         self.others = [
             TrainerRank(self.sources[rank], link(rank), hub.receiver(), rank=rank, world=world)
             for rank in range(1, world)
@@ -92,8 +76,7 @@ class Trainer:
         self._threads = stack.enter_context(ThreadPoolExecutor(world))
         for end in (self.sync, *self.others):
             stack.enter_context(end)
-        for one in self.servers:
-            stack.callback(one.die)
+        stack.callback(self.engine.die)
 
     def step(self, seed: int) -> None:
         step(self.model, torch.Generator().manual_seed(seed), 0.2)
@@ -113,15 +96,13 @@ class Trainer:
         return [call.exception() or call.result() for call in calls]
 
     def send(self) -> SyncStats:
-        """Sync. All ranks are told the same, and the engines have it."""
+        """Sync. All ranks are told the same, and the engine has it."""
         found = self.outcomes()
         stats = found[0]
         assert isinstance(stats, SyncStats), found
         assert all(outcome == stats for outcome in found), found
-        assert stats.receivers == 2 * len(self.servers)
-        for server in self.servers:
-            assert server.version == stats.version
-            assert server.holds(self.model)
+        assert (stats.receivers, stats.version) == (2, self.engine.version)
+        assert self.engine.holds(self.model)
         return stats
 
     def aborted(self, reason: str) -> BaseException:
@@ -159,16 +140,15 @@ def trainer(boxes: list[Boxes], folder: Path, **settings: Any) -> Iterator[Train
         (in_rows(3), {}),
         (in_stages(2), {}),
         (in_stages(3), {}),
-        (in_rows(2), {"servers": 2, "is_fleet": True}),
         (in_rows(2), {"link": lambda rank: collective.Sender()}),
     ],
-    ids=["2 rows", "3 rows", "2 stages", "3 stages", "fleet", "gloo"],
+    ids=["2 rows", "3 rows", "2 stages", "3 stages", "gloo"],
 )
 def test_workers_have_a_lane_to_each_rank(
     boxes: list[Boxes], options: dict[str, Any], tmp_path: Path
 ) -> None:
     with trainer(boxes, tmp_path, **options) as here:
-        assert here.send().full_synced == 2 * len(here.servers)
+        assert here.send().full_synced == 2
         for seed in range(2):
             here.step(seed)
             assert here.send().kind == "delta"
@@ -208,82 +188,16 @@ def test_what_the_engine_fails_in_ends_the_call_on_all_ranks(fails: str, tmp_pat
         assert stats.kind == "delta"
 
 
-def test_a_server_of_a_fleet_that_fails_is_caught_up_by_all_ranks(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"servers": 3, "is_fleet": True, "timeout_s": 8.0}
-    with trainer(in_rows(2), tmp_path, **options) as here:
-        for server in here.servers:
-            server.fails = "connect"
-        here.aborted("planted")  # too few servers end the call on all ranks
-        here.send()
-        here.servers[1].fails, here.servers[2].fails = "pause", "update"
-        here.step(1)
-        for stats in here.outcomes():
-            assert isinstance(stats, SyncStats), stats
-            assert here.engine.holds(here.model)
-        assert set(here.sync.servers()) - {"0"} == {
-            name for name, one in here.sync.servers().items() if one.why
-        }
-        for seed in range(2, 12):
-            here.step(seed)
-            ours = here.outcomes()[0]
-            if isinstance(ours, SyncStats) and not ours.lost:
-                break
-        here.step(12)
-        here.send()
-
-
-def test_a_rank_that_is_late_costs_a_version_and_asks_nothing_of_the_engine(tmp_path: Path) -> None:
-    with trainer(in_rows(3), tmp_path, timeout_s=2.0) as here:
-        for turn in range(2):  # before the engine has connected, and after
-            here.step(turn)
-            late = here.others.pop()
-            here.aborted("")
-            assert (here.engine.version, len(here.engine.connections)) == (turn, turn)
-            here.others.append(late)
-            with pytest.raises(SyncAborted, match="is gone" if turn else "says nothing"):
-                late.send_weights(timeout_s=0.1)
-            here.send()
-            assert len(here.engine.connections) == 1
-
-
 def test_connecting_by_hand(tmp_path: Path) -> None:
     with trainer(in_stages(2), tmp_path, timeout_s=4.0) as here:
         with pytest.raises(SyncAborted, match="rank 1 of the trainer did not come"):
             here.sync.connect()
         calls = here.sending()
-        here.engine.fails = "connect"
-        with pytest.raises(EngineFailed):
-            here.sync.connect()
         here.sync.connect()
         stats = here.sync.send_weights()  # the call that the others are in
         assert [call.result() for call in calls] == [stats]
         here.sync.connect()  # while they are in none
         assert here.send().full_synced == 0
-        here.sync.disconnect()
-        for part in here.engine.models:  # as when it sleeps
-            part.get_parameter("norm").data.zero_()
-        assert here.send().full_synced == 2
-        here.engine.die()  # it is restarted
-        here.step(1)
-        here.send()
-
-
-def test_a_checkpoint_has_the_shapes_of_whole_tensors(tmp_path: Path) -> None:
-    class Fused:
-        """A rank that holds q by groups of heads."""
-
-        held = NamedTensor(("q",), torch.zeros(2, 2, 4), ShardSpec.whole((2, 2, 4)), (4, 4))
-
-        def tensors(self) -> list[NamedTensor]:
-            return [self.held]
-
-    server = Noted(model(1, SHAPES))
-    server.fails = "connect"
-    of: Any = lambda _: Fused()  # noqa: E731
-    with engine_of(tmp_path, server=server, source=nn.Module(), of=of) as here:
-        with pytest.raises(EngineFailed):
-            here.send()
-        assert server.connections[0].tensors == ((("q",), "float32", (4, 4)),)
 
 
 # In processes of their own

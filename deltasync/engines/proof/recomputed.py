@@ -182,7 +182,6 @@ class Recomputed:
         except Exception as error:
             raise EngineFailed(
                 f"the engine's work after loading on {unit.module!r} raised {error!r}",
-                error=type(error).__name__,
             ) from error
         for path, found in self._live[unit].items():
             now, live = results.get(path), found.alias

@@ -88,7 +88,7 @@ class Lobby:
         """Raise EngineFailed if receivers have reported that they cannot take part."""
         if declined := self.declined():
             whys = sorted(set(map(reason_of, declined)))
-            raise EngineFailed("; ".join(whys), error=declined[0].error)
+            raise EngineFailed("; ".join(whys))
 
     def too_few(self, who_came: str) -> TransportTimeout:
         """The error if too few have come in time."""
