@@ -165,7 +165,11 @@ def too_large(scale: Tensor) -> None:
     torch.empty(int(scale.abs().max().clamp(max=1e18)), dtype=torch.uint8)
 
 
-@pytest.mark.parametrize("refuse", [refusing, too_large, *LACKS], ids=str)
+@pytest.mark.parametrize(
+    "refuse",
+    [refusing, too_large, *LACKS],
+    ids=lambda refuse: getattr(refuse, "__name__", str(refuse)),
+)
 def test_values_that_code_refuses_are_not_tried_but_a_lack_of_memory_is_no_refusal(
     refuse: Exception | Callable[[Tensor], None],
 ) -> None:
