@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -125,8 +126,9 @@ class Objects:
     def get(self, key: str, *, max_bytes: int) -> bytes | None:
         """A small object; None if there is none.
 
-        Raises ObjectDamaged if it has more than `max_bytes`.
+        Raises ObjectDamaged if it has more than `max_bytes`, or is a pipe or a device.
         """
+        self._check_no_pipe(key)
         with suppress(FileNotFoundError), self._answered(key):
             found = self._wait(self._obstore.get, self._store, self._prefix + key)
             size = found.meta["size"]
@@ -138,8 +140,9 @@ class Objects:
     def get_range(self, key: str, start: int, stop: int) -> memoryview:
         """Bytes [start, stop) of an object, some at least and at most `options.part_bytes`.
 
-        Raises ObjectDamaged if the object does not exist, or ends within them.
+        Raises ObjectDamaged if the object does not exist, ends within them, or is no file.
         """
+        self._check_no_pipe(key)
         try:
             with self._answered(key):
                 args = self._store, self._prefix + key
@@ -252,6 +255,11 @@ class Objects:
             )
         except (self._obstore.exceptions.BaseError, ValueError, TypeError) as error:
             raise ConfigError(f"{self.url}: {_first_line(error)}") from None
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # as obstore ends at some unknown options
+                raise
+            known = ", ".join(sorted(options.config))
+            raise ConfigError(f"{self.url}: obstore does not take one of: {known}") from None
 
     def _create(self, key: str, data: bytes) -> None:
         path, put = self._prefix + key, self._obstore.put
@@ -307,6 +315,14 @@ class Objects:
             except FileNotFoundError as error:  # deleted, or the folder moved, just now
                 raise self._unavailable(key, error) from None
 
+    def _check_no_pipe(self, key: str) -> None:
+        """Raise ObjectDamaged for what might be read for ever: whoever writes here can make it."""
+        if self.folder is not None:
+            with suppress(OSError):  # which obstore meets too
+                mode = (self.folder / key).stat().st_mode
+                if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                    raise ObjectDamaged(f"{key} is a pipe or a device, not a file: remove it")
+
     def _facts(self, meta: Any) -> ObjectFacts:
         key = meta["path"].removeprefix(self._prefix)
         return ObjectFacts(key, meta["size"], meta["last_modified"])
@@ -359,7 +375,10 @@ def started(call: Callable[..., Result], *args: Any, **options: Any) -> Future[R
             stack.push(lambda kind, error, traceback: _failed(future, error))
             future.set_result(call(*args, **options))
 
-    threading.Thread(target=run, name="deltasync-store", daemon=True).start()
+    try:
+        threading.Thread(target=run, name="deltasync-store", daemon=True).start()
+    except RuntimeError:  # there is no room for one more, or the process ends
+        run()
     return future
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 from deltasync.errors import ConfigError, ObjectDamaged, StoreRefused, StoreUnavailable
 from deltasync.store.objects import Objects, StoreOptions
 from tests.worlds.programs import run as run_program
-from tests.worlds.stores import KEYS, Place
+from tests.worlds.stores import KEYS, Place, s3_place
 
 
 @pytest.fixture
@@ -160,3 +162,29 @@ def test_options_that_are_secret_are_in_no_error(wrong: dict[str, Any]) -> None:
         StoreOptions(**wrong)
     assert "s3cr3t" not in "".join(traceback.format_exception(caught.value))
     assert "s3cr3t" not in repr(StoreOptions(config={"secret_access_key": "s3cr3t"}))
+
+
+def test_a_pipe_or_a_device_in_a_folder_is_no_object(tmp_path: Path) -> None:
+    """Another user who can write there could have readers wait for ever."""
+    run = Objects(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    for key in ("pipe", "zero"):
+        for call in (lambda key: run.get(key, max_bytes=5), lambda key: run.get_range(key, 0, 1)):
+            with pytest.raises(ObjectDamaged, match="pipe or a device"):
+                call(key)
+
+
+def test_objects_are_reached_where_no_thread_can_start(
+    s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Python 3.12 has it within `atexit`, and a machine without memory for one more stack."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    place = s3_place(s3)
+    objects = Objects(place.url, place.options)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert objects.create("a", b"hello")
+    assert objects.get("a", max_bytes=5) == b"hello"
