@@ -16,7 +16,6 @@ from deltasync.store import fold as folding
 from deltasync.store.fold import fold_runs
 from tests.worlds.strategies import SHAPES, mutations, policies, same_bits, tensors
 
-
 SPARSE = Policy(dense_above=1.0)
 
 
