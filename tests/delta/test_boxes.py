@@ -27,7 +27,7 @@ from deltasync.testing.payloads import payloads
 from deltasync.wire.messages import ParameterSpec
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-few = settings(max_examples=20 if DEVICE.type == "cpu" else 300, deadline=None)
+few = settings(max_examples=10 if DEVICE.type == "cpu" else 300, deadline=None)
 
 
 @dataclass

@@ -47,7 +47,9 @@ models = own.models().filter(lambda model: any(t.numel() for t in model.values()
 
 WIRE = {"float32": "bfloat16", "float64": "float32"}
 """Masters, and what is sent of them."""
-POLICIES = Policy(chunk_numel=8, dense_above=0.5), Policy(chunk_numel=5, dense_above=0.0)
+POLICIES = [
+    Policy(chunk_numel=numel, dense_above=share) for numel, share in ((8, 0.5), (5, 0.0), (16, 1.0))
+]
 
 
 @contextmanager

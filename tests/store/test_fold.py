@@ -16,12 +16,14 @@ from deltasync.store import fold as folding
 from deltasync.store.fold import fold_runs
 from tests.worlds.strategies import SHAPES, mutations, policies, same_bits, tensors
 
+SPARSE = Policy(dense_above=1.0)
+
 
 @st.composite
 def histories(draw: st.DrawFn) -> list[Tensor]:
     """Successive versions of one parameter; some return to earlier ones."""
     versions = [draw(tensors(shapes=SHAPES))]
-    for _ in range(draw(st.integers(1, 5))):
+    for _ in range(draw(st.integers(2, 5))):
         if draw(st.booleans()):
             versions.append(draw(mutations(versions[-1])))
         else:
@@ -39,8 +41,13 @@ def written(base: Tensor, runs: list[Run]) -> Tensor:
     return result
 
 
-@given(histories(), st.lists(policies(), min_size=5, max_size=5), st.integers(0, 5))
-@example([torch.zeros(4)] * 2, [Policy(dense_above=1.0)] * 5, 0)  # nothing folds to nothing
+@given(
+    histories(),
+    st.lists(st.just(SPARSE) | policies(), min_size=5, max_size=5),
+    st.integers(0, 5),
+)
+@example([torch.zeros(4)] * 2, [SPARSE] * 5, 0)  # nothing folds to nothing
+@example([torch.zeros(4), torch.ones(4), torch.eye(4)[0], torch.zeros(4)], [SPARSE] * 5, 1)
 def test_a_fold_does_what_its_patches_do_one_after_another(
     versions: list[Tensor], chosen: list[Policy], cut: int
 ) -> None:
