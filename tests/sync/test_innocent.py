@@ -18,15 +18,10 @@ from deltasync import (
     StagingThread,
     WeightReceiver,
 )
-from deltasync.errors import CallOrderError, ConfigError, SyncAborted, TransportTimeout
-from deltasync.integrations.trainer_info import TrainerInfo
-from deltasync.integrations.worker import Worker
+from deltasync.errors import CallOrderError, ConfigError, SyncAborted
 from deltasync.sync.protocol.receiver_session import ReceiverState
-from deltasync.transports.address import Address
-from deltasync.transports.base import SendTransport
 from tests.worlds.links import (
     Model,
-    SharedMemory,
     Watched,
     bits_equal,
     fleet,
@@ -34,7 +29,6 @@ from tests.worlds.links import (
     step,
 )
 from tests.worlds.links import WatchedFleet as Fleet
-from tests.worlds.trainers import rows_of, trainer_of
 
 __all__ = ["Fleet"]  # tests of events use it
 
@@ -82,52 +76,6 @@ def test_a_receiver_that_is_lost_costs_the_others_nothing(
         assert (innocent.errors, innocent.receiver.is_dirty) == ([], False)
 
 
-def test_a_version_of_which_payloads_are_missing_is_not_decided() -> None:
-    """Whoever else was lost before."""
-    source, good, bad = models(3)
-    with fleet(source, options=SMALL, wrap=Watched) as here:
-        here.join({"good": good, "bad": bad})
-        change(source)
-
-        def fail(kind: str) -> None:
-            if kind == "bucket" and here.link.sent.count("bucket") == 0:
-                here.serving["bad/0"].receiver.close()
-            elif kind == "bucket" and here.link.sent.count("bucket") == 2:
-                here.link.before = lambda kind: None
-                raise TransportTimeout("planted")
-
-        here.link.sent.clear()
-        here.link.before = fail
-        stats = here.sender.send_weights(timeout_s=30)
-        assert (stats.receivers, set(stats.lost)) == (1, {"bad[0/1]"})
-        assert "prepare" not in here.link.sent[: here.link.sent.index("abort")]
-        assert bits_equal(source, good)
-
-
-def test_ranks_of_a_trainer_send_nothing_where_a_receiver_is_lost_at_begin() -> None:
-    source, good, bad = models(3)
-    links: list[Watched] = []
-
-    def watched(rank: int, inner: SendTransport) -> SendTransport:
-        links.append(Watched(inner))
-        return links[-1]
-
-    with trainer_of(source, rows_of(source, 2), wrap=watched) as here:
-        innocent = here.add(good, engine="good", options=IN_PLACE)
-        here.add(bad, engine="bad", options=IN_PLACE)
-        here.wait(2)
-        here.send()
-        change(source)
-        here.step()
-        links[1].sent.clear()
-        links[0].lose_at("begin", here, "bad/0")
-        assert here.send().receivers == 1
-        assert links[0].sent[:5] == ["upcoming", "attempt", "begin", "abort", "attempt"]
-        assert links[1].sent == ["attempt", "bucket", "prepare"]
-        assert bits_equal(source, good)
-        assert (innocent.errors, innocent.receiver.is_dirty) == ([], False)
-
-
 def test_an_engine_that_paused_for_a_sync_that_was_given_up_is_a_member_still() -> None:
     """It writes in place: `commit` was called, and nothing had come yet."""
     source, good, bad = models(3)
@@ -157,29 +105,6 @@ def test_an_engine_that_paused_for_a_sync_that_was_given_up_is_a_member_still() 
         assert isinstance(outcomes.pop(), int)
         assert all("before anything was written" in str(error) for error in outcomes)
         assert bits_equal(source, good)
-
-
-def test_an_engines_worker_takes_the_next_try_within_the_update_that_was_asked_for() -> None:
-    source, good, bad = models(3)
-    worker = Worker()
-    with fleet(source, link=SharedMemory, wrap=Watched) as here, ThreadPoolExecutor(1) as threads:
-        assert isinstance(here.transport, SharedMemory)
-        to = TrainerInfo(
-            addresses=(Address(link="shared_memory", path=str(here.transport.path)),),
-            engine="good",
-            tensors=(),
-            max_staged_bytes=0,
-            timeout_s=20.0,
-        )
-        worker.connect(to, ModuleTarget(good), torch.device("cpu"), rank=0, world=1)
-        here.add(bad, engine="bad")
-        here.wait(2)
-        update = threads.submit(worker.commit, 1, to.holder)
-        here.link.lose_at("begin", here, "bad/0")
-        assert here.sender.send_weights(timeout_s=20).receivers == 1
-        update.result(20)
-        assert bits_equal(source, good)
-        worker.disconnect()
 
 
 @pytest.mark.promise("Errors", "`CallOrderError`: an early commit costs nothing.")

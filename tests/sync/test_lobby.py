@@ -71,13 +71,6 @@ def test_engines_that_never_become_whole_are_bounded_in_number(waiting: Lobby) -
     waiting.let_in(1)
 
 
-def test_ranks_that_connect_again_and_again_do_not_pile_up(waiting: Lobby) -> None:
-    for _ in range(1500):
-        waiting.greet("engine", 0, 2)
-    assert waiting.count() <= 1024
-    waiting.let_in(2)
-
-
 @pytest.mark.promise(
     "Security",
     "Engines whose ranks never all connect cost bounded receivers, bytes and time.",
