@@ -20,8 +20,6 @@ logger = logging.getLogger(__name__)
 Phase = tuple[str, float, float]
 """(name, begin, end) of a part of a sync, in seconds since the sync began."""
 
-_MARK = "_deltasync_reported"
-
 
 class SyncEvent:
     """One sync at one end of this process, or one that failed.
@@ -140,8 +138,7 @@ def subscribe(listener: Listener) -> Subscription:
 
     It is called in the thread of the sync, after the sync is over; the events of a `commit` come
     with the receiver's next call, when the engine's pause is over. Be quick: the next sync waits.
-    What the listener raises is logged and affects no sync. An error is reported once, whichever
-    ends it passes through.
+    What the listener raises is logged and affects no sync.
 
     Args:
         listener: Takes one event. It need not know every kind.
@@ -172,10 +169,8 @@ def _tell(subscription: Subscription, event: SyncEvent) -> None:
 
 
 def report_failure(error: BaseException, make: Callable[[BaseException], SyncFailed]) -> None:
-    """Report an error of a sync, unless another end has reported it already."""
-    if subscriptions and not hasattr(error, _MARK):
-        with suppress(AttributeError):  # errors of some extension modules take no attribute
-            setattr(error, _MARK, True)
+    """Report an error of a sync."""
+    if subscriptions:
         report(make(error))
 
 

@@ -240,6 +240,14 @@ def test_a_refusal_is_told_with_its_reason() -> None:
     hand.serve_honestly()
 
 
+def test_a_sync_aborted_while_it_is_written_in_place_is_dirty_and_it_rejoins_at_once() -> None:
+    hand = Hand(OPTIONS.model_copy(update={"stall_timeout_s": 20.0, "max_staged_bytes": 0}))
+    error = hand.say([*STAGED, Abort(version=NEXT, reason="")])
+    assert type(error) is SyncAborted
+    assert hand.receiver.is_dirty
+    hand.serve_honestly()
+
+
 @pytest.mark.promise("All or nothing", "A receiver that has written nothing is not dirty.")
 def test_a_sync_aborted_before_it_is_written_in_place_costs_nothing() -> None:
     hand = Hand(IN_PLACE)
