@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -176,9 +177,10 @@ class Sender(SlotSender):
         deadline = Deadline(_GRACE_S)
         while not deadline.passed and any(slot.readers for slot in slots):
             for slot in slots:
+                self._server.read(slot.readers)
                 self._take_releases(slot.readers)
                 slot.readers -= self._server.losses(slot.readers).keys()
-            self._server.pump(_POLL_S)
+            time.sleep(_POLL_S)
 
     def _dispose(self) -> None:
         self._settle(self._slots)

@@ -128,6 +128,12 @@ class Server:
         self._newcomers.tend(self._greeting_bytes)
         return bool(ready)
 
+    def read(self, peers: Iterable[int]) -> None:
+        """Take in what has come from `peers`, also while this end closes. Never waits."""
+        for peer in peers:
+            if connection := self._peers.get(peer):
+                self._serve(connection)
+
     def write(
         self, peers: Iterable[int], kind: Kind, data: bytes, descriptor: int | None = None
     ) -> None:
