@@ -13,6 +13,7 @@ import contextlib
 import socket
 import struct
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -132,9 +133,9 @@ class SlotSender(SendTransport):
         """Never waits."""
         with self._gate.entered():
             self._server.hear(peers)
-            losses = self._server.losses(peers)
-            self._epoch, self._members = tuple(peers), set(peers) - losses.keys()
-            return losses
+            self._epoch = tuple(peers)
+            self._members = {peer for peer in peers if self._server.is_connected(peer)}
+            return self._server.losses(peers)
 
     def buffer(self, num_bytes: int, *, timeout_s: float) -> Tensor:
         """The tensor is the memory that receivers read."""
@@ -179,14 +180,17 @@ class SlotSender(SendTransport):
             return replies
 
     def drop(self, peer: int) -> None:
-        with contextlib.suppress(TransportClosed), self._gate.entered():
+        with self._gate.dropping() as is_open:
+            if not is_open:
+                return
             self._settle([slot for slot in self._slots if peer in slot.readers])
             self._members.discard(peer)
             self._server.drop(peer)
 
     def reset(self) -> None:
-        with contextlib.suppress(TransportClosed), self._gate.entered():
-            self._server.reset()
+        with self._gate.dropping() as is_open:
+            if is_open:
+                self._server.reset()
 
     def close(self) -> None:
         self._gate.close(self._dispose)
@@ -243,17 +247,29 @@ class SlotSender(SendTransport):
     def _free_slot(self, deadline: Deadline) -> Slot:
         """A slot that nobody reads. Drops the peers that have not let go by the deadline."""
         self._server.pump(0)
+        before: Counter[int] | None = None
         while True:
             for slot in self._slots:
                 self._take_releases(slot.readers)
                 slot.readers -= self._server.losses(slot.readers).keys()
                 if not slot.readers:
                     return slot
+            before = before or self._held()
             if deadline.passed:
-                late = min(self._slots, key=lambda slot: slot.sequence).readers
-                complaint = "did not let go of a payload in time"
-                self._raise_losses({peer: self._server.expire(peer, complaint) for peer in late})
+                self._raise_losses(self._expire_readers(before))
             self._server.pump(deadline.remaining_s)
+
+    def _held(self) -> Counter[int]:
+        """How many slots each peer reads."""
+        return Counter(peer for slot in self._slots for peer in slot.readers)
+
+    def _expire_readers(self, before: Counter[int]) -> dict[int, TransportError]:
+        """Drop the peers that hold the older slot, or as many as before: none costs a wait more."""
+        oldest = min(self._slots, key=lambda slot: slot.sequence)
+        now = self._held()
+        late = oldest.readers | {peer for peer in now if now[peer] == before[peer]}
+        complaint = "did not let go of a payload in time"
+        return {peer: self._server.expire(peer, complaint) for peer in late}
 
     def _take_releases(self, peers: set[int]) -> None:
         for peer in list(peers):

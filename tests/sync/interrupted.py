@@ -31,10 +31,12 @@ from deltasync import (
 from deltasync.delta.bits import as_bits
 from deltasync.delta.bucket import MIN_BUCKET_BYTES
 from deltasync.errors import DeltaSyncError
+from deltasync.integrations.engine_sync import EngineSync
 from deltasync.store.anchors import PublishOptions
 from deltasync.sync.group.rank import TrainerRank
 from deltasync.transports import inprocess, shared_memory
 from tests.sync.interrupts import World
+from tests.worlds.fleets import OneCall, Server, fleet_of
 from tests.worlds.links import Serving, bits_equal, random_model, until
 from tests.worlds.trainers import Split, rows_of
 
@@ -152,13 +154,13 @@ class Sending(Pair):
 class Stepping(Pair):
     """The trainer is struck in an optimizer's step, after which the weights are sent."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_busy: Any) -> None:
         super().__init__(1)
         self.serving = [Serving(self.receiver(0)).start()]
         self.source.requires_grad_(True)
         self._optimizer = torch.optim.SGD(self.source.parameters(), lr=0.5)
         self._hook = sync_after_step(
-            self._optimizer, self.sender, on_busy="wait", timeout_s=_WAIT_S
+            self._optimizer, self.sender, on_busy=on_busy, timeout_s=_WAIT_S
         )
         self.calm()
 
@@ -263,8 +265,10 @@ class Stored:
         if self._which == "follow":
             if self._follower.wait_staged(timeout_s=_WAIT_S):
                 self._follower.commit()
-        else:
+        elif self._which != "stage":
             self._receiver.fetch(timeout_s=_WAIT_S)
+        elif self._receiver.stage(timeout_s=_WAIT_S):
+            self._receiver.commit()
 
     def calm(self) -> None:
         change(self.source)
@@ -283,6 +287,71 @@ class Stored:
 
     def close(self) -> None:
         self._receiver.close()
+        self._stack.close()
+
+
+class Fleet:
+    """The trainer of a fleet is struck, as servers come and go."""
+
+    def __init__(self, kind: type[Server], *, comes: bool = False, **options: Any) -> None:
+        self._stack, self._comes = ExitStack(), comes
+        path = Path(self._stack.enter_context(TemporaryDirectory()))
+        self._here = self._stack.enter_context(fleet_of(path, 2, kind=kind, **options))
+        self._here.catch_up()
+
+    def prepare(self) -> None:
+        self._here.step()
+
+    def act(self) -> None:
+        fleet, server = self._here.fleet, self._here.servers["0"]
+        if self._comes:
+            fleet.remove("0")
+            fleet.add(server, workers=server.world, paused=server.paused, name="0")
+        self._here.send()
+
+    def calm(self) -> None:
+        if "0" not in self._here.fleet.servers():
+            self._here.add(self._here.servers["0"], "0")
+        self._here.catch_up()
+        self._here.check("0", "1")
+        assert not self._here.dirty()
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+class OneEngine:
+    """The trainer of one engine is struck."""
+
+    def __init__(self, kind: type[Server]) -> None:
+        self._stack = ExitStack()
+        path = Path(self._stack.enter_context(TemporaryDirectory())) / "socket"
+        self.source = random_model(SHAPES, 0)
+        self._server = kind(random_model(SHAPES, 1))
+        self._sync = EngineSync(
+            ModuleSource(self.source),
+            self._server,
+            shared_memory.Sender(path),
+            paused=self._server.paused,
+            timeout_s=3.0,
+        )
+        self._stack.enter_context(self._sync)
+        self._stack.callback(self._server.die)
+        self.calm()
+
+    def prepare(self) -> None:
+        change(self.source)
+
+    def act(self) -> None:
+        self._sync.send_weights()
+
+    def calm(self) -> None:
+        change(self.source)
+        retried(lambda: self._sync.send_weights().receivers == 1)
+        until(lambda: bits_equal(self.source, self._server.module))
+        assert not self._server.is_paused
+
+    def close(self) -> None:
         self._stack.close()
 
 
@@ -339,17 +408,26 @@ class Ranks:
 WORLDS: dict[str, Callable[[], World]] = {
     "send": Sending,
     "send: joins": partial(Sending, joins=True),
+    "send: shared memory": partial(Sending, 1, link="shared_memory"),
     "send: shared memory, joins": partial(Sending, joins=True, link="shared_memory"),
     "send: at once": partial(Sending, shapes=LARGE, link="shared_memory", **_AT_ONCE),
-    "step": Stepping,
+    "step": partial(Stepping, None),
+    "step: in the background": partial(Stepping, "wait"),
     "receive": Receiving,
+    "receive: shared memory": partial(Receiving, link="shared_memory"),
     "receive: joins": partial(Receiving, joins=True, link="shared_memory"),
     "receive: at once": partial(Receiving, "stage", shapes=LARGE, **_AT_ONCE),
     "stage": partial(Receiving, "stage"),
     "commit": partial(Receiving, "commit"),
     "publish": partial(Stored, "publish"),
     "fetch": partial(Stored, "fetch"),
+    "fetch: staged": partial(Stored, "stage"),
     "follow": partial(Stored, "follow"),
+    "fleet": partial(Fleet, Server),
+    "fleet: one call": partial(Fleet, OneCall),
+    "fleet: rolling": partial(Fleet, Server, pauses="rolling"),
+    "fleet: comes and goes": partial(Fleet, Server, comes=True),
+    "engine": partial(OneEngine, Server),
     "rank 0": partial(Ranks, 0),
     "rank 1": partial(Ranks, 1),
 }

@@ -1,15 +1,22 @@
-"""Interrupts at chosen places of the package, and worlds that must go on after them."""
+"""Interrupts at chosen places of the package, and worlds that must go on after them.
+
+`python -m tests.sync.interrupts --seconds 1200 --opcodes` strikes for so long, and prints figures.
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dis
+import logging
 import random
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
+from itertools import cycle
 from pathlib import Path
 from traceback import format_exception
 from types import CodeType, FrameType
@@ -20,6 +27,7 @@ from deltasync.errors import DeltaSyncError
 
 _PACKAGE = str(Path(deltasync.__file__).parent)
 _EXIT = ["LOAD_CONST"] * 3  # what `__exit__` is called with; PRECALL is of Python 3.11
+_TURN = 20  # strikes of a world before the next one's
 Place = tuple[CodeType, int]
 """Where an interrupt can come: a function, and a line of it, or an instruction."""
 
@@ -179,6 +187,23 @@ class World(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass
+class Figures:
+    """What was done."""
+
+    interrupts: int = 0
+    second: int = 0
+    calm_syncs: int = 0
+    places: set[Place] = field(default_factory=set)
+    failures: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.interrupts} interrupts at {len(self.places)} places, {self.second} of them "
+            f"within another one, {self.calm_syncs} calm syncs, {len(self.failures)} failures"
+        )
+
+
 def places_of(make: Callable[[], World], tracer: Tracer) -> Counter[Place]:
     """How often `act` of a world comes to each place."""
     with contextlib.closing(make()) as world:
@@ -189,33 +214,36 @@ def places_of(make: Callable[[], World], tracer: Tracer) -> Counter[Place]:
 
 
 def endure(
-    make: Callable[[], World], tracer: Tracer, strikes: Iterable[Strike]
-) -> tuple[int, list[str]]:
-    """Let each strike hit a world, which must go on, or a new one is made.
-
-    Returns the number of interrupts, and what did not go on.
-    """
-    world, count, failures = make(), 0, list[str]()
+    make: Callable[[], World], tracer: Tracer, strikes: Iterable[Strike], figures: Figures
+) -> None:
+    """Let each strike hit a world, which must go on. What does not is noted, and made anew."""
+    world = make()
     for strike in strikes:
         try:
-            world.prepare()
-            with contextlib.suppress(strike.kind, DeltaSyncError):
-                tracer.strike(world.act, strike)
-            count += len(tracer.struck)
-            for _ in range(2):
-                world.calm()
+            _endure_one(world, tracer, strike, figures)
         except BaseException as error:
             if not isinstance(error, Exception | Struck):
                 raise
             struck = [f"{Path(c.co_filename).name}:{c.co_qualname}:{at}" for c, at in tracer.struck]
             why = "".join(format_exception(error)[-4:])
-            failures.append(f"{strike}; struck {struck}; {why}")
+            figures.failures.append(f"{strike}; struck {struck}; {why}")
             with contextlib.suppress(Exception):
                 world.close()
             world = make()
     with contextlib.suppress(AssertionError):
         world.close()
-    return count, failures
+
+
+def _endure_one(world: World, tracer: Tracer, strike: Strike, figures: Figures) -> None:
+    world.prepare()
+    with contextlib.suppress(strike.kind, DeltaSyncError):
+        tracer.strike(world.act, strike)
+    figures.interrupts += len(tracer.struck)
+    figures.second += len(tracer.struck) > 1
+    figures.places.update(tracer.struck)
+    for _ in range(2):
+        world.calm()
+        figures.calm_syncs += 1
 
 
 def strikes_at(places: Counter[Place], *, seed: int) -> list[Strike]:
@@ -231,3 +259,36 @@ def strikes_at(places: Counter[Place], *, seed: int) -> list[Strike]:
     ]
     chance.shuffle(found)
     return found
+
+
+def main() -> None:
+    """Strike all worlds in turn, at each place once a round, until the time is over."""
+    from tests.sync.interrupted import WORLDS
+
+    asked = argparse.ArgumentParser(description=__doc__)
+    asked.add_argument("--seconds", type=float, default=60.0)
+    asked.add_argument("--opcodes", action="store_true", help="strike at instructions, not lines")
+    asked.add_argument("--only", default="", help="worlds whose names begin so")
+    asked.add_argument("--seed", type=int, default=0)
+    given = asked.parse_args()
+    logging.disable(logging.CRITICAL)
+    worlds = {name: make for name, make in WORLDS.items() if name.startswith(given.only)}
+    tracer, figures = Tracer(opcodes=given.opcodes), Figures()
+    due = {name: list[Strike]() for name in worlds}
+    end, seed = time.monotonic() + given.seconds, given.seed
+    for name, make in cycle(worlds.items()):
+        if time.monotonic() > end:
+            break
+        if not due[name]:
+            due[name], seed = strikes_at(places_of(make, tracer), seed=seed), seed + 1
+        known, now, due[name] = len(figures.failures), due[name][:_TURN], due[name][_TURN:]
+        endure(make, tracer, (s for s in now if time.monotonic() < end), figures)
+        said = [f"{name}: {figures}", *figures.failures[known:]]
+        sys.stdout.write("\n    ".join(said) + "\n")
+        sys.stdout.flush()
+    sys.stdout.write(f"{given.seconds:.0f} s: {figures}\n")
+    sys.exit(bool(figures.failures))
+
+
+if __name__ == "__main__":
+    main()

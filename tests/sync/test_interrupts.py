@@ -6,7 +6,9 @@ ones of a version of the code, and nearly all lines with `HYPOTHESIS_PROFILE=nig
 
 from __future__ import annotations
 
+import ctypes
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -16,13 +18,9 @@ import pytest
 from hypothesis import settings
 
 from deltasync import subscribe
-from deltasync.delta.bits import as_bits
-from deltasync.delta.host.staging import Staging
-from deltasync.errors import ConfigError, DeltaSyncError, DirtyReceiver, SyncAborted
+from deltasync.errors import ConfigError, DeltaSyncError, SyncAborted
 from tests.sync.interrupted import WORLDS, Sending, change
-from tests.sync.interrupts import Strike, Tracer, endure, places_of, strikes_at
-from tests.worlds.engines import bits_of, engine
-from tests.worlds.links import Serving, bits_equal
+from tests.sync.interrupts import Figures, Strike, Struck, Tracer, endure, places_of, strikes_at
 
 pytestmark = [
     # An interrupt between a descriptor and the line after leaves it to the garbage collector.
@@ -30,7 +28,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 _STRIKES = max(6, settings().max_examples // 40)
-_MORE = dict.fromkeys(["send: joins", "receive", "stage"], 2)
+_MORE = dict.fromkeys(["send: joins", "receive", "stage"], 5)
 
 
 class Alarmed(TimeoutError):
@@ -59,13 +57,13 @@ def of_all_kinds(strikes: list[Strike]) -> list[Strike]:
 def test_both_ends_go_on_after_interrupts(name: str) -> None:
     """Whatever a signal handler raises is an interrupt."""
     name, _, others = name.partition(";")
-    tracer, make = Tracer(), WORLDS[name]
+    tracer, figures, make = Tracer(), Figures(), WORLDS[name]
     strikes = strikes_at(places_of(make, tracer), seed=0)[: _STRIKES * _MORE.get(name, 1)]
     if others:
         strikes = of_all_kinds(strikes_at(places_of(make, tracer), seed=1)[: 2 * _STRIKES])
-    count, failures = endure(make, tracer, strikes)
-    assert not failures, "\n".join(failures)
-    assert count > len(strikes) // 2  # others no longer came to the place
+    endure(make, tracer, strikes, figures)
+    assert not figures.failures, "\n".join(figures.failures)
+    assert figures.interrupts > len(strikes) // 2  # others no longer came to the place
 
 
 @pytest.fixture
@@ -105,6 +103,34 @@ def test_a_signal_handler_that_calls_the_sender_is_refused_and_costs_the_sync_no
         signal.signal(signal.SIGUSR1, before)
 
 
+def test_an_exception_that_another_thread_plants_is_like_an_interrupt(here: Sending) -> None:
+    ended, began = list[BaseException](), threading.Event()
+
+    def send() -> None:
+        try:
+            while True:
+                change(here.source)
+                here.sender.send_weights(timeout_s=10)
+                began.set()
+        except BaseException as error:
+            ended.append(error)
+            if not isinstance(error, Struck):
+                raise
+
+    for _ in range(10):
+        began.clear()
+        thread = threading.Thread(target=send)
+        thread.start()
+        assert began.wait(30)
+        assert thread.ident is not None
+        planted = ctypes.c_ulong(thread.ident), ctypes.py_object(Struck)
+        assert ctypes.pythonapi.PyThreadState_SetAsyncExc(*planted) == 1
+        thread.join(30)
+        assert not thread.is_alive()
+        here.calm()
+    assert [type(error) for error in ended] == [Struck] * 10
+
+
 def test_what_a_callback_raises_ends_its_call_alone(here: Sending) -> None:
     for raised in (ValueError, KeyboardInterrupt, GeneratorExit, DeltaSyncError):
 
@@ -141,44 +167,3 @@ def test_a_call_right_after_an_interrupted_one_succeeds(here: Sending) -> None:
         assert stats.receivers == 1
         assert stats.lost == {"e0[0/1]": "a call was interrupted: it rejoins"}
         here.check()
-
-
-@pytest.mark.parametrize("again", [False, True])
-def test_an_interrupted_commit_is_undone_or_dirty(
-    again: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Interrupted in the write, and again in the undo: then the weights must not serve."""
-
-    def half(staging: Staging) -> int:
-        staging._runs[0].commit()
-        raise KeyboardInterrupt
-
-    def interrupted(staging: Staging) -> None:
-        raise KeyboardInterrupt
-
-    with engine() as here:
-        sent = here.send()
-        assert here.receiver.receive_weights(timeout_s=10) == 1
-        sent.result(10)
-        before = bits_of(here.replica)
-        as_bits(here.source.get_parameter("b").data)[3] ^= 1
-        sent = here.send_step(timeout_s=5)
-        assert here.receiver.stage(timeout_s=10)
-        with monkeypatch.context() as patched:
-            patched.setattr(Staging, "commit", half)
-            if again:
-                patched.setattr(Staging, "undo", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                here.receiver.commit()
-        assert here.receiver.is_dirty == again
-        if again:
-            with pytest.raises(DirtyReceiver):
-                here.receiver.check_serving()
-        assert here.holds(before) != again
-        healing = Serving(here.receiver).start()
-        with pytest.raises(SyncAborted):
-            sent.result(10)
-        here.send().result(10)
-        healing.stop()
-        assert bits_equal(here.source, here.replica)
-        assert not here.receiver.is_dirty

@@ -50,6 +50,8 @@ class HostBackend:
         self.flats, self.ledger = flats, ledger
         self.ahead: set[int] = set()
         self.num_bytes = sum(flat.numel * flat.dtype.item_size for flat in flats.values())
+        self._policy: Policy | None = None
+        self._crossover: dict[str, float] = {}
         self._readers: Sequence[Reader] | None = None  # of the last comparison
         self._small_source: SmallSource | None = None  # of these, if they have come twice
 
@@ -165,8 +167,13 @@ class HostBackend:
         if parameter in self.ahead:  # its old bits are gone: an aborted sync overwrote them
             return iter([(Run(0, reader.numel), reader.numel)])
         old = self.flats[parameter]
-        crossover = policy.crossover(old.line.device.type)
-        return changed_runs(reader, old, step=self.ledger.chunk_numel, crossover=crossover)
+        if policy is not self._policy:  # what follows from it is worked out once
+            self._policy, self._crossover = policy, {}
+        if (kind := old.line.device.type) not in self._crossover:
+            self._crossover[kind] = policy.crossover(kind)
+        return changed_runs(
+            reader, old, step=self.ledger.chunk_numel, crossover=self._crossover[kind]
+        )
 
     def full(self, *, bucket_bytes: int) -> FullPlan:
         """All of the weights."""

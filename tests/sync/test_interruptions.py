@@ -1,0 +1,90 @@
+"""Interruptions at bad moments: no mixture goes unnoticed, nobody is left waiting."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from deltasync import ModuleSource, ModuleTarget, WeightReceiver, WeightSender
+from deltasync.delta.bits import as_bits
+from deltasync.delta.host.staging import Staging
+from deltasync.errors import DirtyReceiver, NoReceivers, SyncAborted
+from deltasync.transports import shared_memory
+from tests.worlds.engines import bits_of, engine, model
+from tests.worlds.links import Model, Serving, bits_equal, fleet, until
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_an_interrupted_commit_is_undone_or_dirty(
+    again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted in the write, and again in the undo: then the weights must not serve."""
+
+    def half(staging: Staging) -> int:
+        staging._runs[0].commit()
+        raise KeyboardInterrupt
+
+    def interrupted(staging: Staging) -> None:
+        raise KeyboardInterrupt
+
+    with engine() as here:
+        sent = here.send()
+        assert here.receiver.receive_weights(timeout_s=10) == 1
+        sent.result(10)
+        before = bits_of(here.replica)
+        as_bits(here.source.get_parameter("b").data)[3] ^= 1
+        sent = here.send_step(timeout_s=5)
+        assert here.receiver.stage(timeout_s=10)
+        with monkeypatch.context() as patched:
+            patched.setattr(Staging, "commit", half)
+            if again:
+                patched.setattr(Staging, "undo", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                here.receiver.commit()
+        assert here.receiver.is_dirty == again
+        if again:
+            with pytest.raises(DirtyReceiver):
+                here.receiver.check_serving()
+        assert here.holds(before) != again
+        healing = Serving(here.receiver).start()
+        with pytest.raises(SyncAborted):
+            sent.result(10)
+        here.send().result(10)
+        healing.stop()
+        assert bits_equal(here.source, here.replica)
+        assert not here.receiver.is_dirty
+
+
+def test_a_first_engine_that_cannot_be_served_is_refused_and_the_next_one_served() -> None:
+    source, replica = model(0), model(1)
+    with fleet(source) as here:
+        odd = here.add(Model({n: torch.zeros(300, dtype=torch.int8) for n in "ab"}), engine="odd")
+        here.wait(1)
+        here.add(replica, engine="good")
+        here.wait(2)
+        stats = here.sender.send_weights(timeout_s=5)
+        assert stats.receivers == 1
+        assert "odd" in stats.lost
+        assert bits_equal(source, replica)
+        until(lambda: any("int8" in str(error) for error in odd.errors))
+
+
+def test_a_large_greeting_is_heard_at_the_first_sync(tmp_path: Path) -> None:
+    tensors = {f"{'weight' * 200}_{n}": torch.zeros(2) for n in range(300)}
+    source, replica = Model(tensors), Model(tensors)
+    with WeightSender(ModuleSource(source), shared_memory.Sender(tmp_path / "socket")) as sender:
+        link = shared_memory.Receiver(tmp_path / "socket")
+        serving = Serving(WeightReceiver(ModuleTarget(replica), link)).start()
+        joined: list[int] = []
+
+        def is_sent() -> bool:
+            with suppress(NoReceivers):
+                joined.append(sender.send_weights(timeout_s=5).joined)
+            return bool(joined)
+
+        until(is_sent)
+        assert joined == [1]
+        serving.stop()
