@@ -132,6 +132,16 @@ def test_what_a_patch_does_not_fit_is_refused_and_nothing_is_written(
     assert set(tmp_path.rglob("*")) == there
 
 
+def test_what_is_there_is_never_overwritten(made: tuple[Path, Path, Path]) -> None:
+    old, new, patch = made
+    before = patch.read_bytes()
+    with pytest.raises(ConfigError, match="exists"):
+        applied(patch, old, patch)
+    with pytest.raises(ConfigError, match="exists"):
+        write_patch(Checkpoint(old), Checkpoint(new), patch)
+    assert patch.read_bytes() == before
+
+
 @pytest.mark.parametrize("codec", ["zstd", "gap", "block", "class"])
 def test_w25_damage_anywhere_is_found_before_the_result_gets_its_name(
     codec: Coding, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -107,6 +107,8 @@ def test_runs_of_one_prefix_do_not_meet_and_are_named(place: Place, tmp_path: Pa
         assert (again.put().kind, again.sender.run) == ("unchanged", one.sender.run)
         with pytest.raises(ConfigError, match="is the folder of run"):
             Publisher(own, run="other")
+        with pytest.raises(RunUnknown, match="no run 'other'"):
+            Run.open(own.url, "other", place.options)
 
 
 @pytest.mark.parametrize("run", ["-", "../up", "a/b", "x" * 129])
