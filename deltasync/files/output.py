@@ -3,13 +3,12 @@
 There is one way for all of them:
 
 - A file is made in a new folder beside it, which has a random name and which only this user can
-  enter. It gets its own name when it is complete, with the permissions that the umask leaves. In a
-  folder where others may rename what is not theirs, they can lead a write elsewhere.
+  enter. It gets its own name when it is complete, with the permissions that the umask leaves.
 - What is there stays and is refused, of whatever kind it is. `write_output` and
   `appearing(replaces=True)` replace a regular file, and nothing else: the new file keeps the
   permissions of the old one, and belongs to this user.
-- A link is not replaced, and not followed to a file. Only a run log, which is continued, follows
-  links, as a shell's `>>` does.
+- A link is not replaced, and not followed to a file, so nobody can lead a write elsewhere. Only a
+  run log, which is continued, follows links, as a shell's `>>` does.
 - A device or pipe is written into by `write_output`, also behind a link such as /dev/stdout.
 """
 
@@ -17,7 +16,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -70,16 +68,12 @@ def appearing(path: Path, *, replaces: bool = False) -> Iterator[Path]:
     """
     _check_place(path, replaces=replaces)
     try:
-        folder = Path(tempfile.mkdtemp(prefix=f".{path.name[:50]}.", dir=path.parent))
-        try:
+        with _folder_beside(path) as folder, _synced(path.parent):
             made = folder / path.name
             yield made
             if (permissions := _check_place(path, replaces=replaces)) is not None:
                 made.chmod(permissions)
             made.rename(path)
-            flush_to_disk(path.parent)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from error
 
@@ -130,6 +124,8 @@ def _write_into(path: Path, data: bytes) -> None:
         # Not blocking, or it would wait for a reader.
         descriptor = os.open(path, os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
         with os.fdopen(descriptor, "wb") as stream:
+            if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise ConfigError(f"{path} was replaced by a file meanwhile: try again")
             os.set_blocking(descriptor, True)
             stream.write(data)
     except BrokenPipeError:
@@ -137,3 +133,52 @@ def _write_into(path: Path, data: bytes) -> None:
     except OSError as error:
         why = "no process reads this pipe" if error.errno == errno.ENXIO else error.strerror
         raise ConfigError(f"{path}: {why or error}") from error
+
+
+@contextmanager
+def _folder_beside(path: Path) -> Iterator[Path]:
+    """A new folder, by a name that leads to it whatever others do with the one that it was given.
+
+    Whoever may write beside it may rename it, and put a link to other files in its place.
+    """
+    try:
+        given = tempfile.mkdtemp(prefix=f".{path.name[:50]}.", dir=path.parent)
+    except OSError as error:
+        raise ConfigError(f"{path.parent}: {error.strerror or error}") from error
+    try:
+        descriptor = os.open(given, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            if os.fstat(descriptor).st_uid != os.geteuid() or os.listdir(descriptor):
+                raise ConfigError(f"{given} was replaced meanwhile: let nobody else write there")
+            held = Path(f"/proc/{os.getpid()}/fd/{descriptor}")
+            folder = held if held.exists() else Path(given)  # not every system has such names
+            try:
+                yield folder
+            finally:
+                _remove(folder)
+        finally:
+            os.close(descriptor)
+    finally:
+        with suppress(OSError):
+            os.rmdir(given)
+
+
+@contextmanager
+def _synced(folder: Path) -> Iterator[None]:
+    """Make a rename inside survive a loss of power. If this is impossible, raises before it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        yield
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder as far as possible, with one descriptor at a time: others may be used up."""
+    for found, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            with suppress(OSError):
+                os.unlink(os.path.join(found, name))
+        with suppress(OSError):
+            os.rmdir(found)

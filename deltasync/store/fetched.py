@@ -55,25 +55,33 @@ class Progress:
     Attributes:
         version: The version that is fetched; None before the first.
         fetched_bytes, total_bytes: Of its way; what an earlier attempt has left counts as fetched.
+        bytes_per_s: How fast they have come, without what was left.
         advanced: Called with the bytes that have come.
     """
 
     version: int | None = None
     fetched_bytes: int = 0
     total_bytes: int = 0
+    bytes_per_s: float = 0.0
     advanced: Advance = lambda num_bytes: None
+    _began_s: float = 0.0
+    _new_bytes: int = 0
 
     def begin(self, version: int, total_bytes: int) -> None:
         """Count from 0."""
         self.version, self.fetched_bytes, self.total_bytes = version, 0, total_bytes
+        self.bytes_per_s, self._began_s, self._new_bytes = 0.0, time.monotonic(), 0
 
-    def advance(self, num_bytes: int) -> None:
+    def advance(self, num_bytes: int, *, is_new: bool = True) -> None:
         """So many bytes have come, or were kept of an earlier attempt."""
         self.fetched_bytes += num_bytes
+        self._new_bytes += num_bytes if is_new else 0
+        self.bytes_per_s = self._new_bytes / max(time.monotonic() - self._began_s, 1e-6)
         self.advanced(num_bytes)
 
     def __str__(self) -> str:
-        return f"v{self.version}: {self.fetched_bytes} of {self.total_bytes} bytes"
+        came = f"{self.fetched_bytes} of {self.total_bytes} bytes"
+        return f"v{self.version}: {came}, {self.bytes_per_s / 1e6:.1f} MB/s"
 
 
 class Fetched:
@@ -160,7 +168,7 @@ class Fetched:
             sha256 = hashlib.file_digest(out, "sha256")
             kept_bytes = out.tell()
             if kept_bytes:
-                progress.advance(kept_bytes)
+                progress.advance(kept_bytes, is_new=False)
             for part in self._parts(file, kept_bytes) if kept_bytes < file.bytes else ():
                 out.write(part)
                 sha256.update(part)
@@ -172,7 +180,7 @@ class Fetched:
         if not kept_bytes:
             self._altered[self._facts] = (now := time.monotonic()) + _SPARED * (now - began)
             raise ObjectDamaged(f"{file.key} was altered: its SHA-256 is another")
-        progress.advance(-max(kept_bytes, file.bytes))
+        progress.advance(-max(kept_bytes, file.bytes), is_new=False)
         return False
 
     def _parts(self, file: StoredFile, start: int) -> Iterator[memoryview]:

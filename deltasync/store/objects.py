@@ -215,16 +215,7 @@ class Objects:
             if self.folder is None:
                 self._wait(self._obstore.delete, self._store, self._prefix + key)
                 return
-            path = self.folder / key
-            if path.parent.resolve() != self.folder.resolve() / Path(key).parent:
-                raise StoreRefused(
-                    f"{path}: lies behind a symbolic link, where nothing is deleted: remove the "
-                    "link, or put in its place what it leads to"
-                )
-            path.unlink()
-            if key.count("/") > 1:  # the folder of an anchor, which may be empty now
-                with suppress(OSError):
-                    path.parent.rmdir()
+            _unlink(self.folder, key)
 
     def _open(self, make: bool) -> Any:
         if self.folder is not None:
@@ -396,6 +387,28 @@ def _check_process(url: str) -> None:
             f"{url}: this process was forked from one that used a store, which its threads did not "
             "survive: start it by spawn or forkserver, or use no store before the fork"
         )
+
+
+def _unlink(folder: Path, key: str) -> None:
+    """Delete a file below a folder. Raises StoreRefused if a link on its way leads elsewhere."""
+    *parents, name = key.split("/")
+    opened = [os.open(folder, os.O_RDONLY | os.O_DIRECTORY)]
+    try:
+        for parent in parents:
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+            opened.append(os.open(parent, flags, dir_fd=opened[-1]))
+        os.unlink(name, dir_fd=opened[-1])
+        if len(parents) > 1:  # the folder of an anchor, which may be empty now
+            with suppress(OSError):
+                os.rmdir(parents[-1], dir_fd=opened[-2])
+    except NotADirectoryError:
+        raise StoreRefused(
+            f"{folder / key}: lies behind a symbolic link, where nothing is deleted: remove the "
+            "link, or put in its place what it leads to"
+        ) from None
+    finally:
+        for at in opened:
+            os.close(at)
 
 
 def _first_line(error: BaseException) -> str:

@@ -262,9 +262,10 @@ class StoreReceiver(BaseReceiver):
                 is_staged = self._bring(target)
             self._poll.reset()
             return is_staged
-        except (TransportTimeout, StoreUnavailable):
-            if to is None and self.progress.fetched_bytes:
-                self._unfinished = target
+        except (TransportTimeout, StoreUnavailable) as error:
+            came, is_off = self.progress, isinstance(error, TransportTimeout)
+            if to is None and (came.fetched_bytes if is_off else came.bytes_per_s):
+                self._unfinished = target  # if the store brings no more of it, a newer one may come
             raise
         except DeltaSyncError as error:
             self._poll.put_off(error)

@@ -24,6 +24,12 @@ def _link(path: Path) -> None:
     path.symlink_to("other")
 
 
+def _device(path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root makes devices")
+    os.mknod(path, 0o640 | stat.S_IFCHR, os.makedev(1, 3))  # as /dev/null
+
+
 KINDS: dict[str, Callable[[Path], None]] = {
     "pipe": os.mkfifo,
     "folder": Path.mkdir,
@@ -59,6 +65,14 @@ def test_a_page_takes_the_place_of_nothing_but_a_file(log: Path, kind: str) -> N
     assert str(out) in said
     if kind == "folder":
         assert "is not a regular file: choose another name" in said
+    assert state(log.parent) == before
+
+
+def test_a_device_is_written_into_and_stays(log: Path) -> None:
+    out = log.with_name("there")
+    _device(out)
+    before = state(log.parent)
+    assert call("report", log, "--out", out).returncode == 0
     assert state(log.parent) == before
 
 

@@ -152,7 +152,7 @@ def test_keys_and_remote_stores(tmp_path: Path) -> None:
                 key.write_bytes(content)
             assert why in refused("fetch", place.url, "--out", out, *reach)
             assert why in refused("gc", place.url, *reach)
-        key.write_bytes(b"secret")
+        key.write_bytes(b"secret\n")
         shown("fetch", place.url, "--out", out, *reach)
         assert_is(out, trainer.states[3])
         assert shown("verify", place.url, *reach)["proved"] == [1, 2, 3]

@@ -20,6 +20,7 @@ from tests.files.saved import holds, model, save, save_sharded
 from tests.worlds.strategies import models, same_bits
 
 UP = "model.layers.0.up.weight"
+PICKLE = r"a pickle, as torch.save writes it; .*safetensors.torch.save_file\(torch.load\("
 
 
 @given(models())
@@ -112,10 +113,20 @@ def unknown_dtype(folder: Path) -> Path:
     return path
 
 
-def pickled(folder: Path) -> Path:
-    path = folder / "a.safetensors"
-    torch.save({"a": torch.ones(1)}, path, _use_new_zipfile_serialization=False)
-    return path
+def pickled(name: str, *, is_old: bool = False) -> Callable[[Path], Path]:
+    def put(folder: Path) -> Path:
+        path = folder / name
+        torch.save({"a": torch.ones(1)}, path, _use_new_zipfile_serialization=not is_old)
+        return path
+
+    return put
+
+
+def damaged(protocol: int) -> Callable[[Path], Path]:
+    """A header whose length begins as pickles do."""
+    num_bytes = 0x80 + (protocol << 8)
+    header = b'{"a":{"dtype":"F32","sha\x00e":[1],"data_offsets":[0,4]}}'.ljust(num_bytes)
+    return content(num_bytes.to_bytes(8, "little") + header + bytes(4))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +139,11 @@ def pickled(folder: Path) -> Path:
         (lambda folder: folder, "without safetensors"),
         (pipe, "not a regular file"),
         (unknown_dtype, "'a' is F4"),
-        (pickled, "a pickle"),
+        (pickled("a.safetensors", is_old=True), PICKLE),
+        (pickled("a"), PICKLE),
+        (lambda folder: pickled("model.bin")(folder).parent, r"model.bin is a pickle; .*save_file"),
+        (damaged(2), "or damaged: (?!.*pickle)"),
+        (damaged(4), "or damaged: (?!.*pickle)"),
         (names("a", "a"), "two files hold 'a'"),
         (names("x" * 5000), "characters"),
         *((index(text), "not an index") for text in ("no json", "{}", "[" * 100_000)),

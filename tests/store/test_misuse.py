@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,10 +21,12 @@ from deltasync import ReceiverOptions, SenderOptions
 from deltasync.delta.backend import Delta
 from deltasync.errors import (
     ConfigError,
+    DeltaSyncError,
     RunUnknown,
     StoreError,
     StoreRefused,
     SyncAborted,
+    TransportClosed,
 )
 from deltasync.store.catalogue import Run
 from deltasync.store.manifest import Way
@@ -53,6 +59,65 @@ def assert_right(trainer: Publisher, reader: Follower) -> None:
     version = reader.receiver.version
     assert not reader.receiver.is_dirty
     assert version is None or reader.holds(trainer.states[version])
+
+
+@contextmanager
+def few_descriptors(left: int) -> Iterator[None]:
+    """So many more files can be opened in here."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    numbers: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    try:
+        with suppress(OSError):
+            while True:
+                numbers.append(os.open("/dev/null", os.O_RDONLY))
+        for _ in range(left):
+            os.close(numbers.pop())
+        yield
+    finally:
+        for number in numbers:
+            os.close(number)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_readers_and_writers_live_without_descriptors(trainer: Publisher) -> None:
+    refused = [0, 0]
+    for left in range(0, 8, 2):
+        with Follower(trainer.place, seed=left) as reader:
+            with few_descriptors(left):
+                try:
+                    reader.receiver.fetch(timeout_s=1)
+                except DeltaSyncError:
+                    refused[0] += 1
+                assert_right(trainer, reader)
+                try:
+                    trainer.publish()
+                except StoreError:
+                    refused[1] += 1
+            newest = trainer.publish()
+            assert reader.fetch() == newest
+            assert_right(trainer, reader)
+    assert all(refused)
+
+
+def test_closing_ends_a_fetch_of_another_thread(trainer: Publisher) -> None:
+    for turn in range(15):
+        reader, ends = Follower(trainer.place, seed=turn), list[object]()
+
+        def fetch(reader: Follower = reader, ends: list[object] = ends) -> None:
+            try:
+                ends.append(reader.fetch())
+            except (DeltaSyncError, AssertionError) as error:
+                ends.append(error)
+
+        thread = threading.Thread(target=fetch)
+        thread.start()
+        time.sleep(turn * 0.0014)
+        reader.receiver.close()
+        thread.join(timeout=30)
+        [end] = ends
+        assert end == 3 or isinstance(end, TransportClosed), repr(end)
+        assert_right(trainer, reader)
 
 
 def test_a_store_that_vanished_is_not_continued(trainer: Publisher) -> None:

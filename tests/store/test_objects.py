@@ -188,3 +188,16 @@ def test_objects_are_reached_where_no_thread_can_start(
     monkeypatch.setattr(threading.Thread, "start", refuse)
     assert objects.create("a", b"hello")
     assert objects.get("a", max_bytes=5) == b"hello"
+
+
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, here = tmp_path / "home", tmp_path / "here"
+    for folder in (home, here):
+        folder.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(here)
+    for url in ("~/store", Path("~/other")):
+        Objects(url, make=True).write("a", lambda: [b"1"])
+        assert Objects(url).get("a", max_bytes=1) == b"1"
+    assert not list(here.iterdir())
+    assert {path.name for path in home.iterdir()} == {"store", "other"}

@@ -68,10 +68,16 @@ def test_a_follower_gets_a_version_that_takes_seconds_and_each_byte_once(
 ) -> None:
     """One that ends does not wait for all of them, and the next one goes on."""
     counts: list[int] = []
+    rates: list[float] = []
+
+    def advanced(_: int) -> None:
+        counts.append(progress.fetched_bytes)
+        rates.append(progress.bytes_per_s)
+
     link.faults.bytes_per_s = 200_000
     with reader_of(link) as reader:
         progress = reader.receiver.progress
-        progress.advanced = lambda _: counts.append(progress.fetched_bytes)
+        progress.advanced = advanced
         with reader.receiver.follow():
             wait_until(lambda: progress.fetched_bytes > 0, timeout_s=60)
         assert progress.fetched_bytes < NUM_BYTES
@@ -85,6 +91,7 @@ def test_a_follower_gets_a_version_that_takes_seconds_and_each_byte_once(
                 trainer.publish(step=add)
     assert link.faults.down_bytes < 2.3 * NUM_BYTES
     assert counts[:4] == sorted(counts[:4])
+    assert 0 < max(rates) < 60e6, "what is kept has no rate"
 
 
 def test_calls_that_break_off_go_on_and_arrive_though_each_time_there_is_a_newer_version(
@@ -156,6 +163,30 @@ def test_what_was_kept_and_is_damaged_is_fetched_again(
         reader.fetch()
         assert reader.fetched == reader.receiver.progress.total_bytes
         assert reader.holds(trainer.states[1])
+
+
+def test_what_the_store_brings_no_more_of_gives_way_to_a_newer_version(link: Link) -> None:
+    """Though a part of it was kept."""
+    trainer, asked = Publisher(link.near, model=matrix(1024), anchor_every=1), list[str]()
+    trainer.publish()
+
+    def choose(method: str, path: str) -> str | None:
+        if method != "GET" or f"{1:016}-anchor-" not in path:
+            return None
+        asked.append(path)
+        return "error" if len(asked) > 1 else None
+
+    link.faults.choose = choose
+    with Follower(link.far.having(retries=0, parallel=1), model=matrix(1024)) as reader:
+        with pytest.raises(StoreUnavailable):
+            reader.stage()
+        assert reader.fetched > 0
+        trainer.publish(step=add)
+        with pytest.raises(StoreUnavailable):  # once more, since some has come
+            reader.stage()
+        reader.stage()
+        assert reader.receiver.commit() == 2
+        assert reader.holds(trainer.states[2])
 
 
 @pytest.mark.parametrize("fault", ["error", "cut"])
