@@ -80,8 +80,8 @@ def listen(path: Path) -> tuple[socket.socket, int]:
 
 
 def _hidden(path: Path) -> Path:
-    """A name beside `path` that nothing has."""
-    return path.with_name(f".{secrets.token_hex(4)}")
+    """A path beside `path` that nothing has, and as long: a socket's must not be too long."""
+    return path.with_name(f".{secrets.token_hex(4)}{path.name[9:]}")
 
 
 def _remove_stale(path: Path) -> None:
