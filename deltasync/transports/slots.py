@@ -180,17 +180,14 @@ class SlotSender(SendTransport):
             return replies
 
     def drop(self, peer: int) -> None:
-        with self._gate.dropping() as is_open:
-            if not is_open:
-                return
+        with contextlib.suppress(TransportClosed), self._gate.entered():
             self._settle([slot for slot in self._slots if peer in slot.readers])
             self._members.discard(peer)
             self._server.drop(peer)
 
     def reset(self) -> None:
-        with self._gate.dropping() as is_open:
-            if is_open:
-                self._server.reset()
+        with contextlib.suppress(TransportClosed), self._gate.entered():
+            self._server.reset()
 
     def close(self) -> None:
         self._gate.close(self._dispose)

@@ -35,8 +35,7 @@ class UnixSender(SlotSender):
             (slots[0].memory.device.type,), max_payload_bytes, outlives_losses=True
         )
         self._path = private_path() if path is None else Path(path)
-        listener = listen(self._path)
-        self._inode = self._path.lstat().st_ino
+        listener, self._inode = listen(self._path)
         super().__init__(listener, slots, capabilities, admit=check_user)
 
     @property

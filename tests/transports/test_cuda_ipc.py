@@ -268,6 +268,17 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_ipc, "_exported", forgetful())
 
 
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Lets streams stand still, or run again."""
+    monkeypatch.setattr(cuda_ipc, "_GRACE_S", 0.1)
+
+    def set_stuck(is_stuck: bool) -> None:
+        monkeypatch.setattr(HostMark, "is_stuck", is_stuck)
+
+    return set_stuck
+
+
 # Memory
 
 
@@ -315,6 +326,74 @@ def test_a_killed_receiver_leaves_nothing(link: Link) -> None:
             link.sender.poll(timeout_s=0.01)
     link.sender.close()
     assert HostGpu.num_allocated == 0
+
+
+# Events
+
+
+def test_a_payload_is_handed_out_when_it_is_filled(
+    link: Link, stuck: Callable[[bool], None]
+) -> None:
+    link.add(1)
+    link.open()
+    stuck(True)
+    frame = Frame(b"x", payload_of(100))
+    link.sender.send(frame, timeout_s=1)
+    for number in range(3):
+        link.sender.send(Frame(b"%d" % number), timeout_s=1)
+    for _ in range(2):
+        with within(PROMPT_S), pytest.raises(TransportTimeout):
+            link.receivers[0].receive(timeout_s=0.1)
+    stuck(False)
+    run_streams(link)
+    assert same_frame(link.receivers[0].receive(timeout_s=1), frame)
+    headers = [link.receivers[0].receive(timeout_s=1).header for _ in range(3)]
+    assert headers == [b"0", b"1", b"2"]
+
+
+def test_a_sender_that_dies_before_its_stream_has_run_is_lost(
+    link: Link, stuck: Callable[[bool], None]
+) -> None:
+    link.add(1)
+    link.open()
+    stuck(True)
+    link.sender.send(Frame(b"x", payload_of(100)), timeout_s=1)
+    received = link.receive_later()
+    time.sleep(0.05)
+    link.sender.close()
+    with within(PROMPT_S):
+        assert isinstance(received[0].exception(PROMPT_S), PeerLost)
+
+
+def test_a_slot_is_given_back_when_its_reads_are_done(
+    link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link.add(1)
+    link.open()
+    reads = HostMark(torch.zeros(1, dtype=torch.uint8))
+    monkeypatch.setattr(HostGpu, "mark", lambda _: reads)
+    monkeypatch.setattr(HostMark, "record", lambda mark: mark.flag.fill_(mark is not reads))
+    link.exchange(Frame(b"1", payload_of(100)))
+    # The next one arrives although the first is still being read.
+    link.exchange(Frame(b"2", payload_of(100)))
+    lent = background(lambda: link.sender.buffer(100, timeout_s=PATIENCE_S))
+    with pytest.raises(TransportTimeout):
+        link.receivers[0].receive(timeout_s=0.2)
+    assert not lent.done()
+    received = link.receive_later()
+    time.sleep(0.05)
+    reads.flag.fill_(1)
+    with within(PROMPT_S):
+        lent.result(PROMPT_S)
+    link.sender.send(Frame(b"3"), timeout_s=1)
+    assert received[0].result(PROMPT_S).header == b"3"
+
+
+def run_streams(link: Link) -> None:
+    """What the sender's streams were given is done."""
+    for slot in link.sender._slots:  # type: ignore[attr-defined]
+        if slot._current is not None:
+            slot._current.mark.record()
 
 
 # Where it cannot work

@@ -196,6 +196,7 @@ def test_reads_that_are_overtaken_are_never_returned(link: Link) -> None:
 def test_closing_frees_memory_descriptors_and_threads() -> None:
     with ExitStack() as stack:  # what the library keeps for good
         Link(make_ends(), stack)
+    gc.collect()  # what other tests have left
     before = num_descriptors(), num_threads()
     resident = resident_bytes()
     with ExitStack() as stack:

@@ -115,6 +115,19 @@ def test_half_messages_and_trickles_cost_a_call_a_moment(
             star.server.poll(Deadline(0))
 
 
+def test_a_greeting_that_has_begun_comes_in_with_the_call(
+    make_star: MakeStar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although it takes as long as a large one over a slow network."""
+    monkeypatch.setattr(newcomers, "_MOMENT_S", PROMPT_S)
+    star = make_star()
+    sock = star.raw(GREETING[:-1])
+    later = threading.Timer(0.3, sock.sendall, [GREETING[-1:]])
+    later.start()
+    assert len(star.server.poll(Deadline(0))) == 1
+    later.join()
+
+
 def test_a_large_greeting_comes_in_with_few_polls(make_star: MakeStar) -> None:
     star = make_star()
     client = star.client()

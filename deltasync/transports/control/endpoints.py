@@ -22,8 +22,8 @@ from deltasync.transports.control.connection import (
 from deltasync.transports.control.gate import Gate
 from deltasync.transports.control.newcomers import (
     MAX_GREETING_BYTES,
-    MOMENT_S,
     Newcomers,
+    Patience,
 )
 
 _MAX_QUIET_BYTES = 32 << 10  # of one that has greeted, and has nothing more to say yet
@@ -66,6 +66,7 @@ class Server:
             timeout_s=greeting_timeout_s,
             admit=admit,
         )
+        self._patience = Patience()
         self._peers: dict[int, Connection] = {}
         self._heard: frozenset[int] = frozenset()
         self._greetings: deque[tuple[int, bytes]] = deque()
@@ -77,10 +78,10 @@ class Server:
 
         No more at a time than one of the largest takes: reading them takes time too.
         """
-        moment = Deadline(MOMENT_S)
-        while not moment.passed and self._greeting_bytes < MAX_GREETING_BYTES:
-            if not self.pump(moment.remaining_s if self._newcomers.is_greeting else 0):
-                break
+        with self._patience.spent() as moment:
+            while not moment.passed and self._greeting_bytes < MAX_GREETING_BYTES:
+                if not self.pump(moment.remaining_s if self._newcomers.is_greeting else 0):
+                    break
         while not self._greetings and not deadline.passed:
             self.pump(deadline.remaining_s)
         greetings: list[tuple[int, bytes]] = []

@@ -6,11 +6,12 @@ more than its share. With a secret a connection is heard only once it has proved
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import resource
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from deltasync.transports import forks
 from deltasync.transports.control.connection import Connection, Deadline, Kind
@@ -23,9 +24,30 @@ _MAX_ACCEPTED = 16  # in a row, before those that are here are served
 _SPARE_DESCRIPTORS = 64  # left to the rest of the process
 _REST_S = 0.1  # without accepting, when there are no descriptors
 _LONGEST_TICK_S = 1.0
-MOMENT_S = 0.01  # of a call, beyond its timeout, for greetings that have begun to arrive
+_MOMENT_S = 0.2  # of a call, beyond its timeout, for greetings that have begun to arrive,
+_LEAST_S, _SHARE = 0.005, 0.02  # or this share of the time, if calls take it again and again
 
 logger = logging.getLogger(__name__)
+
+
+class Patience:
+    """How long calls go on for newcomers: briefly each time, for `_MOMENT_S` now and then.
+
+    So an engine that has begun to greet comes in with this call, and whoever keeps sending takes
+    `_SHARE` of the time, or `_LEAST_S` a call.
+    """
+
+    def __init__(self) -> None:
+        self._saved_s, self._at = _MOMENT_S, time.monotonic()
+
+    @contextlib.contextmanager
+    def spent(self) -> Iterator[Deadline]:
+        """Until when this call may go on."""
+        began = time.monotonic()
+        saved_s = min(_MOMENT_S, self._saved_s + _SHARE * (began - self._at))
+        yield Deadline(max(_LEAST_S, saved_s))
+        self._at = time.monotonic()
+        self._saved_s = max(0.0, saved_s - (self._at - began))
 
 
 class Newcomers:

@@ -52,38 +52,62 @@ def check_user(sock: socket.socket) -> None:
         raise PermissionError(f"the other end belongs to user {user}, not to {os.geteuid()}")
 
 
-def listen(path: Path) -> socket.socket:
-    """A socket that listens on `path`, for this user alone."""
+def listen(path: Path) -> tuple[socket.socket, int]:
+    """A socket that listens on `path`, for this user alone, and the inode of its file.
+
+    The file comes to stand there when it listens already, and not in the place of another one: of
+    two senders that start at the same moment one has the path, and the other hears of it.
+    """
     listener = forks.new_socket(socket.AF_UNIX)
+    hidden = _hidden(path)
     try:
         _remove_stale(path)
         os.fchmod(listener.fileno(), 0o600)  # the file gets this mode, from the start
-        listener.bind(str(path))
-        listener.listen()
-    except OSError as error:
+        listener.bind(str(hidden))
+        try:
+            listener.listen()
+            os.link(hidden, path)
+            return listener, hidden.lstat().st_ino
+        finally:
+            hidden.unlink()
+    except BaseException as error:
         listener.close()
-        raise ConfigError(f"cannot listen on {path}: {error}") from error
-    except ConfigError:
-        listener.close()
+        if isinstance(error, FileExistsError):
+            raise ConfigError(f"another sender listens on {path}") from error
+        if isinstance(error, OSError):
+            raise ConfigError(f"cannot listen on {path}: {error}") from error
         raise
-    return listener
+
+
+def _hidden(path: Path) -> Path:
+    """A path beside `path` that nothing has, and as long: a socket's must not be too long."""
+    return path.with_name(f".{secrets.token_hex(4)}{path.name[9:]}")
 
 
 def _remove_stale(path: Path) -> None:
     """Remove the socket file of a sender that is dead."""
-    try:
+    with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise ConfigError(f"{path} exists and is not a socket")
-    except FileNotFoundError:
-        return
+        is_live, moved = _is_live(path), _hidden(path)
+        if not is_live:
+            path.rename(moved)  # it may be that of one that has begun just now
+            if is_live := _is_live(moved):
+                os.link(moved, path)
+            moved.unlink()
+        if is_live:
+            raise ConfigError(f"another sender listens on {path}")
+
+
+def _is_live(path: Path) -> bool:
+    """Whether a process listens on the socket file at `path`."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         # Not blocking: a live sender with a full backlog answers EAGAIN, which is life too.
         probe.setblocking(False)
         try:
             probe.connect(str(path))
         except ConnectionRefusedError:
-            path.unlink()
-            return
+            return False
         except BlockingIOError:
             pass
-    raise ConfigError(f"another sender listens on {path}")
+    return True
