@@ -133,9 +133,9 @@ class SlotSender(SendTransport):
         """Never waits."""
         with self._gate.entered():
             self._server.hear(peers)
-            self._epoch = tuple(peers)
-            self._members = {peer for peer in peers if self._server.is_connected(peer)}
-            return self._server.losses(peers)
+            losses = self._server.losses(peers)
+            self._epoch, self._members = tuple(peers), set(peers) - losses.keys()
+            return losses
 
     def buffer(self, num_bytes: int, *, timeout_s: float) -> Tensor:
         """The tensor is the memory that receivers read."""
@@ -180,17 +180,14 @@ class SlotSender(SendTransport):
             return replies
 
     def drop(self, peer: int) -> None:
-        with self._gate.dropping() as is_open:
-            if not is_open:
-                return
+        with contextlib.suppress(TransportClosed), self._gate.entered():
             self._settle([slot for slot in self._slots if peer in slot.readers])
             self._members.discard(peer)
             self._server.drop(peer)
 
     def reset(self) -> None:
-        with self._gate.dropping() as is_open:
-            if is_open:
-                self._server.reset()
+        with contextlib.suppress(TransportClosed), self._gate.entered():
+            self._server.reset()
 
     def close(self) -> None:
         self._gate.close(self._dispose)
