@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import random
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -75,13 +74,13 @@ def commit(staging: StagingThread, seconds: float) -> None:
                 staging.commit()
 
 
-def main(kind: str, seconds: float) -> None:
-    """Sleep and wake for some time."""
+def main(max_staged_bytes: int | None) -> None:
+    """Sleep and wake for a second."""
     memory, trainer, moments = Memory(4 * NUMEL), Trainer(), random.Random(0)
     replica = Model({"w": memory.weights})
-    options = ReceiverOptions(max_staged_bytes=0 if kind == "in place" else None, scrub_every=1)
+    options = ReceiverOptions(max_staged_bytes=max_staged_bytes, scrub_every=1)
     receiver = WeightReceiver(ModuleTarget(replica), trainer.link.receiver(), options=options)
-    deadline, sending = time.monotonic() + seconds, ThreadPoolExecutor(1)
+    deadline, sending = time.monotonic() + 1.0, ThreadPoolExecutor(1)
     running = sending.submit(trainer.run)
     with sending, StagingThread(receiver) as staging:
         while time.monotonic() < deadline:
@@ -106,4 +105,5 @@ def main(kind: str, seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]))
+    main(None)
+    main(0)
