@@ -133,9 +133,9 @@ class SlotSender(SendTransport):
         """Never waits."""
         with self._gate.entered():
             self._server.hear(peers)
-            self._epoch = tuple(peers)
-            self._members = {peer for peer in peers if self._server.is_connected(peer)}
-            return self._server.losses(peers)
+            losses = self._server.losses(peers)
+            self._epoch, self._members = tuple(peers), set(peers) - losses.keys()
+            return losses
 
     def buffer(self, num_bytes: int, *, timeout_s: float) -> Tensor:
         """The tensor is the memory that receivers read."""

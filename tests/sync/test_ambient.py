@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from deltasync import (
     ModuleSource,
     ModuleTarget,
+    ReloadedTarget,
     RoutedTarget,
     StoreReceiver,
     StoreSender,
@@ -116,7 +117,7 @@ def quantized(trainer: nn.Module, engine: nn.Module, *, streams: bool) -> World:
     return World(source, target, lambda: streams and streamed.take(served().items()), holds)
 
 
-def with_loader(trainer: nn.Module, engine: nn.Module) -> World:
+def with_loader(trainer: nn.Module, engine: nn.Module, *, reloads: bool) -> World:
     """An engine that derives something of its weights after each load."""
     derived = torch.zeros(16, device="cpu")
 
@@ -128,7 +129,14 @@ def with_loader(trainer: nn.Module, engine: nn.Module) -> World:
         derived.copy_(engine.get_parameter("b").data * 2)
 
     tensors = specs({name: tensor.data for name, tensor in trainer.named_parameters()})
-    target = RoutedTarget(engine, tensors, load=load, finish=finish)
+
+    def reload(weights: Iterable[tuple[str, Tensor]]) -> None:
+        load(weights)
+        finish()
+
+    target: WeightTarget = RoutedTarget(engine, tensors, load=load, finish=finish)
+    if reloads:
+        target = ReloadedTarget(tensors, reload, module=engine)
 
     def holds() -> bool:
         is_derived = torch.equal(derived, trainer.get_parameter("b").data * 2)
@@ -142,7 +150,8 @@ KINDS: dict[str, Callable[[nn.Module, nn.Module], World]] = {
     "shared memory": plain,
     "served": partial(quantized, streams=False),
     "streamed": partial(quantized, streams=True),
-    "routed": with_loader,
+    "routed": partial(with_loader, reloads=False),
+    "reloaded": partial(with_loader, reloads=True),
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -378,6 +380,46 @@ def test_ranks_count_the_same_calls_whatever_one_of_them_raises(where: str) -> N
             assert torch.equal(tensor, torch.cat(parts))
         for rank in ranks:
             rank.hook.remove()
+
+
+def test_an_interrupted_wait_lets_no_optimizer_step(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = opened("wait")
+    reading, go_on = held_back(monkeypatch)
+    training.step()
+    assert reading.wait(20)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            training.hook.wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    threading.Timer(0.3, go_on.set).start()
+    was: list[bool] = []
+    training.optimizers[0].register_step_pre_hook(lambda *_: was.append(go_on.is_set()))
+    training.step()
+    assert was == [True]
+
+
+def test_what_was_looked_up_for_a_call_that_came_to_nothing_is_looked_up_again() -> None:
+    model, replica = random_model(SHAPES, 0), random_model(SHAPES, 1)
+    with trainer_of(model, rows_of(model, 2)) as trainer:
+        trainer.add(replica)
+        trainer.wait(1)
+        trainer.send()
+        trainer.sender.refresh_source()
+        for rank in trainer.ranks:  # one after the other
+            with pytest.raises(SyncAborted):
+                rank.send_weights(timeout_s=0.2, on_source_read=lambda: None)
+        for weights in trainer.module.parameters():
+            weights.data += 1
+        for source in trainer.sources:  # storage is replaced
+            source.held = {name: tensor.clone() for name, tensor in source.held.items()}
+        trainer.step()
+        trainer.settle(1)
+        assert bits_equal(trainer.module, replica)
 
 
 @settings(max_examples=10, deadline=None)

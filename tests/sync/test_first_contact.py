@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,17 +18,20 @@ from deltasync import (
     ModuleTarget,
     ReceiverOptions,
     SenderOptions,
+    StoreSender,
     WeightReceiver,
     WeightSender,
     sync_after_step,
 )
 from deltasync.errors import ConfigError, NoReceivers
 from deltasync.transports import collective, inprocess
+from tests.worlds.links import Model, fleet
 
 MODEL: Any = nn.Linear(2, 2)
 LINK: Any = inprocess.Sender()
 SOURCE, TARGET = ModuleSource(MODEL), ModuleTarget(MODEL)
 ANY: Any = None
+ODD = "a\udc80"  # as a name of a file that is not UTF-8
 
 MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "module as source": (lambda: WeightSender(MODEL, LINK), r"give ModuleSource\(module\)"),
@@ -78,6 +82,7 @@ MISTAKES |= {
         ),
         "total_timeout_s is -1",
     ),
+    "odd stream": (lambda: SenderOptions(stream_id=ODD), "stream_id is"),
     "set later": (
         lambda: setattr(SenderOptions(), "bucket_bytes", 1 << 20),
         "make others by model_copy",
@@ -100,6 +105,26 @@ def test_what_was_meant_is_said_in_a_line(make: Callable[[], object], words: str
     assert "\n" not in str(caught.value)
     assert "literal[" not in str(caught.value)
     assert not isinstance(caught.value, ValidationError)
+
+
+def test_a_name_with_surrogates_is_refused_at_the_end_that_has_it(tmp_path: Path) -> None:
+    """No message can carry it."""
+    odd, good = Model({ODD: torch.ones(3)}), Model({"a": torch.ones(3)})
+    for publish in (
+        StoreSender(ModuleSource(odd), tmp_path / "store").publish,
+        lambda: WeightReceiver(ModuleTarget(odd), inprocess.Sender().receiver()).receive_weights(),
+    ):
+        with pytest.raises(ConfigError, match="its name is no Unicode"):
+            publish()
+    with fleet(odd) as made:
+        serving = made.add(good)
+        made.wait(1)
+        for _ in range(2):  # the trainer's fault: the engine is not refused, and waits on
+            with pytest.raises(ConfigError, match="its name is no Unicode"):
+                made.sender.send_weights(timeout_s=10)
+        made.wait(1)
+        assert not serving.errors
+    assert torch.equal(good.get_parameter("a"), torch.ones(3))
 
 
 @pytest.mark.promise(

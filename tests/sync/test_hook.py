@@ -202,3 +202,46 @@ def test_what_the_callback_raises_reaches_the_caller_of_step(here: Fleet) -> Non
     backward(here.source)
     with pytest.raises(ZeroDivisionError):
         optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["sgd", "fused adam"])
+def test_a_step_that_a_grad_scaler_skips_changes_nothing(here: Fleet, name: str) -> None:
+    """A fused optimizer is called for a skipped step too, and skips by itself."""
+    replica = joined(here)
+    optimizer = OPTIMIZERS[name](here.source)
+    hook = sync_after_step(optimizer, here.sender, on_error="raise")
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.zeros(()))  # makes its state
+    nnz = []
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(here.source, step)
+        before = here.source.get_parameter("first").detach().clone()
+        if step == 1:
+            gradient = here.source.get_parameter("second").grad
+            assert gradient is not None
+            gradient[0, 0] = torch.inf
+        syncs = hook.syncs
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(before, here.source.get_parameter("first")) == (step == 1)
+        assert bits_equal(here.source, replica)
+        if hook.syncs > syncs:
+            assert hook.last_stats is not None
+            nnz.append(hook.last_stats.nnz)
+    assert nnz in ([64, 64], [64, 0, 64])
+    assert hook.failures == 0
+
+
+def test_two_optimizers_share_a_sender(here: Fleet) -> None:
+    replica = joined(here)
+    first = torch.optim.SGD([here.source.get_parameter("first")], lr=0.1)
+    second = torch.optim.Adam([here.source.get_parameter("second")], lr=0.1)
+    hooks = [sync_after_step(first, here.sender), sync_after_step(second, here.sender, every=2)]
+    for step in range(4):
+        backward(here.source, step)
+        first.step()
+        second.step()
+    assert [hook.syncs for hook in hooks] == [4, 2]
+    assert [hook.steps for hook in hooks] == [4, 4]
+    assert bits_equal(here.source, replica)

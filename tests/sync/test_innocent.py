@@ -18,8 +18,9 @@ from deltasync import (
     StagingThread,
     WeightReceiver,
 )
-from deltasync.errors import CallOrderError, ConfigError, SyncAborted
+from deltasync.errors import CallOrderError, ConfigError, SyncAborted, TransportTimeout
 from deltasync.sync.protocol.receiver_session import ReceiverState
+from deltasync.transports.base import SendTransport
 from tests.worlds.links import (
     Model,
     Watched,
@@ -29,6 +30,7 @@ from tests.worlds.links import (
     step,
 )
 from tests.worlds.links import WatchedFleet as Fleet
+from tests.worlds.trainers import rows_of, trainer_of
 
 __all__ = ["Fleet"]  # tests of events use it
 
@@ -72,6 +74,52 @@ def test_a_receiver_that_is_lost_costs_the_others_nothing(
             assert sent[:3] == ["begin", "abort", "begin"]
         else:  # payloads went out once
             assert (sent.count("begin"), sent.count("abort")) == (1, 0)
+        assert bits_equal(source, good)
+        assert (innocent.errors, innocent.receiver.is_dirty) == ([], False)
+
+
+def test_a_version_of_which_payloads_are_missing_is_not_decided() -> None:
+    """Whoever else was lost before."""
+    source, good, bad = models(3)
+    with fleet(source, options=SMALL, wrap=Watched) as here:
+        here.join({"good": good, "bad": bad})
+        change(source)
+
+        def fail(kind: str) -> None:
+            if kind == "bucket" and here.link.sent.count("bucket") == 0:
+                here.serving["bad/0"].receiver.close()
+            elif kind == "bucket" and here.link.sent.count("bucket") == 2:
+                here.link.before = lambda kind: None
+                raise TransportTimeout("planted")
+
+        here.link.sent.clear()
+        here.link.before = fail
+        stats = here.sender.send_weights(timeout_s=30)
+        assert (stats.receivers, set(stats.lost)) == (1, {"bad[0/1]"})
+        assert "prepare" not in here.link.sent[: here.link.sent.index("abort")]
+        assert bits_equal(source, good)
+
+
+def test_ranks_of_a_trainer_send_nothing_where_a_receiver_is_lost_at_begin() -> None:
+    source, good, bad = models(3)
+    links: list[Watched] = []
+
+    def watched(rank: int, inner: SendTransport) -> SendTransport:
+        links.append(Watched(inner))
+        return links[-1]
+
+    with trainer_of(source, rows_of(source, 2), wrap=watched) as here:
+        innocent = here.add(good, engine="good", options=IN_PLACE)
+        here.add(bad, engine="bad", options=IN_PLACE)
+        here.wait(2)
+        here.send()
+        change(source)
+        here.step()
+        links[1].sent.clear()
+        links[0].lose_at("begin", here, "bad/0")
+        assert here.send().receivers == 1
+        assert links[0].sent[:5] == ["upcoming", "attempt", "begin", "abort", "attempt"]
+        assert links[1].sent == ["attempt", "bucket", "prepare"]
         assert bits_equal(source, good)
         assert (innocent.errors, innocent.receiver.is_dirty) == ([], False)
 

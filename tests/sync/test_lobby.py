@@ -111,3 +111,10 @@ def test_reasons_of_strangers_do_not_pile_up(waiting: Lobby) -> None:
     with pytest.raises(EngineFailed) as told:
         waiting.count()
     assert len(str(told.value)) < 65 * 4096
+
+
+def test_ranks_that_connect_again_and_again_do_not_pile_up(waiting: Lobby) -> None:
+    for _ in range(1500):
+        waiting.greet("engine", 0, 2)
+    assert waiting.count() <= 1024
+    waiting.let_in(2)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from threading import Event
 from typing import Any
 
 import pytest
 import torch
 
-from deltasync import ReceiverOptions, SenderOptions
+from deltasync import DeltaSyncError, ReceiverOptions, SenderOptions
 from deltasync.errors import PeerLost
+from deltasync.sync.protocol.receiver_session import DETACHED, INCOMPLETE
 from deltasync.transports import collective
 from deltasync.transports.base import ReceiveTransport
+from deltasync.wire.frame import decode, encode
+from deltasync.wire.messages import Failed, Prepared
 from tests.worlds.links import (
     Receivers,
     Serving,
@@ -181,3 +185,24 @@ def test_a_rank_of_the_trainer_tells_of_a_loss_when_it_has_sent_all() -> None:
             trainer.step()
             here.end(dies, lane=1).dies_at = 2  # the last one of the second rank
             lose(here, dies, lambda: trainer.send(timeout_s=20))
+
+
+@pytest.mark.parametrize("error", [INCOMPLETE, DETACHED])
+def test_no_answers_make_a_full_sync_go_on_for_ever(error: str) -> None:
+    source = random_model(SHAPES, 0)
+    with fleet(source, options=OPTIONS, link=Link) as fleet_:
+        here = Three(fleet_, source)
+        for name, lie in (("0", DETACHED), ("1", error)):
+            link: Any = here.links[name][0]
+            link.reply = partial(lying, link.reply, lie)
+        with suppress(DeltaSyncError):
+            here.send()
+        assert bits_equal(source, here.held["2"])
+
+
+def lying(reply: Callable[..., None], error: str, data: bytes, *, timeout_s: float) -> None:
+    """Answer every `prepare` with an error."""
+    message = decode(data)[0]
+    if isinstance(message, Prepared):
+        data = encode(Failed(version=message.version, error=error, reason="a lie"))
+    reply(data, timeout_s=timeout_s)

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
-from deltasync import ModuleSource, ModuleTarget, WeightReceiver, WeightSender
-from deltasync.errors import DeltaSyncError, is_permanent
+from deltasync import ModuleSource, ModuleTarget, StagingThread, WeightReceiver, WeightSender
+from deltasync.errors import DeltaSyncError, LayoutMismatch, Refused, is_permanent
 from deltasync.integrations.follower import Follower
 from deltasync.transports import shared_memory
 from tests.worlds.stores import wait_until
@@ -52,3 +53,25 @@ def test_an_engine_that_holds_a_version_waits_for_a_trainer_that_fits(tmp_path: 
             assert torch.equal(engine.weight, first.weight)
         with trainer(path, third):
             wait_until(lambda: torch.equal(engine.weight, third.weight), timeout_s=60)
+
+
+def test_who_waits_for_a_first_version_is_told_that_none_will_fit(tmp_path: Path) -> None:
+    """An engine serves its own weights on beside such a trainer."""
+
+    def receiver() -> WeightReceiver:
+        link = shared_memory.Receiver(tmp_path / "link")
+        return WeightReceiver(ModuleTarget(nn.Linear(8, 9)), link)
+
+    refused = pytest.raises((LayoutMismatch, Refused), match="shape")
+    with trainer(tmp_path / "link", nn.Linear(8, 8)):
+        with receiver() as own, StagingThread(own) as staging:
+            with refused:
+                staging.wait_staged(timeout_s=60)
+            with refused:
+                staging.commit()
+        with Follower(receiver()) as follower:
+            with refused:
+                follower.wait_joined(timeout_s=60)
+            assert is_permanent(follower.last_error)
+            with follower.serving():
+                pass

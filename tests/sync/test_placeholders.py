@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,17 @@ from deltasync import (
     DeltaSyncError,
     ModuleSource,
     ModuleTarget,
+    NamedTensor,
     StoreReceiver,
     StoreSender,
     WeightSource,
 )
 from deltasync.errors import ConfigError
+from deltasync.quant.served import ServedSource
 from deltasync.sync.source.streamed import StreamedWeights
 from tests.worlds.links import bits_equal, fleet
 from tests.worlds.ranks import free_port, run_ranks
+from tests.worlds.trainers import matrices
 
 
 def net() -> nn.Sequential:
@@ -53,16 +56,35 @@ def gathered(model: nn.Module) -> Iterator[None]:
         parameter.data = torch.empty(0, dtype=parameter.dtype)
 
 
+class Own:
+    """A source of a user's own."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def tensors(self) -> list[NamedTensor]:
+        return [NamedTensor((name,), tensor) for name, tensor in self._module.named_parameters()]
+
+
+SOURCES: dict[str, Callable[[nn.Module], WeightSource]] = {
+    "module": ModuleSource,
+    "own": Own,
+    "served": lambda m: ServedSource(ModuleSource(m), matrices),
+}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
 @pytest.mark.parametrize("keep", ["", "0.bias"])
-def test_placeholders_of_zero_3_are_refused_by_name(keep: str, tmp_path: Path) -> None:
+def test_placeholders_of_zero_3_are_refused_by_name(kind: str, keep: str, tmp_path: Path) -> None:
     """Until they are gathered, and again afterwards."""
     model = partitioned(net(), keep=keep)
-    sender, words = StoreSender(ModuleSource(model), tmp_path), r"^0\.weight: .*GatheredParameters"
+    source, words = SOURCES[kind](model), r"^0\.weight: .*GatheredParameters"
+    sender = StoreSender(source, tmp_path)
     with pytest.raises(ConfigError, match=words):
         sender.publish()
     with pytest.raises(ConfigError, match=words):
         StreamedWeights().take(model.named_parameters())
-    with fleet(model) as here:
+    with fleet(source) as here:
         serving = here.add(net())
         here.wait(1)
         for _ in range(2):  # and the engine is not blamed
@@ -70,8 +92,33 @@ def test_placeholders_of_zero_3_are_refused_by_name(keep: str, tmp_path: Path) -
                 here.sender.send_weights(timeout_s=5)
         assert not serving.errors
     with gathered(model):
-        assert sender.publish().numel == 66
+        assert sender.publish().numel >= 66
     with pytest.raises(DeltaSyncError, match=r"0\.weight"):
+        sender.publish()
+
+
+def test_copies_of_placeholders_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A `state_dict` does not say what ZeRO-3 has partitioned; some tensors may well be empty."""
+    weights = StreamedWeights()
+    weights.take(partitioned(net(), keep="0.bias").state_dict().items())
+    StoreSender(weights, tmp_path).publish()
+    (said,) = [r.getMessage() for r in caplog.records if "ZeRO-3" in r.getMessage()]
+    assert said.startswith("'0.weight', '1.weight', '1.bias' have no elements, and are sent so: ")
+
+
+def test_an_engine_of_placeholders_is_refused_too(tmp_path: Path) -> None:
+    StoreSender(ModuleSource(net()), tmp_path).publish()
+    engine = partitioned(net())
+    with pytest.raises(ConfigError, match=r"^0\.weight: .*is held here"):
+        StoreReceiver(ModuleTarget(engine), tmp_path).fetch(timeout_s=20)
+
+
+def test_a_store_takes_nothing_whose_memory_is_gone(tmp_path: Path) -> None:
+    model = net()
+    sender = StoreSender(ModuleSource(model), tmp_path)
+    sender.publish()
+    model.get_parameter("1.weight").untyped_storage().resize_(0)
+    with pytest.raises(ConfigError, match=r"weight: .*memory was released"):
         sender.publish()
 
 

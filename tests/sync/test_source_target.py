@@ -188,6 +188,25 @@ class Wider(Net):
         self.part = nn.Parameter(self.memory.as_strided((2, 3), (5, 1)), requires_grad=False)
 
 
+def swap_names(model: Wider) -> None:
+    """The same tensors in the same order, under each other's names."""
+    weight, bias = model.norm.weight, model.norm.bias
+    del model.norm.weight, model.norm.bias
+    model.norm.bias, model.norm.weight = weight, bias
+
+
+def rename(model: Wider) -> None:
+    model.last = model.norm
+    del model.norm
+
+
+def move_over(model: Wider) -> None:
+    """The last parameter of one module becomes the first of the next one."""
+    bias, weight = model.norm.bias, model.head.weight
+    del model.norm.bias, model.head.weight
+    model.head.bias, model.head.weight = bias, weight
+
+
 swap: Callable[[Tensor, Tensor], None] = torch.utils.swap_tensors
 
 MOVES: dict[str, Callable[[Wider], object]] = {
@@ -205,6 +224,7 @@ MOVES: dict[str, Callable[[Wider], object]] = {
     "not persistent": lambda m: m._non_persistent_buffers_set.add("saved"),
     "added where nothing was": lambda m: m.drop.register_buffer("more", torch.ones(1)),
     "set to None": lambda m: setattr(m.norm, "bias", None),
+    "names swapped": swap_names,
     "memory grown": lambda m: m.norm.weight.untyped_storage().resize_(64),
     "strides": lambda m: setattr(m.embed.weight, "data", torch.full((4, 6), 7.0).T),
     "transposed": lambda m: setattr(m.square, "data", m.square.data.t()),
@@ -224,6 +244,8 @@ OTHERS: dict[str, tuple[Callable[[Wider], object], str]] = {
         "appeared or vanished",
     ),
     "removed": (lambda m: delattr(m.norm, "bias"), "appeared or vanished"),
+    "renamed": (rename, "appeared or vanished"),
+    "moved over": (move_over, ""),
     "memory released": (lambda m: m.norm.weight.untyped_storage().resize_(0), r"norm\.weight"),
     "another shape": (
         lambda m: setattr(m.norm, "weight", nn.Parameter(torch.ones(5))),
@@ -240,7 +262,7 @@ OTHERS: dict[str, tuple[Callable[[Wider], object], str]] = {
     ("kernels", "names"),
     [
         ("torch", [*MOVES]),
-        ("triton", ["data", "parameter", "buffer", "transposed in place"]),
+        ("triton", ["data", "parameter", "buffer", "names swapped", "transposed in place"]),
     ],
 )
 def test_whatever_moves_is_read_as_it_is_or_refused(kernels: Kernels, names: list[str]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +15,13 @@ from torch import nn
 
 from deltasync import ModuleSource, SenderOptions, WeightSource, sync_after_step
 from deltasync.errors import ConfigError
+from deltasync.integrations.engine_sync import EngineSync
+from deltasync.integrations.fleet import EngineFleet
 from deltasync.quant.served import ServedSource
-from tests.worlds.links import fleet
+from deltasync.transports import shared_memory
+from tests.worlds.links import bits_equal, fleet
 from tests.worlds.trainers import Rounded, matrices
+from tests.worlds.trainers import Trainer as SourcesOfRanks
 
 NONE_SENT = r"none of the 6 param"
 
@@ -32,6 +38,31 @@ def train(module: nn.Module, seed: int = 0) -> None:
     torch.manual_seed(seed)
     dtype = next(module.parameters()).dtype
     module(torch.randn(4, 8, dtype=dtype)).float().square().sum().backward()
+
+
+class MasterWeights(torch.optim.Optimizer):
+    """Keeps float32 masters, and copies them into the model after its inner optimizer's step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = list(model.parameters())
+        self.masters = [p.detach().float().clone().requires_grad_() for p in self.model]
+        self.optimizer = adamw(self.masters)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for master, parameter in zip(self.masters, self.model, strict=True):
+            assert parameter.grad is not None
+            master.grad = parameter.grad.float()
+        self.optimizer.step()
+        with torch.no_grad():
+            for master, parameter in zip(self.masters, self.model, strict=True):
+                parameter.copy_(master)
+
+
+class Masters:
+    """The same, and no optimizer of torch, as Megatron's and DeepSpeed's."""
+
+    def __init__(self, inner: MasterWeights) -> None:
+        self.step = inner.step
 
 
 def plain(model: nn.Module) -> Any:
@@ -53,6 +84,7 @@ def frozen(model: nn.Module) -> nn.Module:
         (ModuleSource, lambda m: adamw(copy.deepcopy(m).parameters())),  # a copy is trained
         (lambda m: ModuleSource(frozen(m)), plain),
         (lambda m: ServedSource(ModuleSource(frozen(m)), matrices), plain),
+        (ModuleSource, lambda m: MasterWeights(m).optimizer),
     ],
 )
 def test_an_optimizer_that_steps_nothing_of_the_source_is_refused(
@@ -63,6 +95,22 @@ def test_an_optimizer_that_steps_nothing_of_the_source_is_refused(
     with fleet(source_of(model)) as here, pytest.raises(ConfigError, match=NONE_SENT):
         sync_after_step(optimizer, here.sender)
     assert not optimizer._optimizer_step_post_hooks
+
+
+def test_a_wrapper_with_masters_is_followed_by_the_advice_of_both_errors() -> None:
+    model, engine = network().bfloat16(), network().bfloat16()
+    wrapper = MasterWeights(model)
+    with fleet(model) as here:
+        here.add(engine)
+        here.wait(1)
+        for wrong in (wrapper, Masters(wrapper), wrapper.optimizer):
+            with pytest.raises(ConfigError, match=r"sender\.send_weights\(\) after"):
+                sync_after_step(wrong, here.sender)  # type: ignore[arg-type]
+        for step in range(3):
+            train(model, step)
+            wrapper.step()
+            here.sender.send_weights(timeout_s=10)
+            assert bits_equal(model, engine)
 
 
 def masters_of_matrices(model: nn.Module) -> list[Any]:
@@ -131,6 +179,25 @@ def test_what_is_stepped_and_not_sent_is_named_and_nothing_else(
     assert ("not sent" in caplog.text) == bool(said)
 
 
+def engine_sync(source: WeightSource, folder: Path) -> EngineSync:
+    return EngineSync(source, object(), shared_memory.Sender(folder / "socket"))  # type: ignore[arg-type]
+
+
+def engine_fleet(source: WeightSource, folder: Path) -> EngineFleet:
+    return EngineFleet(source, shared_memory.Sender(folder / "socket"))
+
+
+@pytest.mark.parametrize("make", [engine_sync, engine_fleet])
+def test_senders_to_running_engines_look_as_well(
+    make: Callable[[WeightSource, Path], EngineSync | EngineFleet], tmp_path: Path
+) -> None:
+    model = network()
+    with make(ModuleSource(model), tmp_path) as sender:
+        sync_after_step(adamw(model.parameters()), sender)
+        with pytest.raises(ConfigError, match=NONE_SENT):
+            sync_after_step(adamw(network().parameters()), sender)
+
+
 @pytest.fixture
 def one_rank() -> Iterator[None]:
     dist.init_process_group(
@@ -155,3 +222,12 @@ def test_sharded_parameters_are_known_by_what_this_rank_holds(
         assert "not sent" not in caplog.text
         with pytest.raises(ConfigError, match=NONE_SENT):
             sync_after_step(adamw(network().parameters()), here.sender)
+
+
+def test_each_rank_of_a_trainer_looks_at_its_own_part() -> None:
+    parts = [ModuleSource(network()) for _ in range(2)]
+    with contextlib.closing(SourcesOfRanks(parts)) as here:
+        for sender, part in zip(here.ranks, parts, strict=True):
+            sync_after_step(adamw(part.module.parameters()), sender).remove()
+            with pytest.raises(ConfigError, match=NONE_SENT):
+                sync_after_step(adamw(network().parameters()), sender)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -13,6 +14,8 @@ from deltasync.errors import ConfigError, LayoutMismatch
 from deltasync.sync.source.tensors import NamedTensor
 from deltasync.sync.target.base import match_parameters, some_of
 from deltasync.wire.messages import Hello, ParameterSpec, check_limits, layout_hash
+
+logger = logging.getLogger(__name__)
 
 
 class SentLayout:
@@ -67,10 +70,19 @@ def check_engine(layout: SentLayout, hellos: Collection[Hello]) -> list[frozense
 
 
 def with_elements(specs: tuple[ParameterSpec, ...]) -> tuple[ParameterSpec, ...]:
-    """The same. Raises ConfigError for a model that has no elements, or no tensors."""
+    """The same. Raises ConfigError for a model that has no elements, or no tensors.
+
+    Logs a warning that names what looks like a copy of what ZeRO-3 leaves: copies do not tell.
+    """
     if not any(spec.numel for spec in specs):
         names = some_of([spec.name for spec in specs]) or "the source"
         raise ConfigError(f"no weights came: there are no elements in {names}, without `leave_out`")
+    if empty := [spec.name for spec in specs if spec.shape == (0,)]:
+        logger.warning(
+            "%s have no elements, and are sent so: if ZeRO-3 has partitioned them, gather all "
+            "first (deepspeed.zero.GatheredParameters)",
+            some_of(empty),
+        )
     return specs
 
 
