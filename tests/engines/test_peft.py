@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -191,6 +192,23 @@ def merged_in_place() -> Any:
 def test_what_cannot_be_merged_is_refused_by_name(make: Callable[[], Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         MergedSource(make()).tensors()
+
+
+@pytest.mark.parametrize("schedule", [(True, False, False), (False, True, False)])
+def test_merged_weights_are_sent_in_any_mode(schedule: tuple[bool, ...]) -> None:
+    model, engine = model_of(torch.float32), Base()
+    source = MergedSource(model)
+    with fleet(source) as here:
+        here.add(engine)
+        for seed, is_inside in enumerate(schedule):
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    parameter.add_(seed * ("lora_" in name))
+            with torch.inference_mode() if is_inside else nullcontext():
+                assert_merged(source, model)  # which asks for the tensors itself
+                here.wait(1)
+                here.sender.send_weights()
+            assert bits_equal(engine, deepcopy(model).merge_and_unload())
 
 
 class Attention(nn.Module):
