@@ -1,4 +1,4 @@
-"""LoRA adapters of Hugging Face PEFT, merged into their base model."""
+"""LoRA adapters of Hugging Face PEFT: alone, or merged into their base model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,25 @@ from deltasync.sync.module import (
 from deltasync.sync.source.tensors import NamedTensor
 
 _PREFIX = "base_model.model."
-_ALONE = "a ModuleSource whose `rename` keeps names with `lora_` sends adapters alone"
+_ALONE = "`adapter_only` sends adapters alone"
+
+
+def adapter_only(model: Any, adapter: str = "default") -> Callable[[str], str | None]:
+    """Return a `rename` for a ModuleSource or ModuleTarget of a PeftModel that keeps one adapter.
+
+    Tensors are those that PEFT saves of the adapter, under the same names: also biases and norms
+    that it trains. Raises ConfigError if there is no such adapter, or PEFT computes what it saves.
+    """
+    from peft import get_peft_model_state_dict
+
+    if adapter not in getattr(model, "peft_config", ()):
+        raise ConfigError(f"a {type(model).__name__} has no adapter {adapter!r}: give a PeftModel")
+    live: dict[str, Any] = model.state_dict()
+    saved = get_peft_model_state_dict(model, live, adapter, save_embedding_layers=False)
+    names = {id(tensor): name for name, tensor in live.items()}
+    if computed := [name for name, tensor in saved.items() if id(tensor) not in names]:
+        raise ConfigError(f"{computed[0]}: PEFT computes what it saves, which no tensor holds")
+    return {names[id(tensor)]: name for name, tensor in saved.items()}.get
 
 
 class MergedSource:

@@ -28,6 +28,8 @@ PauseMode = Literal["abort", "retract", "in_place"]
 REQUEST = "deltasync"
 """The key of a request, where a ParameterServer sends a device uuid and its socket."""
 
+NOT_YET = "deltasync: done, and the weights that this server waits for come with the first version"
+
 _WORKERS: WeakKeyDictionary[nn.Module, Worker] = WeakKeyDictionary()
 # Responses of servers whose workers take no requests: a route, a package or a device is missing.
 _WITHOUT_US = ("checkpoint-engine is not installed", "not found in zmq_handles")
@@ -57,8 +59,11 @@ class Extension:
 def handle_request(model_runner: Any, text: str) -> None:
     """Do what a `WorkerRequest`, as JSON, asks of a worker: connect, commit or disconnect.
 
-    Raises EngineFailed with the type and the text of the error.
+    Raises EngineFailed with the type and the text of the error. A server counts as ready after its
+    first successful update, so an update without weights raises too if the server waits for them.
     """
+    from sglang.srt.runtime_context import get_server_args
+
     if model_runner.is_draft_worker:  # which keeps its weights
         return
     try:
@@ -73,6 +78,8 @@ def handle_request(model_runner: Any, text: str) -> None:
     except Exception as error:
         text = " ".join(str(error).split())  # on one line
         raise EngineFailed(f"deltasync: {type(error).__name__}: {text}") from error
+    if request.version is None and get_server_args().checkpoint_engine_wait_weights_before_ready:
+        raise EngineFailed(NOT_YET)
 
 
 def worker_of(model: nn.Module) -> Worker:
@@ -262,6 +269,8 @@ class SglangServer:
         try:
             self._http.post("update_weights_from_ipc", body)
         except EngineFailed as error:
+            if NOT_YET in str(error):
+                return
             if error.status == 404 or any(said in str(error) for said in _WITHOUT_US):
                 raise ConfigError(
                     "the server takes no requests: install deltasync in SGLang's environment, name "

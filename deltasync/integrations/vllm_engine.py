@@ -28,6 +28,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from deltasync.engines.proof.cold import FAILURES, Startup, default_dtype
@@ -202,17 +203,20 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                     work(self.model_config.dtype)
 
     def _reload(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load weights as vLLM's own backends load whole checkpoints."""
-        registered = Registered(self.model)
+        """Load weights as vLLM's own backends load whole checkpoints, and do what they omit."""
+        packing, registered = _Packing(self.model), Registered(self.model)
+        packing.forget()
         try:
             initialize_layerwise_reload(self.model)
             self.model.load_weights(weights)
             finalize_layerwise_reload(self.model, self.model_config)
         except BaseException:  # else vLLM's next reload would continue this one
             registered.put_back()
+            packing.remember()
             for module in self.model.modules():
                 get_layerwise_info(module).reset()
             raise
+        packing.renew()
 
     def _started_on(self) -> Iterator[tuple[str, Tensor]]:
         """Read the checkpoint that vLLM was started on. Raises ConfigError without one."""
@@ -342,3 +346,29 @@ def _wrapped(method: Callable[..., object], around: _Around) -> Callable[..., ob
 
     call.is_wrapped = True  # type: ignore[attr-defined]
     return call
+
+
+class _Packing:
+    """Weights packed for CPUs. vLLM's layerwise reload leaves some of them unpacked."""
+
+    def __init__(self, model: nn.Module) -> None:
+        modules: Iterable[Any] = model.modules() if current_platform.is_cpu() else ()
+        self._packed = [m for m in modules if getattr(m, "quant_method", None) is not None]
+        experts = [m.quant_method for m in self._packed if hasattr(m.quant_method, "moe_kernel")]
+        self._kernels = [(method, method.moe_kernel) for method in experts]
+
+    def forget(self) -> None:
+        """Remove the experts' kernels: vLLM packs only experts that have none."""
+        for method, _ in self._kernels:
+            method.moe_kernel = None
+
+    def remember(self) -> None:
+        """Put the kernels back."""
+        for method, kernel in self._kernels:
+            method.moe_kernel = kernel
+
+    def renew(self) -> None:
+        """Pack heads that keep a packed copy: vLLM gives no weights to a tied one."""
+        for module in self._packed:
+            if hasattr(module, "cpu_linear") and module.weight.numel():
+                module.quant_method.process_weights_after_loading(module)

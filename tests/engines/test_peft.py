@@ -1,8 +1,9 @@
-"""LoRA by PEFT, merged into the base model, against what PEFT itself makes."""
+"""LoRA by PEFT: merged into the base model, or adapters alone, against what PEFT itself makes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -10,12 +11,20 @@ from warnings import catch_warnings
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import (
+    LNTuningConfig,
+    LoraConfig,
+    PromptTuningConfig,
+    VeraConfig,
+    get_peft_model,
+    get_peft_model_state_dict,
+)
 from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
-from deltasync import sync_after_step
+from deltasync import ModuleSource, ModuleTarget, sync_after_step
 from deltasync.errors import ConfigError
-from deltasync.integrations.peft import MergedSource
+from deltasync.integrations.peft import MergedSource, adapter_only
 from tests.worlds.links import bits_equal, fleet
 
 
@@ -183,3 +192,90 @@ def merged_in_place() -> Any:
 def test_what_cannot_be_merged_is_refused_by_name(make: Callable[[], Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         MergedSource(make()).tensors()
+
+
+@pytest.mark.parametrize("schedule", [(True, False, False), (False, True, False)])
+def test_merged_weights_are_sent_in_any_mode(schedule: tuple[bool, ...]) -> None:
+    model, engine = model_of(torch.float32), Base()
+    source = MergedSource(model)
+    with fleet(source) as here:
+        here.add(engine)
+        for seed, is_inside in enumerate(schedule):
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    parameter.add_(seed * ("lora_" in name))
+            with torch.inference_mode() if is_inside else nullcontext():
+                assert_merged(source, model)  # which asks for the tensors itself
+                here.wait(1)
+                here.sender.send_weights()
+            assert bits_equal(engine, deepcopy(model).merge_and_unload())
+
+
+class Attention(nn.Module):
+    """Two linear layers with biases, and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.value, self.norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.norm(self.query(hidden) * self.value(hidden))
+        return out
+
+
+ADAPTERS: dict[str, Any] = {
+    "a module that is trained whole": LoraConfig(
+        target_modules=["query"], modules_to_save=["value"]
+    ),
+    "biases of adapted layers": LoraConfig(bias="lora_only", target_modules=["query"]),
+    "all biases": LoraConfig(bias="all", target_modules=["query"]),
+    "DoRA": LoraConfig(use_dora=True, target_modules=["query", "value"]),
+    "VeRA": VeraConfig(target_modules=["query", "value"]),
+    "norms": LNTuningConfig(target_modules=["norm"]),
+}
+
+
+@pytest.mark.parametrize("config", ADAPTERS.values(), ids=ADAPTERS.keys())
+def test_all_that_peft_trains_and_saves_of_an_adapter_is_sent_by_its_name(config: Any) -> None:
+    """And nothing else: the engine's base model, which is another, stays."""
+    torch.manual_seed(0)
+    trainer, engine = (get_peft_model(Attention(), deepcopy(config)) for _ in range(2))
+    saved = get_peft_model_state_dict(trainer)
+    pointers = {tensor.data_ptr() for tensor in saved.values()}
+    served = {name for name, one in trainer.state_dict().items() if one.data_ptr() in pointers}
+    base = {n: tensor.clone() for n, tensor in engine.state_dict().items() if n not in served}
+    source = ModuleSource(trainer, rename=adapter_only(trainer))
+    assert {name for one in source.tensors() for name in one.names} == saved.keys()
+    optimizer = torch.optim.AdamW([p for p in trainer.parameters() if p.requires_grad], lr=0.01)
+    with fleet(source) as here:
+        here.add(ModuleTarget(engine, rename=adapter_only(engine)))
+        here.wait(1)
+        sync_after_step(optimizer, here.sender, on_error="raise")
+        for _ in range(3):
+            trainer(torch.randn(2, 5, 8)).square().mean().backward()
+            optimizer.step()
+    received, sent = get_peft_model_state_dict(engine), get_peft_model_state_dict(trainer)
+    assert all(torch.equal(received[name], sent[name]) for name in saved)
+    now = engine.state_dict()
+    assert all(torch.equal(now[name], tensor) for name, tensor in base.items())
+
+
+def prompted() -> Any:
+    config = GPT2Config(vocab_size=8, n_positions=8, n_embd=8, n_layer=1, n_head=1)
+    settings = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    return get_peft_model(GPT2LMHeadModel(config), settings)
+
+
+@pytest.mark.parametrize(
+    ("make", "adapter", "words"),
+    [
+        (partial(model_of, torch.float32), "other", "has no adapter 'other'"),
+        (Base, "default", "has no adapter 'default'"),
+        (prompted, "default", "prompt_embeddings: PEFT computes"),
+    ],
+)
+def test_an_adapter_that_cannot_be_sent_alone_is_refused(
+    make: Callable[[], Any], adapter: str, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        adapter_only(make(), adapter)

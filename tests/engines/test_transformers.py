@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,25 @@ def test_the_example_ends_with_equal_weights(tmp_path: Path) -> None:
     assert all(0 < float(share) < 100 for share in deltas)
     here, there = re.findall(r"[0-9a-f]{64}", text)
     assert here == there
+
+
+@pytest.mark.parametrize("made", [False, True])
+@pytest.mark.parametrize("schedule", [(True, False, False), (False, True, False)])
+def test_models_sync_in_any_mode(schedule: tuple[bool, ...], made: bool, tmp_path: Path) -> None:
+    with torch.inference_mode() if made else nullcontext():
+        model, engine = (model_of("Qwen3MoeForCausalLM", tmp_path, seed) for seed in (0, 1))
+    with torch.inference_mode() if schedule[0] else nullcontext():
+        source, target = TransformersSource(model), transformers_target(engine)
+    with fleet(source) as here:
+        here.add(target)
+        for seed, is_inside in enumerate(schedule):
+            with torch.inference_mode():
+                step(model, torch.Generator().manual_seed(seed), 0.3)
+            with torch.inference_mode() if is_inside else nullcontext():
+                source.tensors()
+                here.wait(1)
+                here.sender.send_weights()
+            assert bits_equal(model, engine)
 
 
 def test_parameters_that_zero_3_has_partitioned_are_refused_by_name(tmp_path: Path) -> None:

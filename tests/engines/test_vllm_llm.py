@@ -153,15 +153,21 @@ def break_once(model: Any) -> None:
 
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize(
-    ("what", "packs"),
+    ("what", "architecture", "packs"),
     [
-        (follow_checkpoints, False),
-        (reload, True),
-        (reload_quantized, True),  # and the head is packed
+        (follow_checkpoints, "LlamaForCausalLM", False),
+        (reload, "LlamaForCausalLM", True),
+        (reload, "Qwen3ForCausalLM", True),  # whose head is tied, and packed beside
+        (reload, "Qwen3MoeForCausalLM", True),
+        (reload_quantized, "LlamaForCausalLM", True),  # and the head is packed
     ],
 )
 def test_an_engine_by_configuration_alone(
-    what: Callable[[Path], None], packs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    what: Callable[[Path], None],
+    architecture: str,
+    packs: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if packs and not torch.cpu._is_avx512_supported():
         pytest.skip("vLLM packs no bf16 matrices on CPUs without AVX512: oneDNN refuses them")
@@ -170,7 +176,7 @@ def test_an_engine_by_configuration_alone(
         monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # for the test's look inside
     monkeypatch.setenv("TESTED_DEVICE", str(free_port()))
-    folder = write_config("LlamaForCausalLM", tmp_path)
+    folder = write_config(architecture, tmp_path)
     with Program("-m", "tests.engines.test_vllm_llm", what.__name__, folder) as program:
         program.wait(timeout_s=480)
 

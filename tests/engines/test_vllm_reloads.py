@@ -103,8 +103,53 @@ def refuse_what_does_not_fit(_rank: int, folder: Path) -> None:
         assert_as_started(model, folder, weights)
 
 
+def keep_a_tower(_rank: int, folder: Path) -> None:
+    """The trainer has frozen its vision tower, which the engine has packed."""
+    weights = write_vision_model(folder)
+    with cold.alone():
+        model, config = cold.cold(folder, weights)
+        engine = cold.Engine(model, config)
+        source = Weights({name: tensor.clone() for name, tensor in weights.items()})
+        frozen = ["*vision_tower.*", "*multi_modal_projector.*"]
+        options = SenderOptions(leave_out=frozen)
+        with connecting(source, engine, folder, options=options, keep=frozen) as sync:
+            assert sync.send_weights().full_synced == 0
+            new = touched(weights, 5, 1)
+            new |= {name: one for name, one in weights.items() if "language_model" not in name}
+            source.take(new)
+            assert sync.send_weights().kind == "delta"
+            assert_as_started(model, folder, new)
+
+
+def write_vision_model(folder: Path) -> dict[str, Tensor]:
+    import transformers
+    from safetensors.torch import load_file
+
+    text = {"model_type": "gemma", "vocab_size": 640, "hidden_size": 128}
+    text |= {"intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text |= {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512}
+    vision = {"model_type": "siglip_vision_model", "hidden_size": 64, "intermediate_size": 128}
+    vision |= {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    vision |= {"projection_dim": 128, "vision_use_head": False}
+    config = transformers.AutoConfig.for_model(
+        "paligemma",
+        text_config=text,
+        vision_config=vision,
+        projection_dim=128,
+        hidden_size=128,
+        image_token_index=630,
+    )
+    model = transformers.AutoModelForImageTextToText.from_config(config).to(torch.bfloat16)
+    model.save_pretrained(folder)
+    saved = load_file(folder / "model.safetensors")
+    renamed = ("vision_tower.", "vision_tower.vision_model.")  # as released checkpoints have it
+    return {name.replace(*renamed): tensor for name, tensor in saved.items()}
+
+
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("what", [follow_one_after_the_other, refuse_what_does_not_fit])
+@pytest.mark.parametrize(
+    "what", [follow_one_after_the_other, refuse_what_does_not_fit, keep_a_tower]
+)
 def test_a_worker_with_packed_matrices(
     what: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

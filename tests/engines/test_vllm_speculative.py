@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,14 @@ from tests.engines.environment import use_cpu
 from tests.engines.offline import save, started, stop, tokens
 from tests.engines.programs import Program
 from tests.engines.reached import seen
+
+
+def of_its_own(folder: Path, weights: dict[str, Tensor]) -> dict[str, Any]:
+    """A smaller model of the same kind."""
+    del weights
+    draft = write_config("LlamaForCausalLM", folder, {"num_hidden_layers": 1})
+    save(draft, {name: tensor * 0.05 for name, tensor in checkpoint(draft, 7).items()})
+    return {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 2}
 
 
 def eagle(folder: Path, weights: dict[str, Tensor]) -> dict[str, Any]:
@@ -56,12 +65,12 @@ def digests(worker: Any) -> tuple[dict[str, str], ...]:
     )
 
 
-def follow(folder: Path) -> None:
+def follow(folder: Path, make: str, mode: str) -> None:
     old = {name: tensor * 0.05 for name, tensor in checkpoint(folder, 0).items()}
     new = changed(old, 0.3, seed=1)
     drafts = folder / "drafts"
     drafts.mkdir()
-    settings = {"speculative_config": eagle(drafts, old), "max_model_len": 128}
+    settings = {"speculative_config": globals()[make](drafts, old), "max_model_len": 128}
     cold = started(folder, new, **settings)
     expected, bits = tokens(cold), held_by(cold)
     stop(cold)
@@ -71,7 +80,7 @@ def follow(folder: Path) -> None:
     drafter = own_weights(llm)
     source = Weights({name: tensor.clone() for name, tensor in old.items()})
     server, link = VllmServer(OfflineClient(llm)), shared_memory.Sender(folder / "socket")
-    with EngineSync(source, server, link) as sync:
+    with EngineSync(source, server, link, without_routes=mode) as sync:  # type: ignore[arg-type]
         sync.connect()
         assert sync.send_weights().full_synced == 0
         assert tokens(llm) == before
@@ -107,15 +116,25 @@ def digest(bits: Tensor) -> str:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("drafter", "mode", "packs"), [(eagle, "refuse", False), (of_its_own, "reload", True)]
+)
 def test_an_engine_with_a_draft_model_follows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    drafter: Callable[..., object],
+    mode: str,
+    packs: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    use_cpu(monkeypatch, packs=False)
+    if packs and not torch.cpu._is_avx512_supported():
+        pytest.skip("vLLM packs no bf16 matrices on CPUs without AVX512: oneDNN refuses them")
+    use_cpu(monkeypatch, packs=packs)
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # for the test's look inside
     folder = write_config("LlamaForCausalLM", tmp_path)
-    with Program("-m", "tests.engines.test_vllm_speculative", folder) as program:
+    arguments = (follow.__name__, folder, drafter.__name__, mode)
+    with Program("-m", "tests.engines.test_vllm_speculative", *arguments) as program:
         program.wait(timeout_s=580)
 
 
 if __name__ == "__main__":
-    follow(Path(sys.argv[1]))
+    follow(Path(sys.argv[2]), *sys.argv[3:])

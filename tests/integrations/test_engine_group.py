@@ -1,4 +1,4 @@
-"""Trainers of several ranks, which serve an engine of two workers."""
+"""Trainers of several ranks, which serve an engine of two workers, or a fleet of such."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 from deltasync import ShardSpec, SyncStats, TrainerGroup, TrainerRank
 from deltasync.errors import ConfigError, DeltaSyncError, EngineFailed, SyncAborted
 from deltasync.integrations.engine_sync import EngineSync
+from deltasync.integrations.fleet import EngineFleet
 from deltasync.integrations.trainer_info import TrainerInfo
 from deltasync.transports import collective, cuda_ipc, inprocess, shared_memory
 from deltasync.transports.base import SendTransport
@@ -47,7 +48,7 @@ class Noted(Split):
 
 
 class Trainer:
-    """All ranks of one, with an engine that was started on other weights."""
+    """All ranks of one, with engines that were started on other weights; several are a fleet."""
 
     def __init__(
         self,
@@ -55,20 +56,22 @@ class Trainer:
         link: Callable[[int], SendTransport],
         stack: ExitStack,
         timeout_s: float = 5.0,
+        servers: int = 1,
     ) -> None:
-        self.model = model(0, SHAPES)
-        self.engine, self._timeout_s = Noted(model(1, SHAPES)), timeout_s
+        self.model, self._timeout_s = model(0, SHAPES), timeout_s
+        self.servers = [Noted(model(1 + number, SHAPES)) for number in range(servers)]
+        self.engine = self.servers[0]
         self.sources = [Sharded(self.model, held) for held in boxes]
         hub, world = inprocess.Sender(), len(boxes)
-        self.sync = EngineSync(
-            self.sources[0],
-            self.engine,
-            link(0),
-            workers=2,
-            paused=self.engine.paused,
-            timeout_s=timeout_s,
-            group=TrainerGroup(hub, world),
-        )
+        first, lane, group = self.sources[0], link(0), TrainerGroup(hub, world)
+        common: dict[str, Any] = {"timeout_s": timeout_s, "group": group}
+        if servers > 1:
+            self.sync: Any = EngineFleet(first, lane, **common)
+            for name, one in enumerate(self.servers):
+                self.sync.add(one, workers=2, paused=one.paused, name=str(name))
+        else:
+            paused = self.engine.paused
+            self.sync = EngineSync(first, self.engine, lane, workers=2, paused=paused, **common)
         self.others = [
             TrainerRank(self.sources[rank], link(rank), hub.receiver(), rank=rank, world=world)
             for rank in range(1, world)
@@ -76,7 +79,8 @@ class Trainer:
         self._threads = stack.enter_context(ThreadPoolExecutor(world))
         for end in (self.sync, *self.others):
             stack.enter_context(end)
-        stack.callback(self.engine.die)
+        for one in self.servers:
+            stack.callback(one.die)
 
     def step(self, seed: int) -> None:
         step(self.model, torch.Generator().manual_seed(seed), 0.2)
@@ -96,13 +100,14 @@ class Trainer:
         return [call.exception() or call.result() for call in calls]
 
     def send(self) -> SyncStats:
-        """Sync. All ranks are told the same, and the engine has it."""
+        """Sync. All ranks are told the same, and the engines have it."""
         found = self.outcomes()
         stats = found[0]
         assert isinstance(stats, SyncStats), found
         assert all(outcome == stats for outcome in found), found
-        assert (stats.receivers, stats.version) == (2, self.engine.version)
-        assert self.engine.holds(self.model)
+        assert stats.receivers == 2 * len(self.servers)
+        assert all(one.version == stats.version for one in self.servers)
+        assert all(one.holds(self.model) for one in self.servers)
         return stats
 
     def aborted(self, reason: str) -> BaseException:
@@ -186,6 +191,27 @@ def test_what_the_engine_fails_in_ends_the_call_on_all_ranks(fails: str, tmp_pat
             here.step(seed)
             stats = here.send()
         assert stats.kind == "delta"
+
+
+def test_a_server_of_a_fleet_that_fails_is_caught_up_by_all_ranks(tmp_path: Path) -> None:
+    with trainer(in_rows(2), tmp_path, timeout_s=8.0, servers=3) as here:
+        for server in here.servers:
+            server.fails = "connect"
+        here.aborted("planted")  # too few servers end the call on all ranks
+        here.send()
+        here.servers[1].fails, here.servers[2].fails = "pause", "update"
+        here.step(1)
+        for stats in here.outcomes():
+            assert isinstance(stats, SyncStats), stats
+            assert here.servers[0].holds(here.model)
+        assert {name for name, one in here.sync.servers().items() if one.why} == {"1", "2"}
+        for seed in range(2, 12):
+            here.step(seed)
+            ours = here.outcomes()[0]
+            if isinstance(ours, SyncStats) and not ours.lost:
+                break
+        here.step(12)
+        here.send()
 
 
 def test_connecting_by_hand(tmp_path: Path) -> None:

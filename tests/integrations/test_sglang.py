@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from torch import nn
 
 from deltasync.errors import ConfigError, EngineFailed
 from deltasync.integrations import checkpoint_engine
-from deltasync.integrations.sglang import Extension, SglangServer, worker_of
+from deltasync.integrations.sglang import NOT_YET, Extension, SglangServer, worker_of
 from deltasync.integrations.sglang_scheduler import _AROUND
 from deltasync.integrations.trainer_info import TrainerInfo, WorkerRequest
 from deltasync.transports.address import Address
@@ -30,6 +31,18 @@ TO = TrainerInfo(
     max_staged_bytes=1,
     timeout_s=1,
 )
+
+
+@pytest.fixture(autouse=True)
+def arguments(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Those of SGLang's server that a worker looks at."""
+    context, arguments = ModuleType("sglang.srt.runtime_context"), SimpleNamespace()
+    arguments.checkpoint_engine_wait_weights_before_ready = False
+    vars(context)["get_server_args"] = lambda: arguments
+    for name in ("sglang", "sglang.srt"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, context.__name__, context)
+    return arguments
 
 
 def give(handles: dict[str, str], *, is_draft_worker: bool = False) -> None:
@@ -52,19 +65,41 @@ def test_orders_that_make_no_sense_are_answered(text: str, said: str) -> None:
 
 
 def test_checkpoints_of_a_parameter_server_are_loaded_and_noted() -> None:
+    """Also that one was not: a ParameterServer does not read the answer to its last bucket."""
     runner = SimpleNamespace(model=nn.Linear(2, 2), is_draft_worker=False)
     loads: list[object] = []
 
-    def update(_: object, handles: object) -> None:
-        loads.append(handles)
+    def load(weights: object) -> None:
+        loads.append(weights)
+        if weights == "bad":
+            raise ValueError("planted")
 
-    extension = SimpleNamespace(model_runner=runner)
+    def update(extension: Any, handles: dict[str, str]) -> None:
+        with suppress(ValueError):
+            extension.get_model_loader()(handles["GPU-1"])
+
+    def given(**handles: str) -> None:
+        extension = SimpleNamespace(model_runner=runner, get_model_loader=lambda: load)
+        handles = {name.replace("_", "-"): handle for name, handle in handles.items()}
+        checkpoint_engine._update(update, extension, handles)
+
     with pytest.raises(EngineFailed, match="no trainer is connected"):
-        checkpoint_engine._update(update, extension, {"deltasync": '{"version": 7}'})
+        given(deltasync='{"version": 7}')
     assert worker_of(runner.model).knows_copy
-    checkpoint_engine._update(update, extension, {"GPU-1": "ipc://socket"})
-    assert loads == [{"GPU-1": "ipc://socket"}]
+    given(GPU_1="good")
     assert not worker_of(runner.model).knows_copy
+    with pytest.raises(EngineFailed, match="a bucket was not loaded: planted"):
+        given(GPU_1="bad")
+    assert loads == ["good", "bad"]
+
+
+def test_a_server_that_waits_for_weights_is_not_ready_once_a_trainer_asks_for_something_else(
+    arguments: SimpleNamespace,
+) -> None:
+    give({"deltasync": '{"holder": "me"}'})
+    arguments.checkpoint_engine_wait_weights_before_ready = True
+    with pytest.raises(EngineFailed, match=NOT_YET):
+        give({"deltasync": '{"holder": "me"}'})
 
 
 class Ours(Server):
@@ -128,8 +163,10 @@ def test_orders_take_the_way_of_a_parameter_servers_sockets_and_clear_what_is_st
         server.name(2, "me")  # which clears what the update did not
         server.connect(TO.model_dump())
         server.name(2, "me")  # what an earlier trainer may not have cleared
-        server.disconnect("me")
+        http.by_path[IPC] = says(json.dumps({"message": NOT_YET}).encode(), "400 No")
+        server.disconnect("me")  # is done, though the answer is that no weights have come
         keeps = SglangServer(http.url, caches="keep")
+        http.by_path.clear()
         keeps.update(3, "me")
         keeps.name(3, "me")
         assert asked(http) == [
@@ -223,14 +260,9 @@ class Sleeper(Server):
 @pytest.mark.parametrize("tags", [None, ["weights"]])
 @pytest.mark.parametrize("kept", [True, False])
 def test_weights_that_sglang_keeps_take_the_next_delta_and_others_are_sent(
-    kept: bool, tags: list[str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kept: bool, tags: list[str] | None, tmp_path: Path, arguments: SimpleNamespace
 ) -> None:
-    context = ModuleType("sglang.srt.runtime_context")
-    arguments = SimpleNamespace(enable_weights_cpu_backup=kept)
-    vars(context)["get_server_args"] = lambda: arguments
-    for name in ("sglang", "sglang.srt"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, context.__name__, context)
+    arguments.enable_weights_cpu_backup = kept
     server = Sleeper(model(1))
     server.kept = kept
     with engine_of(tmp_path, server=server) as here:

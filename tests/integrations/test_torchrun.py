@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -169,3 +171,18 @@ def test_nodes_come_back_each_by_itself(tmp_path: Path) -> None:
         assert version == 1  # of a new trainer
         assert reached - 1 <= resumed <= reached  # the checkpoint is saved after the sync
         assert full == (0 if resumed == reached else 2)  # nothing is sent if the digests agree
+
+
+def test_without_a_secret_the_recipe_warns_and_lets_nobody_guess_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    environment |= {"MASTER_ADDR": "0.0.0.0", "TORCHELASTIC_RUN_ID": "none"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("DELTASYNC_SECRET", raising=False)
+    recipe = runpy.run_path(str(RECIPE))
+    rank = recipe["Rank"](Namespace(trainers=1, port=free_ports(2), checkpoint=None))
+    assert rank.secret is None
+    with pytest.warns(UserWarning, match="is served without a secret"):
+        rank.listen(0, "gloo").close()

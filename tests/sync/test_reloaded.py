@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deltasync import ReloadedTarget, WeightTarget
-from deltasync.errors import EngineFailed, LayoutMismatch, SyncAborted
+from deltasync.errors import ConfigError, EngineFailed, LayoutMismatch, SyncAborted
 from deltasync.testing.target import TargetContract
 from tests.worlds.links import fleet, random_model
 from tests.worlds.toy_engines import specs
@@ -46,6 +46,25 @@ def test_what_is_known_must_be_as_the_trainer_has_it() -> None:
     for odd in (torch.zeros(40, 15), torch.zeros(40, 16, dtype=torch.float16)):
         with pytest.raises(LayoutMismatch, match="a: torch"):
             target.set_loaded_weights([("other", torch.zeros(1)), ("a", odd)])
+
+
+def test_a_reload_that_fails_is_refused_without_a_way_that_would_fail_too() -> None:
+    """It changes nothing, and `accept_stale_weights` is no way on."""
+    engine = nn.Linear(16, 40, bias=False)
+    weights = {"weight": torch.zeros(40, 16)}
+    before = engine.weight.detach().clone()
+
+    def load(given: Iterable[tuple[str, Tensor]]) -> None:
+        for _, tensor in given:
+            engine.weight.data = tensor.clone()
+        raise AttributeError("planted")
+
+    target = ReloadedTarget(specs(weights), load, module=engine)
+    target.set_loaded_weights(weights.items())
+    with pytest.raises(ConfigError, match="cannot be reloaded, since that raised") as caught:
+        target.reload()
+    assert "accept_stale_weights" not in str(caught.value)
+    assert torch.equal(engine.weight, before)
 
 
 class TestReloadedTarget(TargetContract):
