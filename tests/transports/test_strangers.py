@@ -98,7 +98,7 @@ def test_who_keeps_sending_holds_up_neither_a_poll_nor_the_honest(
 def test_half_messages_and_trickles_cost_a_call_a_moment(
     make_star: MakeStar, secret: bytes | None
 ) -> None:
-    star = make_star(secret)
+    star = make_star(secret, greeting_timeout_s=90.0)
     kind, length = (Kind.GREETING, 1 << 20) if secret is None else (Kind.NONCE, 32)
     star.raw(HALF_GREETING[:9])
     sock = star.raw(HEADER.pack(b"dS", kind, length))
@@ -111,7 +111,7 @@ def test_half_messages_and_trickles_cost_a_call_a_moment(
     threading.Thread(target=trickle, daemon=True).start()
     star.server.poll(Deadline(0.3))
     with within(PROMPT_S):
-        for _ in range(100):
+        for _ in range(200):
             star.server.poll(Deadline(0))
 
 
