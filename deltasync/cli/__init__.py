@@ -7,7 +7,7 @@ import os
 import sys
 
 from deltasync.cli.ending import exit_code
-from deltasync.cli.signals import handle_signals
+from deltasync.cli.signals import INTERRUPTED, handle_signals, interruption
 
 COMMANDS = {
     "apply": ("deltasync.files.patch_file", "deltasync.store"),
@@ -36,4 +36,4 @@ def main() -> None:
         sys.stdout.flush()
     except BaseException as error:  # noqa: BLE001 - it ends the process, whatever it is
         raise SystemExit(exit_code(error)) from None
-    sys.exit(code)
+    sys.exit(INTERRUPTED if interruption.has_come else code)

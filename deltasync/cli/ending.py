@@ -36,7 +36,8 @@ def exit_code(error: BaseException) -> int:
     if isinstance(error, DeltaSyncError):
         hint = "; deltasync verify FILE says where" if isinstance(error, WireError) else ""
         return report(error, FAILED if isinstance(error, DigestMismatch) else BAD_INPUT, hint)
-    if isinstance(error, OSError):  # such as a full disk
+    if isinstance(error, OSError):  # such as a full disk, to which stdout may go
+        silence(sys.stdout)
         return report(error, BAD_INPUT)
     if _is_lack_of_memory(error):
         return report(error, BAD_INPUT, "; not enough memory")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -76,7 +77,9 @@ def all_checks() -> Iterator[Check]:
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     with ExitStack() as running:
         names = _trials(num_gpus)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         trials = {name: running.enter_context(Trial(name)) for name in names}
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         deadline = time.monotonic() + TRIAL_TIMEOUT_S
         yield _at_least("Python", "{}.{}.{}".format(*sys.version_info), OLDEST_PYTHON)
         yield _at_least("torch", torch.__version__, OLDEST_TORCH)

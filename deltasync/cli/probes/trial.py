@@ -35,7 +35,10 @@ _NEW = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
 
 
 class Trial:
-    """One trial, which begins at once. Use it in a `with` block, which ends its processes."""
+    """One trial, which begins at once. Use it in a `with` block, which ends its processes.
+
+    Block Ctrl-C until the block has begun: it is for the caller, whose mask processes inherit.
+    """
 
     def __init__(self, name: str) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="deltasync-")
@@ -43,13 +46,10 @@ class Trial:
         self._said.touch()
         self._process = _NEW.Process(target=_run, args=(name, self._folder.name))
         self._not_started = ""
-        heard = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for this process alone
         try:
             self._process.start()
         except OSError as error:  # no descriptor or no process is left
             self._not_started = str(error)
-        finally:
-            signal.signal(signal.SIGINT, heard)
 
     def __enter__(self) -> Self:
         return self
