@@ -506,7 +506,6 @@ def draw_intervals():
 
 show(draw_intervals(), "sparsity-intervals")
 
-
 # %% [markdown]
 # ## 5. Layers
 
@@ -593,7 +592,6 @@ def draw_bytes(syncs):
 syncs = [found for run in masters.values() for found in run.synced.values()]
 show(draw_bytes(syncs))
 
-
 # %% [markdown]
 # The 16.9 M model, at 1e-6 and k = 1 (0.74 % changed): int32 + value 6.00, with zstd 4.91, u8 gap
 # + u8 step 2.40, with zstd 1.40 bytes a change.
@@ -631,7 +629,6 @@ def draw_served(runs):
 
 
 show(draw_served(masters), "sparsity-served")
-
 
 # %% [markdown]
 # Scales follow the largest element of their block, which moves rarely; powers of two (ue8m0)
