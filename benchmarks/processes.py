@@ -37,13 +37,6 @@ class Told:
 
     def __init__(self, module: str, *words: str) -> None:
         self.process = start(module, *words, is_told=True)
-        self._is_warm = False
-
-    def wait_until_warm(self) -> None:
-        """Wait for the first answer, which nothing was said for."""
-        if not self._is_warm:
-            self.answer()
-            self._is_warm = True
 
     def say(self, words: object) -> None:
         assert self.process.stdin is not None
