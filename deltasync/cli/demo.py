@@ -32,7 +32,7 @@ def demo(
     ] = None,
     store: Annotated[
         Path | None,
-        typer.Option(help="Folder to which each version is published, for log, fetch and export."),
+        typer.Option(help="Folder to which each version is published, for log, fetch and verify."),
     ] = None,
     quick: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
