@@ -235,7 +235,7 @@ def test_processes_and_their_forks_add_up_in_multiprocess_mode(
     for number in range(2):
         command = [sys.executable, "-W", "error::UserWarning", "-c", code, str(number)]
         with subprocess.Popen(command, env=environment) as process:
-            assert process.wait(timeout=60) == 0
+            assert process.wait(timeout=120) == 0
         numbers.append(process.pid)
     registry = CollectorRegistry()
     MultiProcessCollector(registry, str(tmp_path))  # type: ignore[no-untyped-call]

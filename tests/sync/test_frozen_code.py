@@ -56,7 +56,7 @@ def test_engines_whose_code_is_or_will_be_frozen_are_warned_of() -> None:
             capture_output=True,
             text=True,
             env=os.environ | settings,
-            timeout=140,
+            timeout=200,
             check=False,
         )
         assert done.stdout == wanted, done.stderr
