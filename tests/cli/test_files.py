@@ -47,7 +47,7 @@ def test_diff_then_apply_then_verify(tmp_path: Path) -> None:
     total = sum(tensor.numel() for tensor in model().values())
     assert text.startswith(f"{nnz:,} of {total:,} elements changed")
     assert f"patch: {size((tmp_path / 'patch').stat().st_size)}, apply" in text
-    rows = [line.split()[:3] for line in text.splitlines() if line.startswith("  ")][1:]
+    rows = re.findall(r"^  ([\w.]+) +([\d,]+) +([\d,]+) ", text, re.MULTILINE)
     assert [row[0] for row in rows] == sorted(row[0] for row in rows)
     assert {row[0] for row in rows} == {"model.layers.0", "model.layers.1", "mask", "scale", "none"}
     counts = [[int(number.replace(",", "")) for number in row[1:]] for row in rows]
