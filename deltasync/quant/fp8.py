@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
-import torch
 from torch import Tensor
 
 from deltasync import dtypes
@@ -70,11 +69,8 @@ class Fp8:
         scale = per_channel if self.per == "channel" else Part((1,), dtype, None)
         return {"weight": Part(shape, dtypes.BY_NAME["float8_e4m3fn"], 1), "weight_scale": scale}
 
-    def whole(self, weights: Iterable[Tensor]) -> Mapping[str, Tensor]:
-        if self.per == "channel":
-            return {}
-        peaks = [largest(weight, (0, 1)) for weight in weights]
-        return {"weight_scale": _scale(largest(torch.cat(peaks), (0, 1)).view(1))}
+    def whole(self, peak: Tensor) -> Mapping[str, Tensor]:
+        return {"weight_scale": _scale(peak)} if self.shares else {}
 
     def quantize(self, band: Tensor, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         scale = whole["weight_scale"] if whole else _scale(largest(band, 1))

@@ -11,7 +11,7 @@ that are normally distributed. Other steps change far less.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -72,9 +72,9 @@ class CompressedNvfp4:
             "weight_global_scale": Part((1,), _FLOAT32, None),
         }
 
-    def whole(self, weights: Iterable[Tensor]) -> Mapping[str, Tensor]:
+    def whole(self, peak: Tensor) -> Mapping[str, Tensor]:
         """The global scale; 1 where it would be infinite, as for zeros."""
-        return {"weight_global_scale": _global_scale(_peak(weights)).view(1)}
+        return {"weight_global_scale": _global_scale(peak)}
 
     def quantize(self, band: Tensor, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         blocks, total = band.view(len(band), -1, _BLOCK), whole["weight_global_scale"]
@@ -128,8 +128,8 @@ class ModelOptNvfp4:
             "weight_scale_2": Part((), _FLOAT32, None),
         }
 
-    def whole(self, weights: Iterable[Tensor]) -> Mapping[str, Tensor]:
-        return {"weight_scale_2": _second_scale(_peak(weights)).view(())}
+    def whole(self, peak: Tensor) -> Mapping[str, Tensor]:
+        return {"weight_scale_2": _second_scale(peak).view(())}
 
     def quantize(self, band: Tensor, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         blocks, total = band.view(len(band), -1, _BLOCK), whole["weight_scale_2"]
@@ -148,9 +148,3 @@ def _global_scale(peak: Tensor) -> Tensor:
 def _second_scale(peak: Tensor) -> Tensor:
     """float32 [...], where float [...] are the largest magnitudes, as ModelOpt has it."""
     return with_one_nan(divided(peak.float(), _LARGEST_CODE * _LARGEST_SCALE))
-
-
-def _peak(weights: Iterable[Tensor]) -> Tensor:
-    """float32 []: the largest magnitude in any of some matrices; NaN if there is one."""
-    extremes = [torch.stack(torch.aminmax(weight)) for weight in weights]
-    return with_one_nan(torch.stack(extremes).abs().amax().float())

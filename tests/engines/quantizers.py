@@ -14,7 +14,7 @@ from deltasync.quant.form import Form
 from deltasync.quant.fp8 import Fp8
 from deltasync.quant.int8 import Int8
 from deltasync.quant.mxfp8 import MxFp8
-from tests.quant.kinds import FINITE, KINDS, bits_of, cases, every_maximum
+from tests.quant.kinds import FINITE, KINDS, bits_of, cases, every_maximum, peak_of
 
 Quantize = Callable[[Tensor], Mapping[str, Tensor]]
 
@@ -90,7 +90,7 @@ def compressed(compression: str, **weights: Any) -> Quantize:
 def differing(quantizer: Quantizer, weight: Tensor) -> list[str]:
     """The parts of which a bit is not that of the form."""
     theirs, form = quantizer.quantize(weight), quantizer.form
-    whole = form.whole(iter([weight]))
+    whole = form.whole(peak_of(weight))
     ours = {**whole, **form.quantize(weight, whole)}
     return [
         suffix

@@ -14,6 +14,7 @@ from deltasync.delta.bits import as_bits, torch_dtype
 from deltasync.quant.form import Form
 from deltasync.quant.int4 import Int4
 from deltasync.quant.nvfp4 import CompressedNvfp4
+from tests.quant.kinds import peak_of
 from tests.quant.matrices import MATRICES, matrix
 
 with catch_warnings(action="ignore"):  # of what torch imports to compile
@@ -77,7 +78,7 @@ def pack_quantized(weight: Tensor, group: int | None) -> dict[str, Tensor]:
 
 
 def served(form: Form, weights: list[Tensor], *, number: int = 0) -> dict[str, Tensor]:
-    whole = form.whole(iter(weights))
+    whole = form.whole(peak_of(*weights))
     return {**whole, **form.quantize(weights[number], whole)}
 
 

@@ -24,7 +24,7 @@ from deltasync.quant.matrices import Matrix, ServedReader
 from deltasync.quant.mxfp8 import MxFp8
 from deltasync.quant.nvfp4 import CompressedNvfp4, ModelOptNvfp4
 from tests.quant.golden.four_bits import FILE
-from tests.quant.kinds import FINITE, KINDS, bits_of, cases, digest, matrix
+from tests.quant.kinds import FINITE, KINDS, bits_of, cases, digest, matrix, peak_of
 from tests.quant.matrices import MATRICES
 
 ALL = 10**6
@@ -59,7 +59,7 @@ every_form = pytest.mark.parametrize("form", BLOCKS, ids=lambda form: form.name)
 
 def quantized(form: Form, weight: Tensor) -> Mapping[str, Tensor]:
     """All parts, at once."""
-    whole = form.whole(iter([weight]))
+    whole = form.whole(peak_of(weight))
     parts = {**whole, **form.quantize(weight, whole)}
     found = form.parts((weight.shape[0], weight.shape[1]))
     return {suffix: parts[suffix] for suffix in found if suffix in parts}
@@ -107,7 +107,7 @@ def test_parts_are_those_that_producers_write(form: str) -> None:
 @given(data=st.data())
 def test_ranges_and_bands_are_slices_of_the_whole(form: Form, data: st.DataObject) -> None:
     weight = data.draw(weights(form))
-    before, whole = weight.clone(), form.whole(iter([weight]))
+    before, whole = weight.clone(), form.whole(peak_of(weight))
     expected = quantized(form, weight)
     step = form.rows * data.draw(st.integers(1, 9))
     bands = [form.quantize(weight[n : n + step], whole) for n in range(0, len(weight), step)]
@@ -139,7 +139,7 @@ def test_an_element_changes_its_block_alone(form: Form, data: st.DataObject) -> 
     changed[row, col] = data.draw(st.floats(-500, 500, width=16))
     height, width = BLOCKS[form]
     before, after = quantized(form, weight), quantized(form, changed)
-    wholes = form.whole(iter([weight]))
+    wholes = form.whole(peak_of(weight))
     if form in FOUR_BITS and any(not torch.equal(before[n], after[n]) for n in wholes):
         return
     for suffix, part in before.items():
