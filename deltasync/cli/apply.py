@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from deltasync.cli.terminal import FilePath, phases, print_written
+from deltasync.cli.terminal import file_argument, phases, print_written
 
 
 def apply(
-    patch: FilePath,
-    checkpoint: FilePath,
+    patch: Annotated[Path, file_argument("PATCH")],
+    checkpoint: Annotated[Path, file_argument("CHECKPOINT")],
     out: Annotated[Path, typer.Option(help="The new file or folder.", show_default=False)],
 ) -> None:
     """Apply PATCH to CHECKPOINT, and write what it was made from.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deltasync.cli.terminal import FilePath, make_console, make_table, phases
+from deltasync.cli.terminal import file_argument, make_console, make_table, phases
 from deltasync.observe.units import percent, size
 
 if TYPE_CHECKING:
@@ -18,16 +18,12 @@ if TYPE_CHECKING:
     from deltasync.delta.sparsity import Sparsity
 
 
-Codec = Literal["none", "zstd", "gap", "block", "class"]
-
-
 def diff(
-    old: FilePath,
-    new: FilePath,
+    old: Annotated[Path, file_argument("OLD")],
+    new: Annotated[Path, file_argument("NEW")],
     out: Annotated[
         Path | None, typer.Option(help="Write the patch that makes OLD bit-identical to NEW.")
     ] = None,
-    codec: Annotated[Codec, typer.Option(help="How the patch becomes short.")] = "zstd",
 ) -> None:
     """Show how many elements of two checkpoints differ, by layer.
 
@@ -45,7 +41,7 @@ def diff(
     with phases(before.num_bytes) as phase:
         tensors = compare_checkpoints(before, after, encodings=False, advance=phase("comparing"))
         if out is not None:
-            patch = write_patch(before, after, out, phase=phase, codec=codec)
+            patch = write_patch(before, after, out, phase=phase)
     total = sum(tensors.values(), Sparsity())
     console = make_console()
     changed = f"{total.changed:,} of {total.numel:,} elements changed"

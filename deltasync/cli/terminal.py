@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich import progress as bars
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 _PIPED_WIDTH = 120
 
-FilePath: TypeAlias = Annotated[Path, typer.Argument(show_default=False)]
+
+def file_argument(name: str) -> Any:
+    """Annotates a path that is called by this name in help and errors."""
+    return typer.Argument(metavar=name, show_default=False)
 
 
 class _Console(Console):

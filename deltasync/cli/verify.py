@@ -10,7 +10,7 @@ from rich.text import Text
 
 from deltasync.cli.ending import FAILED
 from deltasync.cli.stores import Config, KeyFile, RunName, store_options
-from deltasync.cli.terminal import make_console, make_table, phases
+from deltasync.cli.terminal import file_argument, make_console, make_table, phases
 from deltasync.observe.units import size
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ _SHOWN = 10  # elements that differ
 
 
 def verify(
-    first: Annotated[str, typer.Argument(metavar="FIRST", show_default=False)],
-    second: Annotated[Path | None, typer.Argument(show_default=False)] = None,
+    first: Annotated[str, file_argument("FIRST")],
+    second: Annotated[Path | None, file_argument("SECOND")] = None,
     run: RunName = None,
     config: Config = None,
     key_file: KeyFile = None,

@@ -162,14 +162,9 @@ def _delta_lines(deltas: Sequence[SyncStats]) -> list[tuple[str, str]]:
     densities = [stats.density for stats in deltas]
     sent = sum(stats.payload_bytes for stats in deltas)
     dense = sum(stats.dense_bytes for stats in deltas)
-    diff, transfer, commit = (
-        f"{median(seconds) * 1e3:.1f} ms"
-        for seconds in zip(*((r.diff_s, r.transfer_s, r.commit_s) for r in deltas), strict=True)
-    )
     return [
         ("density", f"median {median(densities):.1%}, highest {max(densities):.1%}"),
         ("bytes of deltas", f"{sent / 1e6:.1f} MB, dense {dense / 1e6:.1f} MB: {sent / dense:.1%}"),
-        ("time of a delta", f"diff {diff}, transfer {transfer}, commit {commit} (medians)"),
     ]
 
 

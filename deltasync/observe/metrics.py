@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from itertools import product
 from typing import Literal
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, Metric
@@ -55,6 +56,7 @@ class Metrics:
         self._registry = REGISTRY if registry is None else registry
         self._engines, self._receivers = _Names(), _Names()
         try:
+            self._failures = self._make_failures()
             self._make_sender()
             self._make_receiver()
             self._make_publisher()
@@ -72,25 +74,24 @@ class Metrics:
                 self._received(event)
             case PublishStats():
                 self._published(event)
-            case SyncFailed(role="sender"):
-                self._failures.labels(_error(type(event.error).__name__)).inc()
-                self._count_lost(event.lost)
-                if event.receivers is not None:
-                    self._num_receivers.set(event.receivers)
-            case SyncFailed(role="publisher"):
-                self._publish_failures.labels(_error(type(event.error).__name__)).inc()
             case SyncFailed():
-                self._receive_failed(event)
+                self._failed(event)
+
+    def _make_failures(self) -> Counter:
+        text, labels = "Syncs and versions that failed", ("role", "error")
+        family = Counter("deltasync_failures", text, labels, registry=self._registry)
+        for role, error in product(("sender", "receiver", "publisher"), _ERRORS):
+            family.labels(role, error)
+        return family
 
     def _make_sender(self) -> None:
-        self._syncs = self._kinds("syncs", "Syncs that receivers took", "delta", "full")
-        self._failures = self._errors("sync_failures", "Syncs that no receiver took")
+        self._syncs = self._counter("syncs", "Syncs that receivers took", "kind", ("delta", "full"))
         self._sync_s = self._histogram("sync", "One call of send_weights")
         self._commit_s = self._histogram("commit", "Decision until all receivers committed: pause")
-        self._bytes = self._counters("payload_bytes", "Bytes sent to each receiver", "codec")
+        self._bytes = self._counter("payload_bytes", "Bytes sent to each receiver", "codec")
         self._density = self._gauge("density_ratio", "Share of elements changed, last delta")
         self._full_syncs = self._counter("full_syncs", "Receivers that needed a full sync")
-        self._lost = self._errors("lost_receivers", "Receivers that left", label="reason")
+        self._lost = self._counter("lost_receivers", "Receivers that left", "reason", _ERRORS)
         self._warnings = self._counter("warnings", "Warnings of the sender")
         self._version = self._gauge("version", "The last version decided")
         self._num_receivers = self._gauge("receivers", "Receivers that hold the last version")
@@ -98,8 +99,9 @@ class Metrics:
         self._synced_at = self._gauge("last_sync_timestamp_seconds", "When the last sync ended")
 
     def _make_receiver(self) -> None:
-        self._receives = self._kinds("receiver_syncs", "Syncs received", "delta", "full", "joined")
-        self._receive_failures = self._errors("receiver_failures", "Syncs that failed")
+        self._receives = self._counter(
+            "receiver_syncs", "Syncs received", "kind", ("delta", "full", "joined")
+        )
         self._stage_s = self._histogram("receiver_stage", "Receiving and staging; engine serves")
         self._pause_s = self._histogram("receiver_pause", "The pause of the engine")
         self._received_bytes = self._counter("receiver_bytes", "Indices and values received")
@@ -109,9 +111,8 @@ class Metrics:
         self._dirty = self._gauges("receiver_dirty", text, "receiver", "livemax")
 
     def _make_publisher(self) -> None:
-        self._publish_failures = self._errors("publish_failures", "Calls that failed")
-        self._published_bytes = self._counters(
-            "published_bytes", "Bytes written", "object", "delta", "anchor"
+        self._published_bytes = self._counter(
+            "published_bytes", "Bytes written", "object", ("delta", "anchor")
         )
         self._published_version = self._gauge("published_version", "The newest version")
 
@@ -143,10 +144,14 @@ class Metrics:
         self._pause_s.observe(stats.pause_s)
         self._received_bytes.inc(stats.num_bytes)
 
-    def _receive_failed(self, event: SyncFailed) -> None:
-        self._dirty.labels(self._receivers.label(event.name)).set(event.is_dirty)
-        self._receive_failures.labels(_error(type(event.error).__name__)).inc()
-        self._scrubs.inc(bool(event.corrupted))
+    def _failed(self, event: SyncFailed) -> None:
+        self._failures.labels(event.role, _error(type(event.error).__name__)).inc()
+        self._count_lost(event.lost)
+        if event.receivers is not None:
+            self._num_receivers.set(event.receivers)
+        if event.role == "receiver":
+            self._dirty.labels(self._receivers.label(event.name)).set(event.is_dirty)
+            self._scrubs.inc(bool(event.corrupted))
 
     def _published(self, stats: PublishStats) -> None:
         self._published_bytes.labels("delta").inc(stats.delta_bytes)
@@ -158,21 +163,15 @@ class Metrics:
         for why in lost.values():
             self._lost.labels(_error(why.partition(":")[0])).inc()
 
-    def _counter(self, name: str, text: str) -> Counter:
-        return Counter(f"deltasync_{name}", text, registry=self._registry)
-
-    def _counters(self, name: str, text: str, label: str, *values: str) -> Counter:
+    def _counter(
+        self, name: str, text: str, label: str | None = None, values: Iterable[str] = ()
+    ) -> Counter:
         """Those `values` of the label begin at 0, as `_ERRORS` do."""
-        family = Counter(f"deltasync_{name}", text, (label,), registry=self._registry)
+        labels = () if label is None else (label,)
+        family = Counter(f"deltasync_{name}", text, labels, registry=self._registry)
         for value in values:
             family.labels(value)
         return family
-
-    def _kinds(self, name: str, text: str, *kinds: str) -> Counter:
-        return self._counters(name, text, "kind", *kinds)
-
-    def _errors(self, name: str, text: str, label: str = "error") -> Counter:
-        return self._counters(name, text, label, *_ERRORS)
 
     def _gauge(self, name: str, text: str) -> Gauge:
         name, registry = f"deltasync_{name}", self._registry

@@ -83,9 +83,9 @@ def test_each_field_goes_where_it_belongs(
     assert value("lost_receivers_total", reason=OTHER) == 1
     assert value("lost_receivers_total", reason="Detached") == 1
     assert value("warnings_total") == 1
-    assert value("sync_failures_total", error="SyncAborted") == 2
-    assert value("publish_failures_total", error=OTHER) == 1
-    assert value("receiver_failures_total", error="DirtyReceiver") == 1
+    assert value("failures_total", role="sender", error="SyncAborted") == 2
+    assert value("failures_total", role="publisher", error=OTHER) == 1
+    assert value("failures_total", role="receiver", error="DirtyReceiver") == 1
     assert value("receiver_scrub_findings_total") == 1
     assert value("receiver_dirty", receiver="a[0/1]") == 1
     assert value("receiver_dirty", receiver="b[0/1]") == 0
@@ -233,7 +233,7 @@ def test_processes_and_their_forks_add_up_in_multiprocess_mode(
     MultiProcessCollector(registry, str(tmp_path))  # type: ignore[no-untyped-call]
     value = registry.get_sample_value
     assert value("deltasync_receiver_syncs_total", {"kind": "delta"}) == 5
-    assert value("deltasync_receiver_failures_total", {"error": "DirtyReceiver"}) == 3
+    assert value("deltasync_failures_total", {"role": "receiver", "error": "DirtyReceiver"}) == 3
     assert value("deltasync_receiver_pause_seconds_count") == 5
     for number in range(2):
         labels = {"receiver": f"engine-0[{number}/2]"}
