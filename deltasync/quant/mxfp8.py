@@ -35,15 +35,9 @@ class MxFp8(OfRows):
     `compress_mx_scale` (compressors/mx_utils.py).
     """
 
+    name: ClassVar[str] = "MXFP8 of compressed-tensors"
     cols: ClassVar[int] = _BLOCK
-
-    @property
-    def name(self) -> str:
-        return "MXFP8 of compressed-tensors"
-
-    @property
-    def kernel(self) -> KernelForm:
-        return KernelForm(reads.MXFP8, (1, _BLOCK))
+    kernel: ClassVar[KernelForm] = KernelForm(reads.MXFP8, (1, _BLOCK))
 
     def parts(self, shape: Shape) -> Mapping[str, Part]:
         rows, cols = shape
