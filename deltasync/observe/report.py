@@ -22,16 +22,13 @@ from deltasync.observe.run_lines import Run
 from deltasync.observe.units import percent, seconds, size
 
 try:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 except ModuleNotFoundError:
     raise ConfigError("reports are drawn by matplotlib: pip install matplotlib") from None
 
 _LISTED = 200  # rows of a table
-_MOST_DOTS = 60  # of a line
 _LEAST = 1e-15  # smaller values count as 0, which a logarithmic scale does not show
-_BLUE, _GREY, _VIOLET = "#2f6db3", "#7d8590", "#7b52ab"
 _SOURCES = {
     "sync": "Syncs of a sender",
     "publish": "Versions published to a store",
@@ -56,8 +53,6 @@ def _head(run: Run, title: str) -> str:
     parts = [_SOURCES[run.source]]
     if run.rows:
         parts.append(f"{moment(run.rows[0].time)} to {moment(run.rows[-1].time)} UTC")
-    if releases := dict.fromkeys(line.deltasync for line in run.lines if line.event == "run"):
-        parts.append(f"deltasync {', '.join(releases)}")
     tiles = "".join(
         f"<div><dt>{name}</dt><dd>{escaped(value)}<small>{escaped(more)}</small></dd></div>"
         for name, value, more in _facts(run)
@@ -132,12 +127,13 @@ def _lines(
     drawn = {name: values for name, values in drawn.items() if np.isfinite(values).any()}
     if not drawn:
         return ""
-    figure, axes = _figure(run)
-    marker = "." if len(run.rows) <= _MOST_DOTS else None
-    styles = {"all weights": ("--", _GREY, None), "whole call": ("-", _VIOLET, marker)}
+    figure = Figure(figsize=(10, 2.5), layout="constrained")
+    axes = figure.subplots()
+    labels = {place: f"v{row.version}" for place, row in enumerate(run.rows)}
+    axes.xaxis.set_major_locator(MaxNLocator(10, steps=[1, 2, 5, 10], integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda place, _: labels.get(int(place), "")))
     for name, values in drawn.items():
-        style, colour, dots = styles.get(name, ("-", _BLUE, marker))
-        axes.plot(values, style, c=colour, label=name, marker=dots)
+        axes.plot(values, ".-", label=name)
     low, high = (end(np.concatenate(list(drawn.values()))) for end in (np.nanmin, np.nanmax))
     margin = 1.15 if high / low > 3 else 2.0
     axes.set_yscale("log")
@@ -149,19 +145,6 @@ def _lines(
     if len(drawn) > 1:
         figure.legend(loc="outside lower left", ncols=len(drawn), frameon=False)
     return _section(title, text, figure)
-
-
-def _figure(run: Run) -> tuple[Figure, Axes]:
-    """A figure whose axes have the versions along it."""
-    figure = Figure(figsize=(10, 2.5), layout="constrained")
-    axes = figure.subplots()
-    labels = {place: f"v{row.version}" for place, row in enumerate(run.rows)}
-    axes.set_xlim(-0.5, len(labels) - 0.5)
-    axes.xaxis.set_major_locator(MaxNLocator(10, steps=[1, 2, 5, 10], integer=True))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda place, _: labels.get(int(place), "")))
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=8, colors="#5c6675")
-    return figure, axes
 
 
 def _positive(values: Iterable[float | None]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:

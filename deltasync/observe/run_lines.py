@@ -22,8 +22,7 @@ Mark = Literal["failed", "recovered", "lost", "full sync", "joined", "warning"]
 class Line(BaseModel):
     """An event, with the fields of `SyncStats`, `ReceiveStats`, `PublishStats` or `SyncFailed`.
 
-    What an event does not have is empty. "run" begins what a process has written, and has the
-    release of deltasync.
+    What an event does not have is empty. "run" begins what a process has written.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -31,7 +30,6 @@ class Line(BaseModel):
     event: Literal["run", "sync", "receive", "publish", "failed"]
     time: Annotated[FiniteFloat, Field(ge=0, le=1e11)]
     format: Literal[1] = 1
-    deltasync: str = ""
     role: str = ""
     name: str = ""
     version: Count | None = None
