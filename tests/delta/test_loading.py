@@ -15,8 +15,8 @@ from deltasync.delta.digests import DigestLedger
 from deltasync.delta.shard import whole
 from deltasync.errors import InvalidIndices, InvalidTable
 from deltasync.sync.target.loading import Loading
-from deltasync.testing.payloads import stage_runs
 from deltasync.wire.messages import ParameterSpec
+from tests.worlds.payloads import stage_runs
 
 I16, I32 = dtypes.BY_NAME["int16"], dtypes.BY_NAME["int32"]
 SPECS = tuple(

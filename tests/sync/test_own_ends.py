@@ -13,9 +13,9 @@ from deltasync.delta.bits import Flat, Live
 from deltasync.errors import TargetMoved
 from deltasync.sync.target.base import match_parameters, refuse_overlap
 from deltasync.sync.target.loading import Loader
-from deltasync.testing.target import TargetContract
 from deltasync.wire.messages import ParameterSpec
 from tests.worlds.links import fleet, until
+from tests.worlds.target_contract import TargetContract
 
 
 class DictSource(WeightSource):

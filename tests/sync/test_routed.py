@@ -15,8 +15,8 @@ from deltasync.delta.bits import as_bits
 from deltasync.engines.routed import RoutedTarget
 from deltasync.engines.routes.recorder import CheckpointTensor
 from deltasync.errors import ConfigError, DigestMismatch, SyncAborted
-from deltasync.testing.target import TargetContract
 from tests.worlds.links import Model, bits_equal, fleet, random_model, step
+from tests.worlds.target_contract import TargetContract
 from tests.worlds.toy_engines import (
     CHECKPOINT,
     SHAPES,
