@@ -68,8 +68,10 @@ class Engine:
         paused: Makes the context in which generation is paused.
         terms: What its workers are told, whatever they are asked to send.
         take_over: Whether to take it from another trainer, the first time.
+        continues: The `holder` of the same server's earlier stay, whose workers may be connected.
 
     Attributes:
+        holder: Its name for workers, which tell its calls from those of others by it.
         stem: How the names of its workers begin, also those before they reconnected.
         version: See `ServerState`.
         error: Why it is not current, or what it raised last; None if all is well.
@@ -92,10 +94,11 @@ class Engine:
         terms: TrainerInfo,
         *,
         take_over: bool = False,
+        continues: str = "",
     ) -> None:
         self.label, self.server, self.workers, self._terms = label, server, workers, terms
-        self._takes_over = take_over
-        self.stem, self._name, self._holder = new_name("engine-"), "", ""
+        self._takes_over, self._continues = take_over, continues
+        self.stem, self._name, self.holder = new_name("engine-"), "", continues
         self.version: int | None = None
         self.error: BaseException | None = SyncAborted("it has not connected yet")
         self.pause, self.outcome = Pause(paused), Future[object]()
@@ -179,7 +182,7 @@ class Engine:
     def _ask(self, call: Callable[..., object], *arguments: object) -> None:
         """Call the engine by this trainer's name. Raises as the engine does."""
         try:
-            asked(call, *arguments, self._holder)
+            asked(call, *arguments, self.holder)
         except EngineTaken as error:
             logger.warning("%s is left as it is: %s", self, error)
             self._refused(error)
@@ -222,8 +225,13 @@ class Engine:
     def start_connecting(self, trainer: TrainerInfo) -> None:
         """Ask it to connect to this trainer, in its thread."""
         self._name = new_name(self.stem)
-        self._holder = f"{trainer.holder} to {self.label} ({self.stem})"
-        terms = {"engine": self._name, "holder": self._holder, "take_over": self._takes_over}
+        self.holder = f"{trainer.holder} to {self.label} ({self.stem})"
+        terms = {
+            "engine": self._name,
+            "holder": self.holder,
+            "continues": self._continues,
+            "take_over": self._takes_over,
+        }
         self.error, self._declined = SyncAborted(_NOT_JOINED), None
         self.is_ours, self._takes_one_call = True, None
         self._patience_s = min(_GRACE_S, self._terms.timeout_s)

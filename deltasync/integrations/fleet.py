@@ -210,6 +210,7 @@ class EngineFleet(Closing):
             if name in self._engines or twin is not None:
                 label = name if twin is None else twin.label
                 raise ConfigError(f"the fleet has {label} already: remove it first, or add another")
+            stays = [e.holder for e in self._removed if e.server is server or e.label == name]
             self._engines[name] = Engine(
                 name,
                 server,
@@ -217,6 +218,7 @@ class EngineFleet(Closing):
                 paused,
                 self._terms,
                 take_over=take_over,
+                continues=stays[-1] if stays else "",
             )
         return name
 
@@ -225,8 +227,8 @@ class EngineFleet(Closing):
 
         Returns at once; an update in flight ends first, in its thread. If generation is paused it
         is resumed, unless the weights may mix two versions: then an error is logged. The result is
-        there when that is done. It raises EngineTaken, which is logged too, if another trainer has
-        taken the server since: that one keeps it as it is.
+        there when that is done. It raises EngineTaken, which is logged too, if the server was added
+        again meanwhile, or another trainer has taken it: that one keeps it as it is.
 
         Raises ConfigError if there is no such server.
         """

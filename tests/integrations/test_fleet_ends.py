@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 
 from deltasync import SenderOptions, SyncStats, subscribe
-from deltasync.errors import DeltaSyncError, SyncAborted, TransportClosed, TransportTimeout
+from deltasync.errors import (
+    DeltaSyncError,
+    EngineTaken,
+    SyncAborted,
+    TransportClosed,
+    TransportTimeout,
+)
 from deltasync.integrations.fleet import Pauses
 from deltasync.sync.events import SyncEvent, SyncFailed
 from deltasync.testing.links import PROMPT_S, within
@@ -284,41 +290,43 @@ def test_the_only_member_that_is_removed_in_its_delta_makes_way_for_who_joins(
 
 
 @pytest.mark.parametrize("is_same", [True, False], ids=["the-server", "its-name"])
-def test_a_server_that_is_added_as_it_leaves_connects_when_it_has_left(
+def test_a_server_that_is_added_as_it_leaves_is_not_disconnected_by_that(
     is_same: bool, tmp_path: Path
 ) -> None:
-    """Its workers follow the fleet by the stay that ends."""
+    """Nor has it to wait for what lets its workers disconnect."""
     with fleet_of(tmp_path, 2) as here:
         here.send()
         server = here.servers["1"]
         server.hangs = "disconnect"
-        here.fleet.remove("1")
+        left = here.fleet.remove("1")
         hung(server)
         if is_same:
             here.add(server, "1")
         else:
             here.add(Server(server.module), "1").workers = server.workers
-        assert "follows another trainer" in here.train().lost["1"]
-        server.goes_on.set()
-        until(lambda: not server.workers[0].is_connected)
         assert here.train().lost == {}
+        server.goes_on.set()
+        with pytest.raises(EngineTaken):
+            left.result(60)
+        assert here.train().kind == "delta"
         here.check("0", "1")
 
 
-def test_a_server_whose_workers_did_not_disconnect_has_to_be_taken_over(tmp_path: Path) -> None:
-    """They still follow the fleet by the earlier stay."""
+def test_a_server_whose_workers_did_not_disconnect_connects_by_another_name(
+    tmp_path: Path,
+) -> None:
+    """They still follow this trainer, by the earlier name."""
     with fleet_of(tmp_path, 2) as here:
         here.send()
-        server = here.servers["1"]
-        server.fails = "disconnect"
-        here.fleet.remove("1").result(60)
-        assert server.workers[0].is_connected
-        here.add(server, "1")
-        assert "take_over=True" in here.train().lost["1"]
-        here.fleet.remove("1").result(60)
-        here.add(server, "1", take_over=True)
-        assert here.train().lost == {}
-        here.check()
+        server = here.servers.pop("1")
+        for name in ("by another", "by a third"):
+            server.fails = "disconnect"
+            here.fleet.remove("1" if name == "by another" else "by another").result(60)
+            assert server.workers[0].is_connected
+            here.servers.pop("by another", None)
+            here.add(server, name)
+            assert here.train().lost == {}
+            here.check()
 
 
 def test_a_server_that_joins_and_leaves_again_and_again_leaves_nothing_behind(
