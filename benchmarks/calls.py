@@ -23,7 +23,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
 
-os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are defined
 import torch
 from torch import nn
 
@@ -173,6 +172,7 @@ def _weights(module: nn.Module) -> list[list[int]]:
 
 
 def main() -> None:
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are defined
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--list", action="store_true", help="each function, by caller and file")
     is_listed = parser.parse_args().list

@@ -16,11 +16,11 @@ from deltasync.delta.bits import Flat
 from deltasync.errors import LayoutMismatch
 from deltasync.sync.target.base import WeightTarget
 from deltasync.testing.links import Ends
-from deltasync.testing.target import TargetContract
 from deltasync.testing.transport import TransportContract
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame
 from deltasync.wire.messages import ParameterSpec
+from tests.worlds.target_contract import TargetContract
 
 
 class _Target(TargetContract):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from benchmarks.calls import MOST, measured
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there kernels run on the GPU")
 @pytest.mark.parametrize("path", dict.fromkeys(path for path, _ in MOST))
 def test_a_warm_delta_takes_no_more_than_its_goal(path: str) -> None:
     for end, found in measured(path).items():

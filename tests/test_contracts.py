@@ -1,4 +1,4 @@
-"""The contracts of `deltasync.testing` find ends that break them."""
+"""The contracts of transports and targets find ends that break them."""
 
 from __future__ import annotations
 

@@ -15,7 +15,6 @@ COMMANDS = {
     "diff": ("deltasync.files.patch_file", "deltasync.delta.sparsity", "deltasync.store"),
     "doctor": ("deltasync.cli.probes.checks",),
     "fetch": ("deltasync.store.checkpoints",),
-    "gc": ("deltasync.store.retention",),
     "log": ("deltasync.store.catalogue",),
     "report": ("deltasync.observe.report",),
     "verify": ("deltasync.files.comparing",),

@@ -5,25 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
-from typing import Annotated, Any, ParamSpec
+from typing import Annotated, ParamSpec
 
 import typer
-from typer.core import TyperCommand
 
 from deltasync import __version__
 from deltasync.cli.signals import interruption
 
 _Options = ParamSpec("_Options")
-
-
-class _Command(TyperCommand):
-    """A command whose arguments are called in capitals, as its help and errors call them."""
-
-    def __init__(self, *words: Any, params: list[Any], **options: Any) -> None:
-        for one in params:
-            if one.param_type_name == "argument" and one.metavar is None and one.name:
-                one.metavar = one.name.upper()
-        super().__init__(*words, params=params, **options)
 
 
 def make_app(commands: Mapping[str, Iterable[str]]) -> typer.Typer:
@@ -32,7 +21,7 @@ def make_app(commands: Mapping[str, Iterable[str]]) -> typer.Typer:
     app.callback(help="Push only the changed weights from a trainer into inference engines.")(_root)
     for name, needed in commands.items():
         command = getattr(import_module(f"deltasync.cli.{name}"), name)
-        app.command(cls=_Command)(_after_imports(command, needed))
+        app.command()(_after_imports(command, needed))
     return app
 
 

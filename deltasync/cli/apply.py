@@ -7,21 +7,19 @@ from typing import Annotated
 
 import typer
 
-from deltasync.cli.terminal import AsJson, FilePath, phases, print_json, print_written
+from deltasync.cli.terminal import file_argument, phases, print_written
 
 
 def apply(
-    patch: FilePath,
-    checkpoint: FilePath,
+    patch: Annotated[Path, file_argument("PATCH")],
+    checkpoint: Annotated[Path, file_argument("CHECKPOINT")],
     out: Annotated[Path, typer.Option(help="The new file or folder.", show_default=False)],
-    as_json: AsJson = False,
 ) -> None:
     """Apply PATCH to CHECKPOINT, and write what it was made from.
 
     CHECKPOINT is a safetensors file, or a folder of them: then its other files are copied too.
     Whether it is what the patch fits on is checked first, and what was written at the end.
     """
-    from deltasync.delta.digests import digest_text
     from deltasync.files.checkpoint import Checkpoint
     from deltasync.files.output import refuse_existing
     from deltasync.files.patch_file import PatchFile, apply_patch_file
@@ -30,7 +28,4 @@ def apply(
     file, base = PatchFile(patch), Checkpoint(checkpoint)
     with phases(base.num_bytes) as phase:
         digest = apply_patch_file(file, base, out, phase=phase)
-    if as_json:
-        print_json({"out": str(out), "digest": digest_text(digest), "bytes": base.num_bytes})
-        return
     print_written(out, base.num_bytes, len(base.specs), digest)

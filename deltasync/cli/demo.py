@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -20,19 +20,9 @@ def demo(
         float,
         typer.Option(help="Learning rate of GRPO; 1e-6 is usual, 1e-4 learns within 300 steps."),
     ] = 1e-6,
-    transport: Annotated[
-        Literal["shared_memory", "gloo"], typer.Option(help="Transport of the weights.")
-    ] = "shared_memory",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object per version, nothing else.")
-    ] = False,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for records, a run log, and first and last weights."),
-    ] = None,
-    store: Annotated[
-        Path | None,
-        typer.Option(help="Folder to which each version is published, for log, fetch and verify."),
     ] = None,
     quick: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
@@ -47,18 +37,17 @@ def demo(
 
     if not (math.isfinite(lr) and lr > 0):
         raise typer.BadParameter(f"{lr} is not above 0", param_hint="--lr")
-    for option, value, package in (("--out", out, "safetensors"), ("--store", store, "obstore")):
-        if value is not None and not find_spec(package):
-            raise typer.BadParameter(f"needs pip install {package}", param_hint=option)
+    if out is not None and not find_spec("safetensors"):
+        raise typer.BadParameter("needs pip install safetensors", param_hint="--out")
     log = None if out is None else out / "run.jsonl"
     if out is not None and log is not None:
         out.mkdir(parents=True, exist_ok=True)
         write_output(log, b"")
     config = (DemoConfig.quick if quick else DemoConfig)(
-        steps=steps, seed=seed, learning_rate=lr, transport=transport, store=store, log=log
+        steps=steps, seed=seed, learning_rate=lr, log=log
     )
-    console = Console(stderr=as_json, highlight=False)
-    shown = Report(console, as_json=as_json)
+    console = Console(highlight=False)
+    shown = Report(console)
     try:
         summary = run(config, shown)
     except DeltaSyncError as error:

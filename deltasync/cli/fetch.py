@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from deltasync.cli.stores import Config, KeyFile, RunName, StoreUrl, store_options
-from deltasync.cli.terminal import AsJson, phases, print_json, print_written
+from deltasync.cli.terminal import phases, print_written
 from deltasync.observe.units import size
 
 
@@ -28,20 +27,18 @@ def fetch(
     run: RunName = None,
     config: Config = None,
     key_file: KeyFile = None,
-    as_json: AsJson = False,
 ) -> None:
     """Write a version of a store as a checkpoint in safetensors.
 
     It comes over the fewest bytes. What is fetched is checked against the manifests, and what was
     written is read again.
     """
-    from deltasync.delta.digests import digest_text
     from deltasync.files.checkpoint import Checkpoint
     from deltasync.store.checkpoints import fetch_checkpoint
 
     options = store_options(config, key_file)
     with phases() as phase:
-        found = fetch_checkpoint(
+        done = fetch_checkpoint(
             url,
             out,
             to=to,
@@ -50,11 +47,8 @@ def fetch(
             options=options,
             phase=phase,
         )
-    if as_json:
-        print_json({"out": str(out), **asdict(found), "digest": digest_text(found.digest)})
-        return
-    kinds = Counter(found.ways).items()
+    kinds = Counter(done.ways).items()
     ways = " + ".join(f"{number} {kind}" for kind, number in kinds) or "nothing"
-    what = f"v{found.version} of run {found.run}, "
-    more = f"; fetched {ways}, {size(found.fetched_bytes)}"
-    print_written(out, found.num_bytes, found.num_tensors, found.digest, what=what, more=more)
+    what = f"v{done.version} of run {done.run}, "
+    more = f"; fetched {ways}, {size(done.fetched_bytes)}"
+    print_written(out, done.num_bytes, done.num_tensors, done.digest, what=what, more=more)

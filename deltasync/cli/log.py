@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from deltasync.cli.stores import Config, KeyFile, RunName, StoreUrl, store_options
-from deltasync.cli.terminal import (
-    AsJson,
-    count,
-    cut,
-    make_console,
-    make_table,
-    phases,
-    print_json,
-)
+from deltasync.cli.terminal import make_console, make_table
 from deltasync.observe.units import percent, size
-
-if TYPE_CHECKING:
-    from deltasync.store.manifest import Manifest, Way
 
 
 def log(
@@ -30,7 +19,6 @@ def log(
     run: RunName = None,
     config: Config = None,
     key_file: KeyFile = None,
-    as_json: AsJson = False,
 ) -> None:
     """Show the versions of a run, and how each can be fetched.
 
@@ -38,40 +26,24 @@ def log(
     """
     from deltasync.store.catalogue import Run
 
-    found = Run.open(url, run, store_options(config, key_file))
-    versions = found.versions()
-    with phases(limit, counts=True) as phase:
-        advance = phase("reading")
-        entries: list[tuple[Manifest, list[Way]]] = []
-        for version in reversed(versions[-limit:]):
-            if (published := found.published(version)) is not None:  # else deleted meanwhile
-                entries.append((published.manifest, found.ways(published)))
-            advance(1)
-    older = len(versions) - len(entries)
-    if as_json:
-        shown = [_entry_json(*entry) for entry in entries]
-        print_json({"run": found.name, "older": older, "versions": shown})
-        return
+    store = Run.open(url, run, store_options(config, key_file))
+    versions = store.versions()
     console = make_console()
-    if not entries:
-        console.print(f"run {found.name}: no version yet")
+    if not versions:
+        console.print(f"run {store.name}: no version yet")
         return
-    newest, _ = entries[0]
-    console.print(f"run {found.name}: v{newest.version}, {count(newest.numel)} elements")
-    table = make_table("version", "ways", "changed", "written", "by", names=2)
-    for manifest, ways in entries:
+    table = make_table("version", "elements", "ways", "changed", "written", "by", names=3)
+    for version in reversed(versions[-limit:]):
+        if (published := store.published(version)) is None:  # deleted meanwhile
+            continue
+        manifest = published.manifest
         table.add_row(
-            f"v{manifest.version}",
-            ", ".join(f"{way.kind} {size(way.num_bytes)}" for way in ways),
+            f"v{version}",
+            f"{manifest.numel:,}",
+            ", ".join(f"{way.kind} {size(way.num_bytes)}" for way in store.ways(published)),
             percent(manifest.nnz / manifest.numel),
             manifest.written_at.replace("T", " ").removesuffix("+00:00"),
             manifest.writer.partition(" ")[2],
         )
-    console.print(cut(table, older, "older versions: --limit 0 shows all"))
-
-
-def _entry_json(manifest: Manifest, ways: list[Way]) -> dict[str, Any]:
-    kept = ("version", "digest", "layout_hash", "numel", "nnz", "writer", "written_at")
-    found = {name: getattr(manifest, name) for name in kept}
-    found["ways"] = [{"kind": way.kind, "bytes": way.num_bytes} for way in ways]
-    return found
+    console.print(f"run {store.name}: {len(versions):,} versions, the newest is v{versions[-1]}")
+    console.print(table)

@@ -9,11 +9,8 @@ from typing import Annotated
 import typer
 
 from deltasync.cli.ending import printable
-from deltasync.cli.signals import tell
-from deltasync.cli.terminal import AsJson, make_console, print_json
+from deltasync.cli.terminal import make_console
 from deltasync.observe.units import size
-
-_SHOWN = 5  # lines that were skipped
 
 
 def report(
@@ -25,11 +22,10 @@ def report(
         Path | None,
         typer.Option(help="The page to write.", show_default="that of the log, as .html"),
     ] = None,
-    as_json: AsJson = False,
 ) -> None:
     """Draw the log of a run as one page of HTML.
 
-    It shows bytes, density by layer, pauses and failures. The page needs no network, and nothing
+    It shows bytes, density, pauses and failures. The page needs no network, and nothing
     beside it. An existing page is replaced; a device or pipe is written into.
     """
     from deltasync.errors import ConfigError
@@ -43,13 +39,5 @@ def report(
     run = read_run(log)
     page = make_page(run, log.name).encode()
     write_output(out, page)
-    if as_json:
-        skipped = [{"line": line, "why": why} for line, why in run.skipped]
-        num_lines = len(run.lines)
-        print_json({"out": str(out), "bytes": len(page), "lines": num_lines, "skipped": skipped})
-        return
-    for line, why in run.skipped[:_SHOWN]:
-        tell(printable(f"line {line} was skipped: {why}"))
-    if len(run.skipped) > _SHOWN:
-        tell(f"so were {len(run.skipped) - _SHOWN} others")
-    make_console().print(f"{printable(str(out))}: {len(run.lines)} lines, {size(len(page))}")
+    lines = f"{len(run.lines)} lines, {len(run.skipped)} skipped"
+    make_console().print(f"{printable(str(out))}: {lines}, {size(len(page))}")

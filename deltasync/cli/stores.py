@@ -38,10 +38,8 @@ def store_options(config: list[str] | None, key_file: Path | None) -> StoreOptio
     from deltasync.store.objects import StoreOptions
 
     pairs = [text.partition("=") for text in config or ()]
-    for key, sign, _ in pairs:
+    for name, sign, _ in pairs:
         if not sign:
-            raise typer.BadParameter(f"{key!r} is not like KEY=VALUE", param_hint="--config")
-    known = {key: value for key, _, value in pairs}
-    if key_file is None:
-        return StoreOptions(config=known)
-    return StoreOptions.model_validate({"config": known, "mac_key": read_secret(key_file)})
+            raise typer.BadParameter(f"{name!r} is not like KEY=VALUE", param_hint="--config")
+    key = None if key_file is None else read_secret(key_file)
+    return StoreOptions.model_validate({"config": {k: v for k, _, v in pairs}, "mac_key": key})

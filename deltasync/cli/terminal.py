@@ -1,13 +1,12 @@
-"""Output that commands share: consoles, progress, numbers, bars."""
+"""Output that commands share: consoles, tables, progress."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich import progress as bars
@@ -25,10 +24,10 @@ if TYPE_CHECKING:
 
 _PIPED_WIDTH = 120
 
-AsJson: TypeAlias = Annotated[
-    bool, typer.Option("--json", help="Print one JSON object, nothing else.")
-]
-FilePath: TypeAlias = Annotated[Path, typer.Argument(show_default=False)]
+
+def file_argument(name: str) -> Any:
+    """Annotates a path that is called by this name in help and errors."""
+    return typer.Argument(metavar=name, show_default=False)
 
 
 class _Console(Console):
@@ -51,41 +50,25 @@ def make_console() -> Console:
     )
 
 
-def print_json(value: dict[str, Any]) -> None:
-    """Print one object on one line."""
-    print(json.dumps(value))
-
-
 def print_written(
     out: Path, num_bytes: int, num_tensors: int, digest: int, *, what: str = "", more: str = ""
 ) -> None:
     """Print which checkpoint was written."""
     from deltasync.delta.digests import digest_text
 
-    made = f"{what}{size(num_bytes)} in {count(num_tensors)} tensors"
+    made = f"{what}{size(num_bytes)} in {num_tensors:,} tensors"
     line = f"{out}: {made}, state digest {digest_text(digest)}{more}"
     make_console().print(line, soft_wrap=True)
 
 
 def make_table(*columns: str, names: int = 1) -> Table:
-    """A table whose first columns are names, and whose others are numbers; bars have no title."""
+    """A table whose first columns are names, and whose others are numbers."""
     table = Table(box=SIMPLE_HEAD)
     for number, column in enumerate(columns):
-        is_name = number < names
-        table.add_column(
-            column,
-            justify="left" if is_name or not column else "right",
-            style=None if column else "cyan",
-            overflow="fold" if is_name else "ellipsis",
-            no_wrap=not is_name,
-        )
-    return table
-
-
-def cut(table: Table, rest: int, what: str = "more") -> Table:
-    """Note below a table how many rows are not shown, if any."""
-    if rest > 0:
-        table.caption, table.caption_justify = f"and {count(rest)} {what}", "left"
+        if number < names:
+            table.add_column(column, overflow="fold")
+        else:
+            table.add_column(column, justify="right", no_wrap=True)
     return table
 
 
@@ -110,14 +93,3 @@ def phases(num_bytes: int = 0, *, counts: bool = False) -> Iterator[Callable[...
             return lambda done: progress.advance(task, done)
 
         yield phase
-
-
-def count(number: int) -> str:
-    """Such as "536,870,912"."""
-    return f"{number:,}"
-
-
-def bar(console: Console, share: float, width: int = 16) -> str:
-    """A share of 0 to 1 as a bar; a share above 0 is visible."""
-    full = round(share * width) or int(share > 0)
-    return ("#" if console.options.ascii_only else "\u2588") * full

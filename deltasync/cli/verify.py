@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,14 +10,7 @@ from rich.text import Text
 
 from deltasync.cli.ending import FAILED
 from deltasync.cli.stores import Config, KeyFile, RunName, store_options
-from deltasync.cli.terminal import (
-    AsJson,
-    count,
-    make_console,
-    make_table,
-    phases,
-    print_json,
-)
+from deltasync.cli.terminal import file_argument, make_console, make_table, phases
 from deltasync.observe.units import size
 
 if TYPE_CHECKING:
@@ -30,12 +22,11 @@ _SHOWN = 10  # elements that differ
 
 
 def verify(
-    first: Annotated[str, typer.Argument(metavar="FIRST", show_default=False)],
-    second: Annotated[Path | None, typer.Argument(show_default=False)] = None,
+    first: Annotated[str, file_argument("FIRST")],
+    second: Annotated[Path | None, file_argument("SECOND")] = None,
     run: RunName = None,
     config: Config = None,
     key_file: KeyFile = None,
-    as_json: AsJson = False,
 ) -> None:
     """Compare two checkpoints bit for bit, or check a patch or a store.
 
@@ -47,63 +38,47 @@ def verify(
 
     if second is None:
         if Path(first).exists() and not Path(first).is_dir():
-            _verify_frames(Path(first), as_json=as_json)
+            _verify_frames(Path(first))
         else:
-            _verify_store(first, run, config, key_file, as_json=as_json)
+            _verify_store(first, run, config, key_file)
         return
     if run or config or key_file:
         raise typer.BadParameter("--run, --config and --key-file are for a store: give one URL")
-    if not _compare(Checkpoint(Path(first)), Checkpoint(second), as_json=as_json):
+    if not _compare(Checkpoint(Path(first)), Checkpoint(second)):
         raise typer.Exit(FAILED)
 
 
-def _verify_frames(path: Path, *, as_json: bool) -> None:
+def _verify_frames(path: Path) -> None:
     from deltasync.files.frame_check import FrameCheck
 
     if path.suffix == ".safetensors":
         raise typer.BadParameter(f"{path} is a checkpoint; give a second one")
-    found = FrameCheck(path)
-    if as_json:
-        fault = None if found.fault is None else asdict(found.fault)
-        print_json({"bytes": found.num_bytes, "frames": found.num_frames, "fault": fault})
-    else:
-        frames = f"{count(found.num_frames)} sound frames"
-        make_console().print(f"patch file, {size(found.num_bytes)}, {frames}", soft_wrap=True)
-    if found.fault is None:
-        return
-    if not as_json:
-        where = f"damaged frame at byte {count(found.fault.offset)}, rule {found.fault.rules}"
-        line = f"{where}: {found.fault.error}: {found.fault.reason}"
-        make_console().print(line, style="red", soft_wrap=True)
-    raise typer.Exit(FAILED)
+    check, console = FrameCheck(path), make_console()
+    frames = f"{check.num_frames:,} sound frames"
+    console.print(f"patch file, {size(check.num_bytes)}, {frames}", soft_wrap=True)
+    if (fault := check.fault) is not None:
+        where = f"damaged frame at byte {fault.offset:,}, rule {fault.rules}"
+        console.print(f"{where}: {fault.error}: {fault.reason}", style="red", soft_wrap=True)
+        raise typer.Exit(FAILED)
 
 
 def _verify_store(
-    url: str,
-    run: str | None,
-    config: list[str] | None,
-    key_file: Path | None,
-    *,
-    as_json: bool,
+    url: str, run: str | None, config: list[str] | None, key_file: Path | None
 ) -> None:
     from deltasync.store.verifying import verify_run
 
     with phases(counts=True) as phase:
         found = verify_run(url, run, options=store_options(config, key_file), phase=phase)
-    if as_json:
-        print_json(asdict(found))
-    else:
-        _print_faults(found)
+    _print_faults(found)
     if found.faults or len(found.proved) < found.versions:
         raise typer.Exit(FAILED)
 
 
 def _print_faults(found: Verified) -> None:
     console = make_console()
-    read = f"{size(found.num_bytes)} read"
     console.print(
-        f"run {found.run}: {count(len(found.proved))} of {count(found.versions)} versions are "
-        f"proved, {count(len(found.faults))} faults, {read}"
+        f"run {found.run}: {len(found.proved):,} of {found.versions:,} versions are "
+        f"proved, {len(found.faults):,} faults, {size(found.num_bytes)} read"
     )
     if found.faults:
         table = make_table("version", "what", "why", names=3)
@@ -112,28 +87,24 @@ def _print_faults(found: Verified) -> None:
         console.print(table)
 
 
-def _compare(first: Checkpoint, second: Checkpoint, *, as_json: bool) -> bool:
+def _compare(first: Checkpoint, second: Checkpoint) -> bool:
     from deltasync.files.comparing import compare_bits
 
     with phases(first.num_bytes) as phase:
         found = compare_bits(first, second, limit=_SHOWN, advance=phase("comparing"))
-    equal = not found.different
-    if as_json:
-        print_json({"equal": equal, **asdict(found)})
-    elif equal:
-        made = f"{count(found.numel)} elements in {count(len(first.specs))} tensors"
-        make_console().print(f"equal: {made}, bit for bit")
-    else:
+    if found.different:
         _print_difference(found)
-    return equal
+        return False
+    made = f"{found.numel:,} elements in {len(first.specs):,} tensors"
+    make_console().print(f"equal: {made}, bit for bit")
+    return True
 
 
 def _print_difference(found: Equality) -> None:
     console = make_console()
     number = sum(found.different.values())
     console.print(
-        f"different: {count(number)} of {count(found.numel)} elements, "
-        f"in {count(len(found.different))} tensors"
+        f"different: {number:,} of {found.numel:,} elements, in {len(found.different):,} tensors"
     )
     if not found.first:
         return
@@ -143,4 +114,4 @@ def _print_difference(found: Equality) -> None:
         table.add_row(one.name, index, *(Text("\n".join(texts)) for texts in (one.old, one.new)))
     console.print(table)
     if number > len(found.first):
-        console.print(f"and {count(number - len(found.first))} more")
+        console.print(f"and {number - len(found.first):,} more")

@@ -82,9 +82,6 @@ class BucketReader:
         flats: The weights by parameter, by which coded payloads are decoded: as they are before
             the payload is applied. None to refuse coded payloads. Not owned.
         decoder: What decodes where these weights are; None for the host.
-
-    Attributes:
-        reached: (parameter, flat position) up to which buckets of this sync have come, by lane.
     """
 
     def __init__(
@@ -107,7 +104,8 @@ class BucketReader:
             num_bytes: The indices and values that it declares, on all lanes; None for no bound. A
                 row takes some of it, so that buckets are bounded too.
         """
-        self.reached, self._left = [(0, 0)] * self._lanes, num_bytes
+        # (parameter, flat position) up to which buckets of this sync have come, by lane.
+        self._reached, self._left = [(0, 0)] * self._lanes, num_bytes
 
     def unpack(self, bucket: Bucket, payload: Tensor | None, *, lane: int = 0) -> ReadBucket:
         """Check the table of a payload as it came, compressed, coded or not.
@@ -123,7 +121,7 @@ class BucketReader:
                 bucket.raw_bytes,
                 numels=self._numels,
                 item_sizes=self._item_sizes,
-                after=self.reached[lane],
+                after=self._reached[lane],
             )
             if found is not None:
                 self._count(found.rows, lane)
@@ -139,7 +137,7 @@ class BucketReader:
         data, raw_bytes = payload.cpu().numpy().data, bucket.raw_bytes
         coded = CodedPayload.from_bytes(data, num_rows=bucket.num_rows, raw_bytes=raw_bytes)
         rows, _, _ = checked_rows(
-            coded, raw_bytes, self._numels, self._item_sizes, self.reached[lane]
+            coded, raw_bytes, self._numels, self._item_sizes, self._reached[lane]
         )
         self._count(rows, lane)
         return coded
@@ -167,7 +165,7 @@ class BucketReader:
             payload_bytes=len(payload),
             numels=self._numels,
             item_sizes=self._item_sizes,
-            after=self.reached[lane],
+            after=self._reached[lane],
         )
         self._count(rows, lane)
         return ReadBucket(self._specs, rows, index_at, value_at, payload)
@@ -181,7 +179,7 @@ class BucketReader:
                     "count the indices and values of all buckets"
                 )
         last = rows[-1]
-        self.reached[lane] = int(last["parameter"]), int(last["start"] + last["span"])
+        self._reached[lane] = int(last["parameter"]), int(last["start"] + last["span"])
 
     def read(self, payload: Tensor, num_rows: int) -> list[tuple[int, Run]]:
         """(parameter, run) of each row. Raises WireError."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,9 +14,7 @@ from rich.text import Text
 from torch import Tensor
 
 from deltasync import SyncStats
-from deltasync.delta.digests import digest_text
 from deltasync.files.output import appearing, write_output
-from deltasync.store.sender import PublishStats
 
 _OF_STATS = (
     *("version", "kind", "nnz", "numel", "density", "payload_bytes", "dense_bytes"),
@@ -33,23 +30,16 @@ class VersionRecord:
         stats: Of the sync.
         reward: Mean reward of the rollouts that this version generated.
         verified: The SHA-256 of the bytes that the rollout process holds equals the trainer's.
-        published: What came into the store, if there is one.
     """
 
     stats: SyncStats
     reward: float
     verified: bool
-    published: PublishStats | None = None
 
     def as_json(self) -> dict[str, Any]:
         """What is written of it."""
         found = {name: getattr(self.stats, name) for name in _OF_STATS}
-        found |= {"reward": self.reward, "verified": self.verified}
-        if (published := self.published) is not None:
-            size = published.delta_bytes + published.anchor_bytes
-            digest = digest_text(published.digest)
-            found["store"] = {"version": published.version, "digest": digest, "bytes": size}
-        return found
+        return found | {"reward": self.reward, "verified": self.verified}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,15 +102,14 @@ class Report:
 
     Args:
         console: For the table and the summary.
-        as_json: Print one JSON object for each version on stdout, instead of the table.
 
     Attributes:
         records: Of all versions.
         checkpoints: Weights of the "first" and the "last" version as they were sent, in bf16.
     """
 
-    def __init__(self, console: Console, *, as_json: bool = False) -> None:
-        self._console, self._as_json = console, as_json
+    def __init__(self, console: Console) -> None:
+        self._console = console
         self.records: list[VersionRecord] = []
         self.checkpoints: dict[str, dict[str, Tensor]] = {}
 
@@ -132,9 +121,6 @@ class Report:
     def version(self, record: VersionRecord) -> None:
         """Print its row, under the headings if it is the first."""
         self.records.append(record)
-        if self._as_json:
-            print(json.dumps(record.as_json()), flush=True)
-            return
         if len(self.records) == 1:
             titles = (title.rjust(width) for title, width, _ in _COLUMNS)
             self._line(Text("  ".join(titles), "bold"))
@@ -161,7 +147,6 @@ def summary_lines(summary: Summary, records: Sequence[VersionRecord]) -> list[tu
     lines = [
         ("reward", f"{summary.before}  ->  {summary.after}"),
         ("", f"mean +- standard error, the same {summary.before.num_prompts} prompts each time"),
-        ("", _movement(summary.before, summary.after)),
     ]
     if deltas:
         lines += _delta_lines(deltas)
@@ -177,25 +162,10 @@ def _delta_lines(deltas: Sequence[SyncStats]) -> list[tuple[str, str]]:
     densities = [stats.density for stats in deltas]
     sent = sum(stats.payload_bytes for stats in deltas)
     dense = sum(stats.dense_bytes for stats in deltas)
-    diff, transfer, commit = (
-        f"{median(seconds) * 1e3:.1f} ms"
-        for seconds in zip(*((r.diff_s, r.transfer_s, r.commit_s) for r in deltas), strict=True)
-    )
     return [
         ("density", f"median {median(densities):.1%}, highest {max(densities):.1%}"),
         ("bytes of deltas", f"{sent / 1e6:.1f} MB, dense {dense / 1e6:.1f} MB: {sent / dense:.1%}"),
-        ("time of a delta", f"diff {diff}, transfer {transfer}, commit {commit} (medians)"),
     ]
-
-
-def _movement(before: Score, after: Score) -> str:
-    """Whether the reward moved. The two errors are taken as independent, which overstates them."""
-    moved = after.mean - before.mean
-    error = math.hypot(before.standard_error, after.standard_error)
-    found = f"{moved:+.3f} +- {error:.3f}"
-    if abs(moved) > 2 * error:
-        return f"{found}: the policy {'improved' if moved > 0 else 'got worse'}"
-    return f"{found}: within noise; --lr 1e-4 --steps 300 trains long enough to see it learn"
 
 
 def write_files(folder: Path, report: Report, summary: Summary) -> None:

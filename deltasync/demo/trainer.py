@@ -10,7 +10,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -32,13 +32,12 @@ from deltasync.demo.rollout import MAX_THREADS
 from deltasync.demo.task import SortTask
 from deltasync.errors import PeerLost
 from deltasync.observe.run_log import RunLog
-from deltasync.store.sender import StoreSender
 from deltasync.transports.address import Address, listen
 
 START_TIMEOUT_S, EXIT_TIMEOUT_S = 120.0, 10.0
 # Index and value of a changed element take as many bytes as three elements of a dense patch. The
 # default policy sends dense patches sooner, to save time, which hardly matters for a small model.
-FEWEST_BYTES = SenderOptions(policy=SendPolicy(dense_above=1 / 3), report_density="layer")
+FEWEST_BYTES = SenderOptions(policy=SendPolicy(dense_above=1 / 3))
 BETAS = (0.9, 0.95)
 NUM_SEEDS = 2**32  # torch's CPU generator ignores higher bits
 EVALUATION_SEED = NUM_SEEDS - 1  # not a --seed: its prompts are not those of the training
@@ -54,14 +53,12 @@ class DemoConfig:
         warm_up_steps: Supervised steps before the first sync; likewise `warm_up_*`.
         num_prompts: Prompts of one GRPO step, each answered `group_size` times.
         num_evaluation_prompts: Prompts of the evaluation, the same before and after.
-        store: Folder to which each version is published, as bf16, besides; None for none.
         log: File to which a `RunLog` writes; None for none.
     """
 
     steps: int
     seed: int
     learning_rate: float
-    transport: Literal["shared_memory", "gloo"]
     task: SortTask = field(default_factory=SortTask)
     size: PolicySize = field(default_factory=PolicySize)
     warm_up_steps: int = 120
@@ -70,7 +67,6 @@ class DemoConfig:
     num_prompts: int = 32
     group_size: int = 8
     num_evaluation_prompts: int = 512
-    store: Path | None = None
     log: Path | None = None
 
     @classmethod
@@ -186,20 +182,14 @@ class Trainer:
             self.policy.parameters(), self.config.learning_rate, betas=BETAS, weight_decay=0.0
         )
         schedule = LinearLR(optimizer, start_factor=0.1, total_iters=10)
-        publisher = None
-        if (store := self.config.store) is not None:
-            changes = {"compression": "gap", "wire_dtypes": {"*": "bfloat16"}}
-            options = FEWEST_BYTES.model_copy(update=changes)
-            publisher = StoreSender(ModuleSource(self.policy), store, options=options)
         hook = sync_after_step(optimizer, sender, on_error="raise")
         prompts = self._ask(syncs=False)
         for step in range(self.config.steps + 1):
             found = self.rollout.answer()
             rewards = torch.tensor(found["rewards"])
             same = found["sha256"] == self.policy.sha256()
-            published = None if publisher is None else publisher.publish()
             stats, reward = hook.last_stats or first, rewards.mean().item()
-            self.report.version(VersionRecord(stats, reward, same, published))
+            self.report.version(VersionRecord(stats, reward, same))
             if step == self.config.steps:  # the last version is only evaluated
                 return
             advantages = group_advantages(rewards, self.config.group_size)
@@ -239,7 +229,7 @@ def run(config: DemoConfig, report: Report) -> Summary:
         if config.log is not None:
             stack.enter_context(subscribe(stack.enter_context(RunLog(config.log))))
         folder = stack.enter_context(TemporaryDirectory(prefix="deltasync-"))
-        transport, address = listen(config.transport, path=Path(folder) / "weights.sock")
+        transport, address = listen("shared_memory", path=Path(folder) / "weights.sock")
         stack.enter_context(transport)
         rollout = stack.enter_context(RolloutProcess(config, address))
         trainer = Trainer(config, rollout, report)

@@ -82,7 +82,3 @@ class LearntTarget(RoutedTarget):
             name: (one.shape, one.stride(), one.storage_offset(), one.dtype)
             for name, one in self._live().items()
         }
-
-    def loader(self) -> None:
-        """None: the loader does not know the parameters that replaced its own."""
-        return

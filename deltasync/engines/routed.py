@@ -29,8 +29,13 @@ from deltasync.engines.proof.recomputed import Recomputed
 from deltasync.engines.routes.recorder import CheckpointTensor, Load, Recording, record
 from deltasync.errors import ConfigError, TargetMoved
 from deltasync.sync.module import ModuleWatch, named_tensors
-from deltasync.sync.target.base import match_parameters, refuse_missing, refuse_overlap, some_of
-from deltasync.sync.target.loading import RELOAD, Loader
+from deltasync.sync.target.base import (
+    WeightTarget,
+    match_parameters,
+    refuse_missing,
+    refuse_overlap,
+    some_of,
+)
 from deltasync.wire.messages import ParameterSpec
 
 Routes = tuple[Piece, ...]
@@ -41,18 +46,18 @@ def _nothing() -> None:
     """What follows a sync unless a target is given something else."""
 
 
+RELOAD = "for vLLM, EngineSync(without_routes='reload') finds out whether reloading will do"
+"""What may help where no route leads."""
+
 _SHOWN = 5  # reasons in an error message
 _BLOCK = 1 << 20  # elements that are compared at once
 
 
-class RoutedTarget:
+class RoutedTarget(WeightTarget):
     """An engine whose parameters are not the checkpoint's: fused, padded, split over ranks.
 
     The engine's loader runs once on tensors without data. This shows where the elements of each
-    checkpoint tensor are kept, which is where deltas are written. The routes are verified before
-    any delta: a receiver joins either with weights that have the trainer's digest when they are
-    read back through the routes, or by a full sync, which the loader itself writes and which is
-    then read back.
+    checkpoint tensor are kept, which is where syncs are written. Padding stays as it is.
 
     Do not use a loader that writes in another thread, or through numpy or dlpack: such writes
     cannot be recorded.
@@ -61,8 +66,8 @@ class RoutedTarget:
         module: The engine's model. It must keep its storage between syncs; if storage is released,
             reloaded or replaced, call the receiver's `invalidate`.
         checkpoint: Names, shapes and dtypes of the tensors that `load` takes.
-        load: The loader; by default the module's `load_weights`. It is called with a few tensors at
-            a time, in the engine's pause, in the dtypes that the engine keeps.
+        load: The loader; by default the module's `load_weights`. It is called when the target is
+            first used, and after the engine has replaced storage.
         finish: Called in the pause after every sync, to update what the engine derives from its
             weights. It must leave the weights where they were loaded.
 
@@ -87,7 +92,6 @@ class RoutedTarget:
         self._held: dict[str, tuple[Live, ParameterSpec]] = {}  # by own name
         self._names: dict[int, str] = {}  # own, by number
         self._watch = _Watch(module)
-        self._own_names: dict[str, tuple[str, ...]] = {}  # by the sender's
         self._known: tuple[_Watch, Recording] | None = None
 
     def parameters(self) -> tuple[ParameterSpec, ...]:
@@ -112,9 +116,6 @@ class RoutedTarget:
         refuse_overlap(held, accesses)
         assert self._known is not None
         self._watch = self._known[0]
-        self._own_names = {
-            layout[n].name: recording.given[s.name] for n, s in zip(numbers, held, strict=True)
-        }
         self._names = {number: spec.name for number, spec in zip(numbers, held, strict=True)}
         self._held = {s.name: (live, s) for s, live in zip(held, accesses, strict=True)}
         return dict(zip(numbers, accesses, strict=True))
@@ -229,22 +230,6 @@ class RoutedTarget:
         """
         if not self._watch.is_unmoved():
             raise TargetMoved("storage of the engine was replaced; rejoin")
-
-    def loader(self) -> Loader | None:
-        """Return the engine's own loader, which also fills padding."""
-        return self
-
-    def load(self, weights: Iterable[tuple[str, Tensor]], /) -> None:
-        """Pass tensors, by the sender's names, to the engine's loader under its own names."""
-        self._load([(own, tensor) for name, tensor in weights for own in self._own_names[name]])
-
-    def together(self) -> list[list[str]]:
-        """Return the bound tensors that the loader needs in one call, by the sender's names."""
-        names = {given: name for name, given in self._own_names.items()}
-        assert self._known is not None
-        recording = self._known[1]
-        groups = ([names.get(recording.given[n]) for n in g] for g in recording.together)
-        return [[name for name in group if name is not None] for group in groups]
 
     def finish(self, changed: Collection[int] | None = None) -> None:
         """Update what is derived. Raises TargetMoved if that moves the weights.

@@ -22,8 +22,8 @@ def asked(call: Callable[..., object], *arguments: object) -> object:
     except EngineTaken:
         raise
     except Exception as error:
-        if said := _TAKEN.search(str(error)):
-            raise EngineTaken(said[1]) from error
+        if taken := _TAKEN.search(str(error)):
+            raise EngineTaken(taken[1]) from error
         if isinstance(error, DeltaSyncError):
             raise
         raise EngineFailed(f"{type(error).__name__}: {as_text(error)}") from error
@@ -62,10 +62,8 @@ class Pause:
             self._is_entered = True
 
     def renew(self) -> None:
-        """Pause again, if paused: the engine may have been restarted. Raises as `begin`."""
+        """Pause again when `begin` is called: the engine may have been restarted."""
         self._is_entered = False
-        if self.is_on:
-            self.begin()
 
     def end(self) -> None:
         """Resume, if paused. If that fails, the engine stays paused and the next call retries."""

@@ -68,11 +68,10 @@ class Engine:
         paused: Makes the context in which generation is paused.
         terms: What its workers are told, whatever they are asked to send.
         take_over: Whether to take it from another trainer, the first time.
-        after: The same server, removed a moment ago. What is still asked of it for that ends, or
-            `timeout_s` passes, before it is asked to connect.
+        continues: The `holder` of the same server's earlier stay, whose workers may be connected.
 
     Attributes:
-        known_as: Its name for the server, which lets nobody of another name connect meanwhile.
+        holder: Its name for workers, which tell its calls from those of others by it.
         stem: How the names of its workers begin, also those before they reconnected.
         version: See `ServerState`.
         error: Why it is not current, or what it raised last; None if all is well.
@@ -80,7 +79,7 @@ class Engine:
         outcome: Of the version under way, for its update: no result means that all workers hold it.
         is_here: Whether all workers are connected, and updates can be asked for.
         is_settled: Whether that is known for this call.
-        is_known: Whether the server may have workers that are connected to this trainer.
+        is_ours: Whether the server may have workers that are connected to this trainer.
         is_whole: Whether no update has left the weights half written, as far as is known.
         is_removed: Whether `remove` was called. has_left: whether nothing has to be done for that
             any more.
@@ -95,36 +94,34 @@ class Engine:
         terms: TrainerInfo,
         *,
         take_over: bool = False,
-        after: Sequence[Engine] = (),
+        continues: str = "",
     ) -> None:
         self.label, self.server, self.workers, self._terms = label, server, workers, terms
-        self.known_as, self._takes_over, self._after = label, take_over, after
-        self._after_until_s = time.monotonic() + terms.timeout_s
-        self.stem, self._name, self._holder = new_name("engine-"), "", ""
+        self._takes_over, self._continues = take_over, continues
+        self.stem, self._name, self.holder = new_name("engine-"), "", continues
         self.version: int | None = None
         self.error: BaseException | None = SyncAborted("it has not connected yet")
         self.pause, self.outcome = Pause(paused), Future[object]()
-        self.is_here = self.is_settled = self.is_known = self.is_removed = self.has_left = False
-        self.is_whole = self._was_whole = True
+        self.is_here = self.is_settled = self.is_ours = self.is_removed = self.has_left = False
+        self.is_whole = True
         self._is_spoiled = False  # it does not hold its own weights, and must not generate
-        self._is_given_up = self._was_here = False
+        self._is_abandoned = False  # it was left paused
         self._connecting: Future[None] | None = None
-        self._is_reached = False  # by that: it was asked, and workers have connected
-        self._returned_s = 0.0  # when the server has answered that
+        self._answered_s = 0.0  # when the server has answered that
         self._declined: DeltaSyncError | None = None
         self._patience_s = terms.timeout_s  # with it, when it is asked to connect
         self._missing_until_s = self._awaited_until_s = 0.0
         self._num_here = 0
         self._replicas: dict[str, int] = {}  # number of ranks, by the name that workers use
-        self._held: set[str] = set()  # replicas that hold the version under way
+        self._holding: set[str] = set()  # replicas that hold the version under way
         self._updates: dict[int, Future[None]] = {}
-        self._one_call: OneCallServer | None = None  # if that reaches all workers
+        self._takes_one_call: bool | None = None  # for all workers; None until it was asked
         self._calls = ThreadPoolExecutor(1, thread_name_prefix="deltasync-engine")
         forks.inert_in_children(self._forked)
 
     def _forked(self) -> None:
         """In a forked child, send nothing to the engine, and do not resume it."""
-        self.is_known, self._updates = False, {}
+        self.is_ours, self._updates = False, {}
         self.pause.forget()
         self._calls = ThreadPoolExecutor(1)
 
@@ -185,7 +182,7 @@ class Engine:
     def _ask(self, call: Callable[..., object], *arguments: object) -> None:
         """Call the engine by this trainer's name. Raises as the engine does."""
         try:
-            asked(call, *arguments, self._holder)
+            asked(call, *arguments, self.holder)
         except EngineTaken as error:
             logger.warning("%s is left as it is: %s", self, error)
             self._refused(error)
@@ -194,24 +191,14 @@ class Engine:
     # Connecting
 
     def begin_call(self) -> None:
-        """Find out anew whether it is here."""
-        now = time.monotonic()
-        self._end_interrupted()
-        if self._is_leaving or self._was_here:
-            self._awaited_until_s = now + min(_GRACE_S, self._terms.timeout_s)
-        self._missing_until_s = now + _RETURN_S
-        self.is_here = self.is_settled = self._was_here = False
-
-    def _end_interrupted(self) -> None:
-        """Let an update end of which the call was interrupted: nobody else would tell it."""
+        """Find out whether it is here, and let an update end of which the call was interrupted."""
         if not self.outcome.done():
             self.outcome.set_exception(SyncAborted("the call was interrupted"))
-
-    @property
-    def _is_leaving(self) -> bool:
-        """Whether calls of an earlier stay may still reach the server."""
-        is_in_time = time.monotonic() < self._after_until_s
-        return is_in_time and not all(engine.has_left for engine in self._after)
+        now = time.monotonic()
+        if self._connecting is None:
+            self._awaited_until_s = now + self._patience_s
+        self._missing_until_s = now + _RETURN_S
+        self.is_here = self.is_settled = False
 
     def reconnect(self) -> None:
         """Let workers connect again in the next call."""
@@ -223,7 +210,7 @@ class Engine:
 
     def look(self, ranks: Mapping[str, int]) -> bool:
         """Find out whether it is here. Returns whether it has to be asked to connect."""
-        if self.is_settled or self.is_removed or self._is_busy or self._is_leaving:
+        if self.is_settled or self.is_removed or self._is_busy:
             return False
         self._check_updates()
         self._num_here = self.count(ranks, ranks)
@@ -237,18 +224,18 @@ class Engine:
 
     def start_connecting(self, trainer: TrainerInfo) -> None:
         """Ask it to connect to this trainer, in its thread."""
-        for left in self._after:
-            if left.has_left and left.is_known:  # it could not be asked to let workers disconnect
-                self.known_as = left.known_as
-        self._after = ()
         self._name = new_name(self.stem)
-        self._holder = f"{trainer.holder} to {self.known_as} ({trainer.sender[:8]})"
-        mine = {"engine": self._name, "holder": self._holder, "take_over": self._takes_over}
+        self.holder = f"{trainer.holder} to {self.label} ({self.stem})"
+        terms = {
+            "engine": self._name,
+            "holder": self.holder,
+            "continues": self._continues,
+            "take_over": self._takes_over,
+        }
         self.error, self._declined = SyncAborted(_NOT_JOINED), None
-        self.is_known, self._is_reached = True, False
-        self._awaited_until_s = time.monotonic() + self._patience_s
+        self.is_ours, self._takes_one_call = True, None
         self._patience_s = min(_GRACE_S, self._terms.timeout_s)
-        info = trainer.model_copy(update=mine).model_dump(mode="json")
+        info = trainer.model_copy(update=terms).model_dump(mode="json")
         self._connecting = self.submit(lambda: self._connect(info))
 
     def _connect(self, trainer: dict[str, object]) -> None:
@@ -257,19 +244,7 @@ class Engine:
             asked(self.server.connect, trainer)
             self._takes_over = False
         finally:
-            self._returned_s = time.monotonic()
-
-    def _reach(self) -> None:
-        """Find out how updates are made, now that workers have connected. Raises as the engine."""
-        if isinstance(server := self.server, OneCallServer):
-            reached = asked(server.reach, self.pause.paused)
-            self._one_call = server if reached == self.workers else None
-        if self._is_spoiled:  # it was restarted, or it would not connect
-            self._is_spoiled, self.is_whole = False, True
-        if self.is_whole:
-            self.pause.end()
-        else:
-            self.pause.renew()
+            self._answered_s = time.monotonic()
 
     def declined(self, failed: Failed) -> None:
         """A worker has said why it cannot take part: an error of the type that it raised, if that
@@ -284,7 +259,7 @@ class Engine:
     def _look_at_attempt(self, attempt: Future[None], ranks: Mapping[str, int]) -> None:
         if not attempt.done():
             return
-        since_s = time.monotonic() - self._returned_s
+        since_s = time.monotonic() - self._answered_s
         if self._declined is not None:
             self._fail(self._declined)
         elif (error := attempt.exception()) is not None:
@@ -293,11 +268,10 @@ class Engine:
         elif self._num_here < self.workers:
             if since_s > self._terms.timeout_s:
                 self._fail(self._too_few())
-        elif not self._is_reached:
-            self._is_reached, self._connecting = True, self.submit(self._reach)
         else:
             self._connecting = None
             self._arrive(ranks)
+            self._settle()
 
     def _arrive(self, ranks: Mapping[str, int]) -> None:
         if self._num_here > self.workers:
@@ -305,7 +279,15 @@ class Engine:
             self._fail(ConfigError(f"{came}, and workers={self.workers}"))
             return
         self._replicas = {worker: ranks[worker] for worker in ranks if self.has(worker)}
-        self.is_here = self.is_settled = self._was_here = True
+        self.is_here = self.is_settled = True
+
+    def _settle(self) -> None:
+        """It has connected again: it may have been restarted, and may be paused in vain."""
+        if self._is_spoiled:  # it was restarted, or it would not connect
+            self._is_spoiled, self.is_whole = False, True
+        self.pause.renew()
+        if self.is_whole:
+            self.submit(self.pause.end)
 
     def _too_few(self, refusal: str = "") -> TransportTimeout:
         why = f"; the last one refused: {refusal}" if refusal else ""
@@ -321,7 +303,7 @@ class Engine:
     def _refused(self, error: BaseException) -> None:
         """It did not connect: leave it to another trainer, or pause it until it is restarted."""
         if isinstance(error, EngineTaken):
-            self.is_known = False
+            self.is_ours = False
             self.pause.forget()
         if isinstance(error, DirtyReceiver):  # it does not hold its own weights
             self._is_spoiled, self.is_whole = True, False
@@ -339,7 +321,7 @@ class Engine:
             self._name = ""  # its workers leave, for they could not be asked to write
             why = "the engine's last update has not ended; check what it waits for"
             self.error = TransportTimeout(why)
-        elif self._is_leaving or self.is_asked:
+        elif self.is_asked:
             self.error = TransportTimeout("it has not connected yet")
         else:
             self.error = self._too_few(refusal)
@@ -349,7 +331,7 @@ class Engine:
     def begin_sync(self) -> None:
         """Forget the last version and its update, which must have ended."""
         self._updates.clear()
-        self.outcome, self._was_whole, self._held = Future(), self.is_whole, set()
+        self.outcome, self._holding = Future(), set()
 
     def follow(self, phase: SyncPhase) -> None:
         """Ask for the update as soon as workers would wait for it; when all workers hold the
@@ -357,8 +339,9 @@ class Engine:
         """
         version = phase.version
         if phase.is_held:
-            self._held |= phase.engines
-            if self.count(self._held, self._replicas) == self.workers and not self.outcome.done():
+            self._holding |= phase.engines
+            is_held = self.count(self._holding, self._replicas) == self.workers
+            if is_held and not self.outcome.done():
                 self.version = version
                 self.outcome.set_result(None)
             return
@@ -368,14 +351,45 @@ class Engine:
         if self._updates:  # it joined with the version before, and holds only that for sure
             if not self.outcome.done():
                 self.outcome.set_exception(SyncAborted(f"v{version} came before it had this one"))
-            self.outcome, self._held = Future(), set()
-        if self._one_call is not None:
-            work: Work = "pass" if phase.is_unchanged else "write"
-            update = partial(self._switch, self._one_call, version, work, self.outcome)
-        else:
-            in_place = not phase.is_decided
-            update = partial(self._update, version, self.outcome, is_in_place=in_place)
+            self.outcome, self._holding = Future(), set()
+        self._ask_for(version, "pass" if phase.is_unchanged else "write", not phase.is_decided)
+
+    def _ask_for(self, version: int, work: Work, is_in_place: bool = False) -> None:
+        """Bring the engine to a version, in its thread."""
+        update = partial(self._update, version, work, self.outcome, is_in_place=is_in_place)
         self._updates[version] = self.submit(update)
+
+    def _update(
+        self, version: int, work: Work, outcome: Future[object], *, is_in_place: bool
+    ) -> None:
+        """Bring the engine to a version. Raises as it does."""
+        was_whole = self.is_whole
+        try:
+            if (server := self._one_call()) is not None:
+                self._switch(server, version, work, outcome)
+            else:
+                self._write(version, work, outcome, is_in_place=is_in_place)
+        except DeltaSyncError:
+            if not self._is_asleep(outcome):
+                raise
+            self.is_whole = was_whole
+            if was_whole:
+                self.pause.end()
+
+    def _is_asleep(self, outcome: Future[object]) -> bool:
+        """Whether the sync failed because weights sleep: no worker has written."""
+        with suppress(TransportTimeout):
+            return isinstance(self._failure(outcome), ConfigError)
+        return False
+
+    def _one_call(self) -> OneCallServer | None:
+        """The server, if one call of it reaches all workers. Raises as the engine does."""
+        if not isinstance(self.server, OneCallServer):
+            return None
+        if self._takes_one_call is None:
+            reached = asked(self.server.reach, self.pause.paused)
+            self._takes_one_call = reached == self.workers
+        return self.server if self._takes_one_call else None
 
     def _switch(
         self, server: OneCallServer, version: int, work: Work, outcome: Future[object]
@@ -383,24 +397,29 @@ class Engine:
         """Let the engine do the whole update. After a failure it has paused by itself."""
         if outcome.done() and outcome.exception() is not None:
             return  # the sync has failed meanwhile
-        self.is_whole = False
+        if work == "name":
+            self.pause.begin()  # so that it is resumed, whoever has paused it
+        self.is_whole = work == "name"
         try:
             self._ask(server.switch, version, work, self.pause.pauses)
-        except BaseException:
-            if self.is_known:
+            self.is_whole = True
+        finally:
+            if self.is_whole:
+                self.pause.end()
+            elif self.is_ours:
                 self.pause.begin()
-            raise
-        self.is_whole = True
-        self.pause.end()
 
-    def _update(self, version: int, outcome: Future[object], *, is_in_place: bool) -> None:
+    def _write(
+        self, version: int, work: Work, outcome: Future[object], *, is_in_place: bool
+    ) -> None:
         """Pause, let workers write, and name the version when the sender knows that they have."""
         self.pause.begin()
         try:
             if outcome.done() and outcome.exception() is not None:
                 return  # the engine was late to pause: the sync has failed meanwhile
             self.is_whole = False  # a failed worker may hold mixed weights without a report of it
-            self._ask(self.server.update, version)
+            if work != "name":
+                self._ask(self.server.update, version)
             self.is_whole = not is_in_place
             if self._failure(outcome) is None:
                 self.is_whole = True
@@ -419,44 +438,17 @@ class Engine:
                 "the version was not named"
             ) from None
 
-    def _let_name(self, version: int) -> None:
-        """Name weights that all workers hold already. Raises as the engine does."""
-        self.is_whole = True
-        self.pause.begin()  # so that it is resumed, whoever has paused it
-        try:
-            if self._one_call is not None:
-                self._ask(self._one_call.switch, version, "name", self.pause.pauses)
-            else:
-                self._ask(self.server.name, version)
-        finally:
-            self.pause.end()
-
     def give_up(
-        self, error: BaseException, lost: Mapping[str, str], held: Mapping[str, int]
+        self, error: BaseException, lost: Mapping[str, str], holders: Mapping[str, int]
     ) -> None:
-        """The sync has failed. `lost` says why members left, `held` has the ranks of the others."""
+        """The sync has failed. `lost`: why members left. `holders`: the ranks of the others."""
         if not self.outcome.done():
             self.outcome.set_exception(error)
         why = self._reason(lost)
         self.is_here = not why
-        if not why and self.count(held, held) < self.workers:
+        if not why and self.count(holders, holders) < self.workers:
             why = _NOT_JOINED
         self.error = SyncAborted(why) if why else None
-
-    def sleep_on(self) -> Future[None]:
-        """Its weights sleep: no worker has written, and what its update raised says so. Resume it.
-
-        Returns the end of that, which comes after the update.
-        """
-        hanging = {at: update for at, update in self._updates.items() if not update.done()}
-        resumed = self.submit(self._resume_asleep)
-        self._updates, self.outcome = {**hanging, _NO_VERSION: resumed}, Future()
-        return resumed
-
-    def _resume_asleep(self) -> None:
-        self.is_whole = self._was_whole
-        if self.is_whole:
-            self.pause.end()
 
     def end_sync(self, version: int | None, lost: Mapping[str, str]) -> None:
         """All its workers hold the version, which it is to name; or None, for the reason lost."""
@@ -470,7 +462,7 @@ class Engine:
         if not self.outcome.done():
             self.outcome.set_result(None)
         if not self._updates:  # it joined by digest
-            self._updates[version] = self.submit(lambda: self._let_name(version))
+            self._ask_for(version, "name")
 
     def check_ended(self, version: int) -> None:
         """Note how its update has ended, or that it has not."""
@@ -504,9 +496,9 @@ class Engine:
 
     def _disconnect(self) -> None:
         """Let workers close their connection. Raises as the engine does, EngineTaken once."""
-        if self.is_known:
+        if self.is_ours:
             self._ask(self.server.disconnect)
-            self.is_known = False
+            self.is_ours = False
 
     def remove(self) -> Future[None]:
         """Let its workers disconnect and resume it, after an update in flight. Returns at once."""
@@ -539,7 +531,7 @@ class Engine:
 
     def _leave(self) -> None:
         """Resume generation if it is paused, this trainer's, and whole; else log why not."""
-        if self._is_given_up or not self.pause.is_on:
+        if self._is_abandoned or not self.pause.is_on:
             return
         why = "was closed after an update that failed: its weights may mix two versions"
         if self.is_whole or (self.outcome.done() and self.outcome.exception() is None):
@@ -556,7 +548,7 @@ class Engine:
             self,
             why,
         )
-        self._is_given_up = True  # which is said once
+        self._is_abandoned = True  # which is logged once
 
 
 def new_name(stem: str) -> str:

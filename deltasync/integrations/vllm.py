@@ -11,53 +11,30 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager, nullcontext
-from typing import Any, Literal, Protocol, get_args
+from functools import partial
+from typing import Any, get_args
 
 from deltasync.errors import ConfigError, EngineFailed, TransportTimeout
 from deltasync.integrations import vllm_core
 from deltasync.integrations.http import Http
 from deltasync.integrations.trainer_info import Caches, Work
-from deltasync.integrations.vllm_core import BACKEND, NOT_CLEARED
+from deltasync.integrations.vllm_core import BACKEND
 from deltasync.sync.protocol.links import check_seconds
 
-PauseMode = Literal["abort", "wait", "keep"]
+_PAUSE = "keep"
 _SCHEDULING = ["scheduling"]  # resumes, unless a part of the engine sleeps
 
 
 def register() -> None:
     """Register the backend with vLLM in this process. vLLM's plugin loader may call this twice.
 
-    Engine cores that are created in this process then also take updates in one call. Both halves
-    are loaded when they are used.
+    Engine cores that are created in this process then also take updates in one call.
     """
-    from vllm.distributed.weight_transfer import (
-        WeightTransferEngineFactory as Factory,
-    )
-    from vllm.distributed.weight_transfer import (
-        WeightTransferTrainerFactory as Trainers,
-    )
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory as Factory
 
     if BACKEND not in Factory._registry:
         Factory.register_engine(BACKEND, "deltasync.integrations.vllm_engine", "DeltaSyncEngine")
-    if BACKEND not in Trainers._registry:
-        Trainers.register_engine(BACKEND, "deltasync.integrations.vllm_trainer", "DeltaSyncTrainer")
     vllm_core.register()
-
-
-class Client(Protocol):
-    """Calls that reach every worker of a server, with the names of vLLM's own clients.
-
-    A `VllmServer` also needs `clear_cache` to clear caches. An update takes one call if the client
-    has `collective_rpc(method, *args)`, which returns a list as vLLM's own does.
-    """
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any], /) -> object: ...
-
-    def start_weight_update(self) -> object: ...
-
-    def update_weights(self, update_info: dict[str, Any], /) -> object: ...
-
-    def finish_weight_update(self, weight_version: str | None = None) -> object: ...
 
 
 class OfflineClient:
@@ -66,25 +43,8 @@ class OfflineClient:
     def __init__(self, llm: Any) -> None:
         self._llm = llm
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any], /) -> None:
-        self._llm.init_weight_transfer_engine({"init_info": init_info})
-
-    def start_weight_update(self) -> None:
-        self._llm.start_weight_update()
-
-    def update_weights(self, update_info: dict[str, Any], /) -> None:
-        self._llm.update_weights({"update_info": update_info})
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._llm.finish_weight_update(weight_version)
-
     def collective_rpc(self, method: str, *args: object) -> Any:
         return self._llm.collective_rpc(method, args=args)
-
-    def clear_cache(self) -> None:
-        """Drop what weights computed: keys and values, cached or of requests, and encodings."""
-        _check_cleared(self._llm.reset_prefix_cache(True, True))
-        self._llm.llm_engine.reset_encoder_cache()
 
 
 class AsyncClient:
@@ -102,41 +62,17 @@ class AsyncClient:
         check_seconds("timeout_s", timeout_s, may_be_zero=False)
         self._engine, self._loop, self._timeout_s = engine, loop, timeout_s
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any], /) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-        self._wait(self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info)))
-
-    def start_weight_update(self) -> None:
-        self._wait(self._engine.start_weight_update())
-
-    def update_weights(self, update_info: dict[str, Any], /) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        self._wait(self._engine.update_weights(WeightTransferUpdateRequest(update_info)))
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._wait(self._engine.finish_weight_update(weight_version))
-
     def collective_rpc(self, method: str, *args: object) -> Any:
         return self._wait(self._engine.collective_rpc(method, args=args))
 
-    def clear_cache(self) -> None:
-        """Like `OfflineClient.clear_cache`. Requests continue after a recomputation."""
-        _check_cleared(self._wait(self._engine.reset_prefix_cache(True, True)))
-        self._wait(self._engine.reset_encoder_cache())
-
     @contextmanager
-    def paused(self, mode: PauseMode = "keep") -> Iterator[None]:
-        """Pause generation; resume it afterwards unless a part of the engine sleeps.
+    def paused(self) -> Iterator[None]:
+        """Freeze requests; let them continue afterwards unless a part of the engine sleeps.
 
         If the pause fails, the engine may have paused all the same, and is resumed too.
-
-        Args:
-            mode: As vLLM's.
         """
         try:
-            self._wait(self._engine.pause_generation(mode=mode, clear_cache=False))
+            self._wait(self._engine.pause_generation(mode=_PAUSE, clear_cache=False))
             yield
         finally:
             self._wait(self._engine.wake_up(_SCHEDULING))
@@ -163,46 +99,19 @@ class HttpClient:
         self._http = Http(url, api_key=api_key, timeout_s=timeout_s, of="vLLM", started=started)
         self.url = self._http.url
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any], /) -> None:
-        self._http.post("init_weight_transfer_engine", {"init_info": init_info})
-
-    def start_weight_update(self) -> None:
-        self._http.post("start_weight_update")
-
-    def update_weights(self, update_info: dict[str, Any], /) -> None:
-        self._http.post("update_weights", {"update_info": update_info})
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        named = None if weight_version is None else {"weight_version": weight_version}
-        self._http.post("finish_weight_update", named)
+    def collective_rpc(self, method: str, *args: object) -> Any:
+        answer = self._http.post("collective_rpc", {"method": method, "args": args})
+        return self._http.value_of(answer, "results", list)
 
     def workers(self) -> int:
         """Return the number of server processes that hold weights."""
         return self._http.value_of(self._http.get("get_world_size"), "world_size", int)
 
-    def collective_rpc(self, method: str, *args: object) -> Any:
-        answer = self._http.post("collective_rpc", {"method": method, "args": args})
-        return self._http.value_of(answer, "results", list)
-
-    def clear_cache(self) -> None:
-        """Like `AsyncClient.clear_cache`."""
-        answer = self._http.post(
-            "reset_prefix_cache", reset_running_requests=True, reset_external=True
-        )
-        _check_cleared(self._http.value_of(answer, "success", bool))
-        self._http.post("reset_encoder_cache")
-
     @contextmanager
-    def paused(self, mode: PauseMode = "keep") -> Iterator[None]:
-        """Pause generation; resume it afterwards unless a part of the engine sleeps.
-
-        If the pause fails, the engine may have paused all the same, and is resumed too.
-
-        Args:
-            mode: As vLLM's.
-        """
+    def paused(self) -> Iterator[None]:
+        """Like `AsyncClient.paused`."""
         try:
-            self._http.post("pause", mode=mode, clear_cache=False)
+            self._http.post("pause", mode=_PAUSE, clear_cache=False)
             yield
         finally:
             self._http.post("wake_up", tags=_SCHEDULING[0])
@@ -212,8 +121,12 @@ class VllmServer:
     """vLLM as a `Server`. An update is one call, or several that do not pause; see `reach`.
 
     Args:
-        client: One of the clients above, or one of vLLM's own, which have no `clear_cache`. If it
-            reaches several engines, each of its calls has to reach them at the same time.
+        client: One of the clients above, or another that has vLLM's `collective_rpc(method, *args)`
+            or, as vLLM's own clients, its four calls: `init_weight_transfer_engine`,
+            `start_weight_update`, `update_weights` and `finish_weight_update`. Without
+            `collective_rpc` an update takes several calls, and clearing caches needs a method
+            `clear_cache`. If the client reaches several engines, each of its calls has to reach
+            them at the same time.
         caches: "clear" drops in each update what the old weights computed: cached prefixes, keys
             and values of requests that are kept (vLLM recomputes them), and encodings of images.
             "keep": prompts continue with keys and values of old weights for as long as vLLM keeps
@@ -223,7 +136,7 @@ class VllmServer:
         ConfigError: The client cannot do that.
     """
 
-    def __init__(self, client: Client, *, caches: Caches = "clear") -> None:
+    def __init__(self, client: Any, *, caches: Caches = "clear") -> None:
         self._client = client
         self.url: str | None = getattr(client, "url", None)
         self._call: Callable[..., Any] | None = getattr(client, "collective_rpc", None)
@@ -234,7 +147,9 @@ class VllmServer:
             raise ConfigError(f"caches is {caches!r}, which is none of {known}")
         if caches == "clear":
             self._clear_cache = getattr(client, "clear_cache", None)
-            if self._clear_cache is None:
+            if self._call is not None:
+                self._clear_cache = partial(self._call, vllm_core.CLEAR)
+            elif self._clear_cache is None:
                 raise ConfigError(
                     f"{type(client).__name__} has no clear_cache, so prompts would go on with keys "
                     'and values of old weights: give it one, or say caches="keep"'
@@ -242,7 +157,7 @@ class VllmServer:
 
     def connect(self, trainer: dict[str, Any], /) -> None:
         self._is_stale = True  # an earlier trainer may have ended before it could clear them
-        self._client.init_weight_transfer_engine({"trainer": trainer})
+        self._ask("init_weight_transfer_engine", {"trainer": trainer})
 
     def update(self, version: int, holder: str, /) -> None:
         self._is_stale = True
@@ -252,17 +167,17 @@ class VllmServer:
     def name(self, version: int, holder: str, /) -> None:
         self._clear()  # does nothing if the update has done it
         what = {"version": version, "holder": holder, "work": "name"}
-        self._update(what, weight_version=str(version))
+        self._update(what, str(version))
 
-    def _update(self, what: dict[str, Any], **named: str) -> None:
+    def _update(self, what: dict[str, Any], *name: str) -> None:
         """Also finish an update that breaks off: workers that did not fail wait for that."""
         try:
-            self._client.start_weight_update()
-            self._client.update_weights(what)
-            self._client.finish_weight_update(**named)
+            self._ask("start_weight_update")
+            self._ask("update_weights", what)
+            self._ask("finish_weight_update", *name)
         except BaseException as error:
             try:
-                self._client.finish_weight_update()
+                self._ask("finish_weight_update")
             except Exception as other:  # it had not begun, or the server is gone
                 raise error from other
             raise
@@ -271,8 +186,8 @@ class VllmServer:
         """Ask how many workers `switch` updates. Returns 0 if it must not be used.
 
         Args:
-            paused: How the caller pauses generation. `switch` replaces the client's `paused` with
-                its default mode, and pausing not at all.
+            paused: How the caller pauses generation. `switch` replaces the client's `paused`, and
+                pausing not at all.
         """
         pauses_alike = paused in (nullcontext, getattr(self._client, "paused", nullcontext))
         call = self._call if pauses_alike else None
@@ -296,14 +211,16 @@ class VllmServer:
         self._is_stale = False
 
     def disconnect(self, holder: str, /) -> None:
-        self._client.init_weight_transfer_engine({"holder": holder})
+        self._ask("init_weight_transfer_engine", {"holder": holder})
+
+    def _ask(self, method: str, *arguments: object) -> None:
+        """One of vLLM's calls, to all workers."""
+        if self._call is not None:
+            self._call(method, *arguments)
+        else:
+            getattr(self._client, method)(*arguments)
 
     def _clear(self) -> None:
         if self._is_stale and self._clear_cache is not None:
             self._clear_cache()
         self._is_stale = False
-
-
-def _check_cleared(is_cleared: object) -> None:
-    if not is_cleared:
-        raise EngineFailed(NOT_CLEARED)

@@ -23,17 +23,18 @@ from deltasync.integrations.trainer_info import Work
 logger = logging.getLogger(__name__)
 
 BACKEND = "deltasync"
-REACH, UPDATE = "deltasync_reach", "deltasync_update"  # of a core
+REACH, UPDATE, CLEAR = "deltasync_reach", "deltasync_update", "deltasync_clear"  # of a core
 WRITE, TRY = "deltasync_write", "deltasync_try"  # of its workers
+_FINISH = "finish_weight_update"
 _CALLS = (  # of workers, in an update that takes several
     "init_weight_transfer_engine",
     "start_weight_update",
     "start_draft_weight_update",
     "update_weights",
-    "finish_weight_update",
+    _FINISH,
 )
 
-NOT_CLEARED = (
+_NOT_CLEARED = (
     "vLLM has not dropped its cached prefixes, which are of old weights: a connector for keys and "
     "values still holds some; the next update tries again"
 )
@@ -59,9 +60,14 @@ def _taking_updates(collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
             return [reach(core)]
         if method == UPDATE:
             return [_error_of(update, core, *args)]
+        if method == CLEAR:
+            return [_clear(core)]
         if method in _CALLS and _is_ours(core):
+            name, args = (args, ()) if method == _FINISH else ((), args)
             errors = collective_rpc(core, TRY, timeout, (method, args, kwargs or {}))
             _check(errors)
+            if name:  # as vLLM's own `finish_weight_update`, which workers take without one
+                core.set_weight_version(*name)
             return [None for _ in errors]
         return collective_rpc(core, method, timeout, args, kwargs)
 
@@ -221,7 +227,7 @@ def _clear(core: Any) -> None:
     Requests that run are recomputed: their keys and values are of old weights.
     """
     if not core.reset_prefix_cache(True, True):
-        raise EngineFailed(NOT_CLEARED)
+        raise EngineFailed(_NOT_CLEARED)
     model = core.vllm_config.model_config
     if model.is_multimodal_model or model.is_encoder_decoder or model.runner_type != "generate":
         core.reset_encoder_cache()  # a call to the workers, for which others need not wait

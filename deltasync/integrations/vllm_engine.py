@@ -81,7 +81,6 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._worker = Worker()
-        self._trainer: TrainerInfo | None = None  # to reconnect when the weights are back
         _wrap_touches(resolve_obj_by_qualname(self.parallel_config.worker_cls))
         self._name = _name_of_engine()
         self._reloads: dict[SentTensors, ReloadedTarget] = {}  # the last, whose reload is proved
@@ -102,20 +101,16 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """
         if init_info.trainer is None:
             self._worker.disconnect(init_info.holder)
-            self._trainer = None
             return
         trainer = TrainerInfo.model_validate(init_info.trainer)
         try:
             self._worker.check_awake()
             self._worker.admit(trainer)
-            self._trainer = None
             self._connect(trainer)
         except (DeltaSyncError, OSError, *FAILURES) as error:
             why = None if isinstance(error, DeltaSyncError) else error
             logger.warning("deltasync: this worker does not connect: %s", error, exc_info=why)
             self._worker.decline(trainer, self.device, error)
-        else:
-            self._trainer = trainer
 
     def _connect(self, trainer: TrainerInfo) -> None:
         """Raises ConfigError."""
@@ -164,8 +159,8 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                     "is not known: restart it, and connect first with all that is to be sent"
                 )
             target = ReloadedTarget(trainer.checkpoint(), self._reload, module=self.model)
-            held = {n: one for last in self._reloads.values() for n, one in last.held().items()}
-            target.set_loaded_weights((n, held.get(n, one)) for n, one in self._started_on())
+            copies = {n: one for last in self._reloads.values() for n, one in last.held().items()}
+            target.set_loaded_weights((n, copies.get(n, one)) for n, one in self._started_on())
         with self._worker.proving(), set_current_vllm_config(self.vllm_config):
             if not is_known:
                 target.forget()
@@ -243,7 +238,6 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         """End the connection. The weights stay as they are."""
-        self._trainer = None
         self._worker.disconnect()
 
     def sleeping(self, level: int = 1) -> AbstractContextManager[None]:
@@ -260,35 +254,12 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         yield
         if tags is None or _WEIGHTS in tags:
             self._worker.wake()
-            self._reconnect()
-
-    @contextmanager
-    def reloading(self, *_: object, **__: object) -> Iterator[None]:
-        """Around what writes the weights and is vLLM's own: no worker is connected meanwhile."""
-        self._worker.disconnect()
-        self._worker.knows_copy = False
-        yield
-        self._reconnect()
 
     @contextmanager
     def loading(self, *_: object, **__: object) -> Iterator[None]:
-        """Around what loads weights that others send: see `Worker.reloaded`."""
-        self._trainer = None
+        """Around what else writes the weights: see `Worker.reloaded`."""
         self._worker.reloaded()
         yield
-
-    def _reconnect(self) -> None:
-        """Reconnect to the trainer since the trainer would wait for this worker.
-
-        Never raises: a worker that cannot connect reports that when the trainer next connects it.
-        """
-        if self._trainer is None or self._worker.is_connected:
-            return
-        try:
-            self._worker.check_awake()
-            self._connect(self._trainer)
-        except (DeltaSyncError, MemoryError, OSError, RuntimeError) as error:
-            logger.warning("deltasync: this worker is not connected any more: %s", error)
 
 
 def _name_of_engine() -> str:
@@ -296,11 +267,11 @@ def _name_of_engine() -> str:
 
     One trainer may send to the workers of several engines: see `VllmServer`.
     """
-    own = uuid.uuid4().hex[:8]
+    name = uuid.uuid4().hex[:8]
     if not torch.distributed.is_initialized():
-        return own
+        return name
     store = torch.distributed.distributed_c10d._get_default_store()
-    return str(store.compare_set("deltasync-engine", "", own).decode())
+    return str(store.compare_set("deltasync-engine", "", name).decode())
 
 
 def _is_lost_by_reload(module: Any) -> bool:
@@ -315,8 +286,8 @@ _TOUCHES: dict[str, _Around] = {
     "sleep": DeltaSyncEngine.sleeping,
     "wake_up": DeltaSyncEngine.waking,
     "discard": DeltaSyncEngine.discarding,
-    "reload_weights": DeltaSyncEngine.reloading,
-    "reset_weights": DeltaSyncEngine.reloading,
+    "reload_weights": DeltaSyncEngine.loading,
+    "reset_weights": DeltaSyncEngine.loading,
     "update_weights_from_ipc": DeltaSyncEngine.loading,  # of checkpoint-engine's extension
 }
 

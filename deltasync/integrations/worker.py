@@ -38,7 +38,6 @@ from deltasync.sync.protocol.receiver_session import ReceiverState
 from deltasync.sync.receiver import WeightReceiver
 from deltasync.sync.staging_thread import StagingThread
 from deltasync.sync.target.base import WeightTarget
-from deltasync.sync.target.loading import Loader
 from deltasync.wire.frame import encode
 from deltasync.wire.messages import Failed, as_text
 
@@ -132,7 +131,8 @@ class Worker:
         take over.
         """
         last = self._last
-        is_other = last is not None and trainer.holder != last.holder and not trainer.take_over
+        holders = (trainer.holder, trainer.continues)
+        is_other = last is not None and last.holder not in holders and not trainer.take_over
         if last is not None and is_other and self._is_held(trainer, last):
             raise EngineTaken(
                 f"the engine follows another trainer since {self._since}: {last.holder}; stop "
@@ -493,7 +493,7 @@ class _Unproved(RoutedTarget):
         super().__init__(*args, **options)
         self._is_proved = is_proved
 
-    def loader(self) -> Loader | None:
+    def check_full_sync(self) -> None:
         """Raise ConfigError while the routes are not proved."""
         if not self._is_proved():
             raise ConfigError(
@@ -501,4 +501,3 @@ class _Unproved(RoutedTarget):
                 "now, so that nothing shows where it keeps them: let them load the trainer's, and "
                 "send weights again"
             )
-        return super().loader()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import builtins
 import re
 from collections.abc import Iterable, Mapping
-from types import ModuleType
+from itertools import product
 from typing import Literal
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, Metric
@@ -25,16 +24,12 @@ SECONDS = (
 OTHER = "other"
 """The label of everything beyond what labels are bounded to."""
 
-
-def _names_of_errors(module: ModuleType) -> frozenset[str]:
-    kinds = {name: value for name, value in vars(module).items() if isinstance(value, type)}
-    return frozenset(name for name, kind in kinds.items() if issubclass(kind, BaseException))
-
-
 _MOST_NAMES = 64
-_OTHERS = {"Detached", "OutOfMemoryError"}  # no exceptions, or of torch
-_ERRORS = _names_of_errors(errors) | _names_of_errors(builtins) | _OTHERS
-_LIKELY = (*_names_of_errors(errors), *_OTHERS, "MemoryError", "OSError", "RuntimeError", OTHER)
+_ERRORS = {
+    *(n for n, e in vars(errors).items() if isinstance(e, type) and issubclass(e, Exception)),
+    *("Detached", "MemoryError", "OSError", "OutOfMemoryError", "RuntimeError", OTHER),
+}
+"""The labels of errors. Each begins at 0, or Prometheus would see no increase in the first."""
 _GENERATED = re.compile(
     r"^(engine|rollout)(?:(?:-[0-9a-f]{8}|-[0-9a-f]{16}){1,2}|-[0-9a-f]{32})(?=(?:-\d+)?(?:$|\[))"
 )
@@ -61,6 +56,7 @@ class Metrics:
         self._registry = REGISTRY if registry is None else registry
         self._engines, self._receivers = _Names(), _Names()
         try:
+            self._failures = self._make_failures()
             self._make_sender()
             self._make_receiver()
             self._make_publisher()
@@ -78,86 +74,61 @@ class Metrics:
                 self._received(event)
             case PublishStats():
                 self._published(event)
-            case SyncFailed(role="sender"):
-                self._failures.labels(_error(event.error)).inc()
-                self._count_lost(event.lost)
-                if event.receivers is not None:
-                    self._num_receivers.set(event.receivers)
-            case SyncFailed(role="publisher"):
-                self._publish_failures.labels(_error(event.error)).inc()
             case SyncFailed():
-                self._receive_failed(event)
+                self._failed(event)
+
+    def _make_failures(self) -> Counter:
+        text, labels = "Syncs and versions that failed", ("role", "error")
+        family = Counter("deltasync_failures", text, labels, registry=self._registry)
+        for role, error in product(("sender", "receiver", "publisher"), _ERRORS):
+            family.labels(role, error)
+        return family
 
     def _make_sender(self) -> None:
-        self._syncs = self._kinds("syncs", "Syncs that receivers took", "delta", "full")
-        self._failures = self._errors("sync_failures", "Syncs that no receiver took")
+        self._syncs = self._counter("syncs", "Syncs that receivers took", "kind", ("delta", "full"))
         self._sync_s = self._histogram("sync", "One call of send_weights")
-        self._compare_s = self._histogram("compare", "Comparing with the snapshot")
-        self._transfer_s = self._histogram("transfer", "First frame until all receivers prepared")
         self._commit_s = self._histogram("commit", "Decision until all receivers committed: pause")
-        self._bytes = self._counters("payload_bytes", "Bytes sent to each receiver", "codec")
-        self._joined_bytes = self._counter("joined_bytes", "Bytes of full syncs beside deltas")
-        self._dense_bytes = self._counter("dense_bytes", "Bytes that dense syncs would have sent")
-        self._changed = self._counter("changed_elements", "Elements that differed in deltas")
+        self._bytes = self._counter("payload_bytes", "Bytes sent to each receiver", "codec")
         self._density = self._gauge("density_ratio", "Share of elements changed, last delta")
         self._full_syncs = self._counter("full_syncs", "Receivers that needed a full sync")
-        self._joins = self._counter("joined_receivers", "Receivers that joined")
-        self._lost = self._errors("lost_receivers", "Receivers that left", label="reason")
-        self._retries = self._counter("retried_attempts", "Attempts beyond the first of a version")
+        self._lost = self._counter("lost_receivers", "Receivers that left", "reason", _ERRORS)
         self._warnings = self._counter("warnings", "Warnings of the sender")
         self._version = self._gauge("version", "The last version decided")
         self._num_receivers = self._gauge("receivers", "Receivers that hold the last version")
         self._engine_version = self._gauges("engine_version", "Version held last", "engine")
-        self._sender_bytes = self._gauge("sender_memory_bytes", "Memory beside the snapshot")
-        self._snapshot_bytes = self._gauge("snapshot_bytes", "Size of the snapshot")
         self._synced_at = self._gauge("last_sync_timestamp_seconds", "When the last sync ended")
 
     def _make_receiver(self) -> None:
-        self._receives = self._kinds("receiver_syncs", "Syncs received", "delta", "full", "joined")
-        self._receive_failures = self._errors("receiver_failures", "Syncs that failed")
+        self._receives = self._counter(
+            "receiver_syncs", "Syncs received", "kind", ("delta", "full", "joined")
+        )
         self._stage_s = self._histogram("receiver_stage", "Receiving and staging; engine serves")
-        self._write_s = self._histogram("receiver_commit", "Writing and reading back")
         self._pause_s = self._histogram("receiver_pause", "The pause of the engine")
         self._received_bytes = self._counter("receiver_bytes", "Indices and values received")
-        self._staged_bytes = self._gauge("receiver_staged_bytes", "Memory of the last staging")
-        self._in_place = self._counter("receiver_in_place", "Syncs written as they arrived")
         self._scrubs = self._counter("receiver_scrub_findings", "Scrubs that found corruption")
-        self._held = self._gauges("receiver_version", "The version held", "receiver")
+        self._receiver_version = self._gauges("receiver_version", "The version held", "receiver")
         text = "1 while it must not serve"
         self._dirty = self._gauges("receiver_dirty", text, "receiver", "livemax")
 
     def _make_publisher(self) -> None:
-        kinds = ("delta", "anchor", "unchanged")
-        self._publishes = self._kinds("published_versions", "Versions published", *kinds)
-        self._publish_failures = self._errors("publish_failures", "Calls that failed")
-        self._published_bytes = self._counters(
-            "published_bytes", "Bytes written", "object", "delta", "anchor"
+        self._published_bytes = self._counter(
+            "published_bytes", "Bytes written", "object", ("delta", "anchor")
         )
-        self._publish_s = self._histogram("publish", "One call of publish")
         self._published_version = self._gauge("published_version", "The newest version")
 
     def _sent(self, stats: SyncStats) -> None:
         self._syncs.labels(stats.kind).inc()
         self._sync_s.observe(stats.total_s)
-        self._compare_s.observe(stats.diff_s)
-        self._transfer_s.observe(stats.transfer_s)
         self._commit_s.observe(stats.commit_s)
         for codec, num_bytes in stats.bytes_by_codec.items():
             self._bytes.labels(codec).inc(num_bytes)
-        self._dense_bytes.inc(stats.dense_bytes)
         if stats.kind == "delta":
-            self._changed.inc(stats.nnz)
             self._density.set(stats.density)
-        self._joined_bytes.inc(stats.joined_bytes)
-        self._joins.inc(stats.joined)
         self._full_syncs.inc(stats.full_synced)
-        self._retries.inc(stats.attempts - 1)
         self._warnings.inc(len(stats.warnings))
         self._count_lost(stats.lost)
         self._version.set(stats.version)
         self._num_receivers.set(stats.receivers)
-        self._sender_bytes.set(stats.sender_bytes)
-        self._snapshot_bytes.set(stats.snapshot_bytes)
         self._synced_at.set(stats.ended_at)
         for name in stats.engines:
             self._engine_version.labels(self._engines.label(name)).set(stats.version)
@@ -165,25 +136,24 @@ class Metrics:
     def _received(self, stats: ReceiveStats) -> None:
         label = self._receivers.label(stats.name)
         self._dirty.labels(label).set(0)
-        self._held.labels(label).set(stats.version)
+        self._receiver_version.labels(label).set(stats.version)
         self._receives.labels(stats.kind).inc()
         if stats.kind == "joined":
             return
         self._stage_s.observe(stats.stage_s)
-        self._write_s.observe(stats.commit_s)
         self._pause_s.observe(stats.pause_s)
         self._received_bytes.inc(stats.num_bytes)
-        self._staged_bytes.set(stats.staged_bytes)
-        self._in_place.inc(stats.is_in_place)
 
-    def _receive_failed(self, event: SyncFailed) -> None:
-        self._dirty.labels(self._receivers.label(event.name)).set(event.is_dirty)
-        self._receive_failures.labels(_error(event.error)).inc()
-        self._scrubs.inc(bool(event.corrupted))
+    def _failed(self, event: SyncFailed) -> None:
+        self._failures.labels(event.role, _error(type(event.error).__name__)).inc()
+        self._count_lost(event.lost)
+        if event.receivers is not None:
+            self._num_receivers.set(event.receivers)
+        if event.role == "receiver":
+            self._dirty.labels(self._receivers.label(event.name)).set(event.is_dirty)
+            self._scrubs.inc(bool(event.corrupted))
 
     def _published(self, stats: PublishStats) -> None:
-        self._publishes.labels(stats.kind).inc()
-        self._publish_s.observe(stats.total_s)
         self._published_bytes.labels("delta").inc(stats.delta_bytes)
         self._published_bytes.labels("anchor").inc(stats.anchor_bytes)
         self._published_version.set(stats.version)
@@ -191,23 +161,17 @@ class Metrics:
 
     def _count_lost(self, lost: Mapping[str, str]) -> None:
         for why in lost.values():
-            self._lost.labels(reason_class(why)).inc()
+            self._lost.labels(_error(why.partition(":")[0])).inc()
 
-    def _counter(self, name: str, text: str) -> Counter:
-        return Counter(f"deltasync_{name}", text, registry=self._registry)
-
-    def _counters(self, name: str, text: str, label: str, *known: str) -> Counter:
-        """Labels that are `known` begin at 0, or Prometheus would see no increase in the first."""
-        family = Counter(f"deltasync_{name}", text, (label,), registry=self._registry)
-        for value in known:
+    def _counter(
+        self, name: str, text: str, label: str | None = None, values: Iterable[str] = ()
+    ) -> Counter:
+        """Those `values` of the label begin at 0, as `_ERRORS` do."""
+        labels = () if label is None else (label,)
+        family = Counter(f"deltasync_{name}", text, labels, registry=self._registry)
+        for value in values:
             family.labels(value)
         return family
-
-    def _kinds(self, name: str, text: str, *kinds: str) -> Counter:
-        return self._counters(name, text, "kind", *kinds)
-
-    def _errors(self, name: str, text: str, label: str = "error") -> Counter:
-        return self._counters(name, text, label, *_LIKELY)
 
     def _gauge(self, name: str, text: str) -> Gauge:
         name, registry = f"deltasync_{name}", self._registry
@@ -258,12 +222,6 @@ class _Names:
         return name
 
 
-def reason_class(why: str) -> str:
-    """The type of error that a text of `SyncStats.lost` begins with, if there is such a type."""
-    name = why.partition(":")[0]
-    return name if name in _ERRORS else OTHER
-
-
-def _error(error: BaseException) -> str:
-    name = type(error).__name__
+def _error(name: str) -> str:
+    """The label of a type of error."""
     return name if name in _ERRORS else OTHER

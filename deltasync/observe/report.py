@@ -1,6 +1,6 @@
 """Draws the log of a run as one HTML page, which loads nothing and runs no script.
 
-Names and messages in a log are untrusted: `escaped` and `_label` let only text through.
+Names and messages in a log are untrusted: `escaped` lets only text through.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import base64
 import html
 import io
 import unicodedata
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from importlib.resources import files
@@ -23,19 +22,13 @@ from deltasync.observe.run_lines import Run
 from deltasync.observe.units import percent, seconds, size
 
 try:
-    from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
-    from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 except ModuleNotFoundError:
     raise ConfigError("reports are drawn by matplotlib: pip install matplotlib") from None
 
 _LISTED = 200  # rows of a table
-_LAYERS = 120  # rows of the heat map
-_MOST_DOTS = 60  # of a line
 _LEAST = 1e-15  # smaller values count as 0, which a logarithmic scale does not show
-_BLUE, _GREY, _VIOLET = "#2f6db3", "#7d8590", "#7b52ab"
 _SOURCES = {
     "sync": "Syncs of a sender",
     "publish": "Versions published to a store",
@@ -60,8 +53,6 @@ def _head(run: Run, title: str) -> str:
     parts = [_SOURCES[run.source]]
     if run.rows:
         parts.append(f"{moment(run.rows[0].time)} to {moment(run.rows[-1].time)} UTC")
-    if releases := dict.fromkeys(line.deltasync for line in run.lines if line.event == "run"):
-        parts.append(f"deltasync {', '.join(releases)}")
     tiles = "".join(
         f"<div><dt>{name}</dt><dd>{escaped(value)}<small>{escaped(more)}</small></dd></div>"
         for name, value, more in _facts(run)
@@ -119,7 +110,6 @@ def _charts(run: Run) -> Iterator[str]:
         {"density": [row.density for row in rows]},
         percent,
     )
-    yield _heat_map(run)
     yield _lines(
         run,
         "Pauses",
@@ -137,71 +127,24 @@ def _lines(
     drawn = {name: values for name, values in drawn.items() if np.isfinite(values).any()}
     if not drawn:
         return ""
-    figure, axes = _figure(run, 2.5)
-    marker = "." if len(run.rows) <= _MOST_DOTS else None
-    styles = {"all weights": ("--", _GREY, None), "whole call": ("-", _VIOLET, marker)}
+    figure = Figure(figsize=(10, 2.5), layout="constrained")
+    axes = figure.subplots()
+    labels = {place: f"v{row.version}" for place, row in enumerate(run.rows)}
+    axes.xaxis.set_major_locator(MaxNLocator(10, steps=[1, 2, 5, 10], integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda place, _: labels.get(int(place), "")))
     for name, values in drawn.items():
-        style, colour, dots = styles.get(name, ("-", _BLUE, marker))
-        axes.plot(values, style, c=colour, label=name, marker=dots)
-    low, high = _ends(np.concatenate(list(drawn.values())))
+        axes.plot(values, ".-", label=name)
+    low, high = (end(np.concatenate(list(drawn.values()))) for end in (np.nanmin, np.nanmax))
+    margin = 1.15 if high / low > 3 else 2.0
     axes.set_yscale("log")
-    axes.set_ylim(low, high)
-    _mark_scale(axes.yaxis, low, high, shown)
+    axes.set_ylim(low / margin, high * margin)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 200 else (1,)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: shown(value)))
     axes.grid(axis="y", color="#e2e5ea")
     if len(drawn) > 1:
         figure.legend(loc="outside lower left", ncols=len(drawn), frameon=False)
     return _section(title, text, figure)
-
-
-def _heat_map(run: Run) -> str:
-    title = "Density by layer"
-    names, known = _layers(run)
-    if not names:
-        if not any(row.density is not None for row in run.rows):
-            return ""
-        return _section(title, 'Not in this log: SenderOptions(report_density="layer") adds it.')
-    text = "Share of the elements that changed, by version and layer; empty where nothing did."
-    if known > len(names):
-        text += f" Of {known}, the {len(names)} that change most."
-    values = np.stack([_positive([row.density_by.get(name) for row in run.rows]) for name in names])
-    if not np.isfinite(values).any():
-        return _section(title, "No layer has changed.")
-    figure, axes = _figure(run, 0.9 + 0.17 * len(names))
-    low, high = _ends(values)
-    picture = axes.imshow(
-        values,
-        aspect="auto",
-        interpolation="nearest",
-        cmap="Blues",
-        norm=LogNorm(low, high),
-        extent=(-0.5, len(run.rows) - 0.5, len(names) - 0.5, -0.5),
-    )
-    axes.set_yticks(range(len(names)), list(map(_label, names)), fontsize=7, parse_math=False)
-    bar = figure.colorbar(picture, ax=axes, fraction=0.03, pad=0.01)
-    _mark_scale(bar.ax.yaxis, low, high, percent)
-    return _section(title, text, figure)
-
-
-def _layers(run: Run) -> tuple[list[str], int]:
-    """The layers that the heat map has, in the order of the model, and how many there are."""
-    sums = Counter[str]()
-    for row in run.rows:
-        sums.update(row.density_by)
-    most = {name for name, _ in sums.most_common(_LAYERS)}
-    return [name for name in sums if name in most], len(sums)
-
-
-def _figure(run: Run, height: float) -> tuple[Figure, Axes]:
-    """A figure of this height, in inches, whose axes have the versions along it."""
-    figure = Figure(figsize=(10, height), layout="constrained")
-    axes = figure.subplots()
-    labels = {place: f"v{row.version}" for place, row in enumerate(run.rows)}
-    axes.set_xlim(-0.5, len(labels) - 0.5)
-    axes.xaxis.set_major_locator(MaxNLocator(10, steps=[1, 2, 5, 10], integer=True))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda place, _: labels.get(int(place), "")))
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=8, colors="#5c6675")
-    return figure, axes
 
 
 def _positive(values: Iterable[float | None]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
@@ -209,20 +152,6 @@ def _positive(values: Iterable[float | None]) -> np.ndarray[tuple[int], np.dtype
     found = np.array([np.nan if value is None else value for value in values], np.float64)
     found[~(found > _LEAST)] = np.nan
     return found
-
-
-def _ends(values: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> tuple[float, float]:
-    """The ends of a logarithmic scale for these values."""
-    low, high = float(np.nanmin(values)), float(np.nanmax(values))
-    margin = 1.15 if high / low > 3 else 2.0
-    return low / margin, high * margin
-
-
-def _mark_scale(axis: Axis, low: float, high: float, shown: Callable[[float], str]) -> None:
-    """Ticks of a logarithmic scale."""
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 200 else (1,)))
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: shown(value)))
 
 
 def _section(title: str, text: str, figure: Figure | None = None) -> str:
@@ -237,7 +166,7 @@ def _section(title: str, text: str, figure: Figure | None = None) -> str:
 
 def _happenings(run: Run) -> str:
     """A table of what happened, the newest first."""
-    title, count = "Failures and recoveries", len(run.happenings)
+    title, count = "Failures, losses and joins", len(run.happenings)
     if not count:
         return _section(title, "Nothing failed, and no receiver was lost.")
     listed = [
@@ -268,12 +197,6 @@ def _visible(character: str) -> str:
     if character == " " or not unicodedata.category(character).startswith(("C", "Z")):
         return character
     return f"\\u{ord(character):04x}"
-
-
-def _label(name: str, most: int = 40) -> str:
-    """A name for a chart: ASCII, of at most so many characters, with its middle left out."""
-    name = "".join(map(_visible, name)).encode("ascii", "backslashreplace").decode()
-    return name if len(name) <= most else f"{name[: most // 2 - 1]}..{name[-(most // 2 - 1) :]}"
 
 
 def moment(unix_s: float) -> str:

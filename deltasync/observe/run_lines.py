@@ -14,9 +14,6 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError,
 from deltasync.errors import ConfigError
 
 FORMAT = 1
-_ROLES = {"sync": "sender", "receive": "receiver", "publish": "publisher"}
-"""Whose success an event is: the role in a failure of the same end."""
-
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Seconds = Annotated[FiniteFloat, Field(ge=0, le=1e15)]
 Mark = Literal["failed", "recovered", "lost", "full sync", "joined", "warning"]
@@ -25,8 +22,7 @@ Mark = Literal["failed", "recovered", "lost", "full sync", "joined", "warning"]
 class Line(BaseModel):
     """An event, with the fields of `SyncStats`, `ReceiveStats`, `PublishStats` or `SyncFailed`.
 
-    What an event does not have is empty. "run" begins what a process has written, and has the
-    release of deltasync.
+    What an event does not have is empty. "run" begins what a process has written.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -34,7 +30,6 @@ class Line(BaseModel):
     event: Literal["run", "sync", "receive", "publish", "failed"]
     time: Annotated[FiniteFloat, Field(ge=0, le=1e11)]
     format: Literal[1] = 1
-    deltasync: str = ""
     role: str = ""
     name: str = ""
     version: Count | None = None
@@ -53,7 +48,6 @@ class Line(BaseModel):
     commit_s: Seconds | None = None
     pause_s: Seconds | None = None
     total_s: Seconds | None = None
-    density_by: dict[str, Seconds] = {}
     warnings: tuple[str, ...] = ()
     lost: dict[str, str] = {}
     error: str = ""
@@ -64,7 +58,7 @@ class Line(BaseModel):
 
     @model_validator(mode="after")
     def _has_what_is_shown(self) -> Self:
-        if self.event in _ROLES and self.version is None:
+        if self.event not in ("run", "failed") and self.version is None:
             raise ValueError("no version")
         return self
 
@@ -85,11 +79,6 @@ class Line(BaseModel):
         if self.event == "sync":
             return self.commit_s
         return None if self.kind == "joined" else self.pause_s
-
-    @property
-    def end(self) -> tuple[str, str]:
-        """The role and name of who succeeded or failed; senders have no name."""
-        return self.role or _ROLES.get(self.event, ""), self.name
 
 
 class Happening(NamedTuple):
@@ -138,44 +127,34 @@ class Run:
 
     @cached_property
     def happenings(self) -> list[Happening]:
-        """What happened, in order. A success recovers the failures of the same end."""
-        found, failed = list[Happening](), Counter[tuple[str, str]]()
-        for line in self.lines:
-            found += (Happening(mark, line, text, who) for mark, text, who in _of(line))
-            if line.event == "failed":
-                failed[line.end] += 1
-            elif count := failed.pop(line.end, 0):
-                text = f"covers {count} failed sync{'s' if count > 1 else ''}"
-                found.append(Happening("recovered", line, text, line.name))
-        return found
+        """What happened, in order."""
+        return [one for line in self.lines for one in _happenings_of(line)]
 
     def count(self, mark: Mark) -> int:
         """How often something happened."""
         return sum(each.mark == mark for each in self.happenings)
 
 
-def _of(line: Line) -> Iterator[tuple[Mark, str, str]]:
-    """(mark, text, who) of what a line says."""
+def _happenings_of(line: Line) -> Iterator[Happening]:
     if line.event == "failed":
         dirty = "; the receiver is dirty" if line.is_dirty else ""
-        found = f"corrupted weights in {line.corrupted}: " if line.corrupted else ""
-        yield "failed", f"{found}{line.error}: {line.message}{dirty}", line.name or line.role
-    for who, why in line.lost.items():
-        yield "lost", why, who
+        where = f"corrupted weights in {line.corrupted}: " if line.corrupted else ""
+        text = f"{where}{line.error}: {line.message}{dirty}"
+        yield Happening("failed", line, text, line.name or line.role)
+    for name, why in line.lost.items():
+        yield Happening("lost", line, why, name)
     if line.full_synced:
-        yield (
-            "full sync",
-            f"{line.full_synced} of {line.receivers} receivers needed a full sync",
-            "",
-        )
+        text = f"{line.full_synced} of {line.receivers} receivers needed a full sync"
+        yield Happening("full sync", line, text)
     if line.joined > line.full_synced:
-        yield "joined", f"{line.joined - line.full_synced} receivers joined by digest", ""
+        text = f"{line.joined - line.full_synced} receivers joined by digest"
+        yield Happening("joined", line, text)
     if line.was_dirty:
-        yield "recovered", "a dirty receiver is whole", line.name
+        yield Happening("recovered", line, "a dirty receiver is whole", line.name)
     elif line.kind == "joined":
-        yield "joined", "joined by digest", line.name
+        yield Happening("joined", line, "joined by digest", line.name)
     for warning in line.warnings:
-        yield "warning", warning, ""
+        yield Happening("warning", line, warning)
 
 
 def read_run(path: str | Path) -> Run:

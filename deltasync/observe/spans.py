@@ -40,12 +40,6 @@ def ids_of(stream_id: str, version: int) -> tuple[int, int]:
     return int.from_bytes(digest[:16]), int.from_bytes(digest[16:24])
 
 
-def traceparent(stream_id: str, version: int) -> str:
-    """Return the W3C `traceparent` of a version, for what else should join its trace."""
-    trace_id, span_id = ids_of(stream_id, version)
-    return f"00-{trace_id:032x}-{span_id:016x}-01"
-
-
 class Spans:
     """A listener that makes spans of syncs.
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from deltasync import dtypes
-from deltasync.errors import ConfigError
 from deltasync.quant import reads
 from deltasync.quant.computation import KernelForm
 from deltasync.quant.form import OfRows, Part, Shape, check_choice
@@ -27,66 +26,56 @@ from deltasync.quant.rounding import (
 
 _BLOCK = 128
 
-Scale = Literal["float32", "ue8m0"]
-Arithmetic = Literal["deepgemm", "compressed-tensors"]
+Scale = Literal["float32", "ue8m0", "bfloat16"]
 
 
 @dataclass(frozen=True, slots=True)
 class BlockFp8(OfRows):
     """`weight` as float8_e4m3fn and `weight_scale_inv`, float32 for each block.
 
-    Blocks at the ends of rows and columns may be smaller. All is in float32, but for
-    compressed-tensors.
+    Blocks at the ends of rows and columns may be smaller.
 
-    `arithmetic="deepgemm"`: a block's scale is max(amax, 1e-4) / 448, and an element's code the
-    nearest of its product with 1 / scale. With `scale="ue8m0"` the scale is rounded up to a power
-    of two first. Source: `per_block_cast_to_fp8` of DeepGEMM (deep_gemm/utils/math.py), which vLLM
-    has in vllm/utils/deep_gemm.py and SGLang, for ue8m0, in quantization/fp8_utils.py. They round
-    up in two ways, by logarithms and by bits, which agree on the maximum of any bfloat16 block.
-    Each division is rounded once, as on CPUs. On GPUs torch multiplies by 1 / 448 instead, which
-    gives other scales in the last bit of float32, and the same ue8m0.
+    `scale="float32"`: all is in float32. A block's scale is max(amax, 1e-4) / 448, and an element's
+    code the nearest of its product with 1 / scale. With `scale="ue8m0"` the scale is rounded up to
+    a power of two first. Source: `per_block_cast_to_fp8` of DeepGEMM (deep_gemm/utils/math.py),
+    which vLLM has in vllm/utils/deep_gemm.py and SGLang, for ue8m0, in quantization/fp8_utils.py.
+    They round up in two ways, by logarithms and by bits, which agree on the maximum of any bfloat16
+    block. Each division is rounded once, as on CPUs. On GPUs torch multiplies by 1 / 448 instead,
+    which gives other scales in the last bit of float32, and the same ue8m0.
 
-    `arithmetic="compressed-tensors"`: as `Fp8`, for each block: all is in bfloat16, and so is the
-    scale, which is called `weight_scale`. So are "float-quantized" checkpoints of strategy "block".
-    Source: `calculate_qparams` (compressed_tensors/quantization/utils/helpers.py) on the minimum
-    and the maximum of each block, and `compress` (compressors/naive_quantized/base.py).
+    `scale="bfloat16"`: as `Fp8`, for each block: all is in bfloat16, and so is the scale, which is
+    called `weight_scale`. So are "float-quantized" checkpoints of compressed-tensors, of strategy
+    "block". Source: `calculate_qparams` (compressed_tensors/quantization/utils/helpers.py) on the
+    minimum and the maximum of each block, and `compress` (compressors/naive_quantized/base.py).
     """
 
     scale: Scale = "float32"
-    arithmetic: Arithmetic = "deepgemm"
     rows: ClassVar[int] = _BLOCK
     cols: ClassVar[int] = _BLOCK
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for what is unknown, or cannot be matched bit for bit."""
-        check_choice("block FP8", self.arithmetic, get_args(Arithmetic))
+        """Raises ConfigError for what is unknown."""
         check_choice("scales of block FP8", self.scale, get_args(Scale))
-        if self.arithmetic == "compressed-tensors" and self.scale != "float32":
-            raise ConfigError("block FP8 of compressed-tensors has bfloat16 scales, not ue8m0")
 
     @property
     def name(self) -> str:
-        if self.arithmetic == "compressed-tensors":
-            return "block FP8 of compressed-tensors"
         return f"block FP8 with {self.scale} scales"
 
     @property
     def kernel(self) -> KernelForm | None:
-        if self.arithmetic != "deepgemm":
+        if self.scale == "bfloat16":
             return None
         number = reads.BLOCK_FP8 if self.scale == "float32" else reads.BLOCK_FP8_UE8M0
         return KernelForm(number, (_BLOCK, _BLOCK), scales="weight_scale_inv")
 
     @property
     def _scale_name(self) -> str:
-        is_theirs = self.arithmetic == "compressed-tensors"
-        return "weight_scale" if is_theirs else "weight_scale_inv"
+        return "weight_scale" if self.scale == "bfloat16" else "weight_scale_inv"
 
     def parts(self, shape: Shape) -> Mapping[str, Part]:
         rows, cols = shape
         blocks = -(-rows // _BLOCK), -(-cols // _BLOCK)
-        is_narrow = self.arithmetic == "compressed-tensors"
-        dtype = dtypes.BY_NAME["bfloat16" if is_narrow else "float32"]
+        dtype = dtypes.BY_NAME["bfloat16" if self.scale == "bfloat16" else "float32"]
         return {
             "weight": Part(shape, dtypes.BY_NAME["float8_e4m3fn"], 1),
             self._scale_name: Part(blocks, dtype, _BLOCK, _BLOCK),
@@ -98,7 +87,7 @@ class BlockFp8(OfRows):
         padded[:rows, :cols] = band
         blocks = padded.view(-1, _BLOCK, padded.shape[1] // _BLOCK, _BLOCK)
         amax = largest(blocks, (1, 3))
-        if self.arithmetic == "compressed-tensors":
+        if self.scale == "bfloat16":
             scale = scale_of_compressed_tensors(amax)
             scaled = (blocks / scale).add_(0).clamp_(-LARGEST_FP8, LARGEST_FP8)
         else:

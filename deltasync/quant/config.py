@@ -15,7 +15,6 @@ from deltasync.quant.form import Form
 from deltasync.quant.fp8 import Fp8 as PlainFp8
 from deltasync.quant.int4 import Int4
 from deltasync.quant.int8 import Int8
-from deltasync.quant.mxfp4 import MxFp4
 from deltasync.quant.mxfp8 import MxFp8
 from deltasync.quant.nvfp4 import CompressedNvfp4, ModelOptNvfp4
 
@@ -115,88 +114,57 @@ class CompressedTensors(OptionsModel):
 
 def _form_of(weights: Arguments, kind: str | None) -> Form:
     """The form of a group. Raises ConfigError for one that is not known."""
-    if not weights.symmetric:
-        raise ConfigError("weights with zero points (symmetric: false) have no served form")
-    if weights.dynamic:
-        raise ConfigError("dynamic weights are quantized by the engine in each step")
-    if weights.actorder:
-        raise ConfigError(
-            f"actorder {weights.actorder!r}: an order found by calibration has no served form"
-        )
     scale = None if weights.scale_dtype is None else weights.scale_dtype.removeprefix("torch.")
-    match (kind, weights.type, weights.num_bits, weights.strategy, scale):
-        case ("pack-quantized", "int", 4, "group", None | "bfloat16"):
-            return Int4(weights.group_size)
-        case ("pack-quantized", "int", 4, "channel", None | "bfloat16"):
+    is_static = weights.symmetric and not weights.dynamic and not weights.actorder
+    key = kind if is_static else None, weights.type, weights.num_bits, weights.strategy
+    match (*key, weights.group_size, scale):
+        case ("pack-quantized", "int", 4, "group", int(columns), None | "bfloat16") if columns > 0:
+            return Int4(columns)
+        case ("pack-quantized", "int", 4, "channel", _, None | "bfloat16"):
             return Int4(None)
-        case ("nvfp4-pack-quantized", "float", 4, "tensor_group", None | "float8_e4m3fn"):
-            if weights.group_size == 16:
-                return CompressedNvfp4()
-        case ("mxfp4-pack-quantized", "float", 4, "group", "uint8"):
-            if weights.group_size == 32:
-                return MxFp4()
-        case ("mxfp8-quantized", "float", 8, "group", "uint8"):
-            if weights.group_size == 32:
-                return MxFp8("compressed-tensors")
-        case ("float-quantized", "float", 8, "channel", None | "bfloat16"):
+        case ("nvfp4-pack-quantized", "float", 4, "tensor_group", 16, None | "float8_e4m3fn"):
+            return CompressedNvfp4()
+        case ("mxfp8-quantized", "float", 8, "group", 32, "uint8"):
+            return MxFp8()
+        case ("float-quantized", "float", 8, "channel", _, None | "bfloat16"):
             return PlainFp8("channel")
-        case ("float-quantized", "float", 8, "tensor", None | "bfloat16"):
+        case ("float-quantized", "float", 8, "tensor", _, None | "bfloat16"):
             return PlainFp8("tensor")
-        case ("float-quantized", "float", 8, "block", None | "bfloat16"):
+        case ("float-quantized", "float", 8, "block", _, None | "bfloat16"):
             if weights.block_structure in ([128, 128], "128x128"):
-                return BlockFp8(arithmetic="compressed-tensors")
-        case ("int-quantized", "int", 8, "channel", None | "bfloat16"):
+                return BlockFp8("bfloat16")
+        case ("int-quantized", "int", 8, "channel", _, None | "bfloat16"):
             return Int8()
-    told = {name: value for name, value in weights.model_dump().items() if value is not None}
-    for name in ("observer", "observer_kwargs", "zp_dtype", "symmetric", "dynamic", "actorder"):
-        told.pop(name, None)
-    raise ConfigError(f"format {kind!r} with weights {told} has no served form")
+    settings = weights.model_dump(
+        exclude_none=True, exclude={"observer", "observer_kwargs", "zp_dtype"}
+    )
+    raise ConfigError(f"format {kind!r} with weights {settings} has no served form")
 
 
 class ModelOpt(OptionsModel):
-    """`quant_method` "modelopt", or the whole of hf_quant_config.json."""
+    """`quant_method` "modelopt", or what hf_quant_config.json has under "quantization"."""
 
     quant_method: str = "modelopt"
-    quantization: dict[str, Any] | None = None
-    quant_algo: str | None = None
+    quant_algo: str = ""
     group_size: int | None = None
     ignore: list[str] = Field(default_factory=list)
+    exclude_modules: list[str] = Field(default_factory=list)
     config_groups: object = None
     producer: object = None
     kv_cache_scheme: object = None
+    kv_cache_quant_algo: str | None = None
+    has_zero_point: Literal[False] = False
+    pre_quant_scale: Literal[False] = False
 
     def forms(self) -> Mapping[str, Form]:
         """The form of each target. Raises ConfigError for one that is not known."""
-        told = self._told()
-        if told.kv_cache_quant_algo or self.kv_cache_scheme:
+        if self.kv_cache_quant_algo or self.kv_cache_scheme:
             raise ConfigError(f"kv_cache_quant_algo: {_KV}")
-        match (told.quant_algo.upper(), told.group_size):
-            case ("NVFP4" | "W4A16_NVFP4", None | 16):
-                form = ModelOptNvfp4()
-            case algorithm, size:
-                raise ConfigError(f"quant_algo {algorithm!r}, group_size {size}: no served form")
-        return {"Linear": form}
-
-    def _told(self) -> Inner:
-        """Either of the two ways to say it. Raises ConfigError."""
-        if self.quantization is not None:
-            return Inner(**self.quantization)
-        return Inner(
-            quant_algo=self.quant_algo or "",
-            group_size=self.group_size,
-            exclude_modules=self.ignore,
+        if self.quant_algo.upper() in ("NVFP4", "W4A16_NVFP4") and self.group_size in (None, 16):
+            return {"Linear": ModelOptNvfp4()}
+        raise ConfigError(
+            f"quant_algo {self.quant_algo!r}, group_size {self.group_size}: no served form"
         )
-
-
-class Inner(OptionsModel):
-    """What hf_quant_config.json has under "quantization"."""
-
-    quant_algo: str
-    kv_cache_quant_algo: str | None = None
-    group_size: int | None = None
-    exclude_modules: list[str] = Field(default_factory=list)
-    has_zero_point: Literal[False] = False
-    pre_quant_scale: Literal[False] = False
 
 
 _METHODS: dict[str, type[Fp8 | CompressedTensors | ModelOpt]] = {
@@ -218,9 +186,9 @@ def forms_of_targets(config: Mapping[str, object]) -> Mapping[str, Form]:
     """
     if not isinstance(config, Mapping):
         raise ConfigError(f"quantization_config is a {type(config).__name__}, not a mapping")
+    if isinstance(inner := config.get("quantization"), Mapping):  # of hf_quant_config.json
+        config = {"quant_method": "modelopt", **inner}
     method = config.get("quant_method")
-    if method is None and "quantization" in config:  # hf_quant_config.json says it nowhere
-        method = "modelopt"
     if not isinstance(method, str) or method.lower() not in _METHODS:
         raise ConfigError(
             f"quantization_config: quant_method {method!r} has no served form; known are "

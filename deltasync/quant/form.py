@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -73,15 +73,11 @@ class Form(Protocol):
         """
         ...
 
-    def whole(self, weights: Iterable[Tensor]) -> Mapping[str, Tensor]:
-        """The parts that depend on whole matrices: those without `rows` and `elements`.
-
-        If the form `shares`, they depend on the largest magnitude alone, so that a matrix which has
-        no other element gives them too.
+    def whole(self, peak: Tensor) -> Mapping[str, Tensor]:
+        """The part that depends on whole matrices; nothing, unless the form `shares`.
 
         Args:
-            weights: [rows, cols] bfloat16 of every matrix that shares them. Each may be released
-                when the next one is taken. One matrix, unless the form `shares`.
+            peak: bfloat16[1], the largest magnitude in all matrices that share it, or NaN.
         """
         ...
 
@@ -100,12 +96,12 @@ class Form(Protocol):
 
 
 class OfRows:
-    """What forms have in common whose rows are quantized on their own."""
+    """What forms have in common whose blocks are quantized on their own."""
 
     rows: ClassVar[int] = 1
     shares: ClassVar[bool] = False
 
-    def whole(self, weights: Iterable[Tensor]) -> Mapping[str, Tensor]:
+    def whole(self, peak: Tensor) -> Mapping[str, Tensor]:
         """Nothing."""
         return {}
 

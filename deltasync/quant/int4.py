@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -14,17 +13,11 @@ from deltasync import dtypes
 from deltasync.errors import ConfigError
 from deltasync.quant import reads
 from deltasync.quant.computation import KernelForm
-from deltasync.quant.form import OfRows, Part, Shape, check_choice, check_columns
+from deltasync.quant.form import OfRows, Part, Shape, check_columns
 from deltasync.quant.four_bits import packed
 from deltasync.quant.rounding import largest, with_one_nan
 
 _WORD = 8  # codes of an int32
-
-# In float32, of slime's kernel.
-_SEVENTH = torch.tensor(1 / 7).item()
-_LEAST = torch.tensor(1e-5).item()
-
-Arithmetic = Literal["compressed-tensors", "slime"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +28,10 @@ class Int4(OfRows):
     `weight_scale` bfloat16 [rows, groups], as the dtype of the weights is; `weight_shape` int64
     [2].
 
-    `arithmetic="compressed-tensors"`: a scale is amax / 7.5, and an element's code the nearest of
-    its quotient by the scale, from -8 to 7, all rounded to bfloat16. Source: `calculate_qparams`
-    (quantization/utils/helpers.py) on what a minmax observer sees, `_quantize` (lifecycle/
-    forward_helpers.py) and `pack_to_int32` (compressors/pack_quantized/helpers.py), 0.17.
-
-    `arithmetic="slime"`, for models that slime or miles trains with fake INT4: a scale is amax
-    times 1 / 7, at least 1e-5, and a code the nearest of the quotient, from -7 to 7, in float32;
-    then the scale is rounded to bfloat16. Source: `int4_quant_1x32_kernel` and
-    `int4_quant_common_kernel` (backends/megatron_utils/kernels/int4_qat/fake_int4_quant_cuda.cu)
-    and `pack_layer` (megatron_to_hf/processors/quantizer_compressed_tensors.py). That multiplies
-    codes by the stored scale and divides again, which gives the codes, as long as an amax is below
-    2^126. The kernel was read and not run. No quantization_config says that this is meant.
+    A scale is amax / 7.5, and an element's code the nearest of its quotient by the scale, from -8
+    to 7, all rounded to bfloat16. Source: `calculate_qparams` (quantization/utils/helpers.py) on
+    what a minmax observer sees, `_quantize` (lifecycle/forward_helpers.py) and `pack_to_int32`
+    (compressors/pack_quantized/helpers.py), 0.17.
 
     Words travel as the int32 that engines hold, so that their loaders and routes know the tensor. A
     changed code costs 8 bytes, index and word; as bytes it would cost 5. After one
@@ -55,15 +40,12 @@ class Int4(OfRows):
 
     Args:
         group: Columns that have a scale together; None for all of them.
-        arithmetic: Whose scales and codes.
     """
 
     group: int | None = 128
-    arithmetic: Arithmetic = "compressed-tensors"
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for what is unknown."""
-        check_choice("INT4", self.arithmetic, get_args(Arithmetic))
+        """Raises ConfigError for groups of nothing."""
         if self.group is not None and self.group < 1:
             raise ConfigError(f"INT4 of groups of {self.group} columns; give 1 or more, or None")
 
@@ -74,12 +56,11 @@ class Int4(OfRows):
     @property
     def name(self) -> str:
         of = "rows" if self.group is None else f"groups of {self.group}"
-        return f"INT4 of {of} ({self.arithmetic})"
+        return f"INT4 of {of} (compressed-tensors)"
 
     @property
     def kernel(self) -> KernelForm:
-        number = reads.INT4_SLIME if self.arithmetic == "slime" else reads.INT4
-        return KernelForm(number, (1, self.group), codes="weight_packed")
+        return KernelForm(reads.INT4, (1, self.group), codes="weight_packed")
 
     def parts(self, shape: Shape) -> Mapping[str, Part]:
         check_columns(shape, self.group or 1, self.name)
@@ -93,14 +74,9 @@ class Int4(OfRows):
 
     def quantize(self, band: Tensor, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         groups = band.view(len(band), -1, self.group or band.shape[1])
-        amax = largest(groups, -1)
-        if self.arithmetic == "slime":
-            scale = (amax.float() * _SEVENTH).clamp(_LEAST)
-            codes, scale = groups.float().div_(scale).round_(), scale.bfloat16()
-        else:
-            scale = amax / 7.5
-            scale = torch.where(scale == 0, torch.finfo(torch.bfloat16).eps, scale)
-            codes = (groups / scale).clamp(-8, 7).round()
+        scale = largest(groups, -1) / 7.5
+        scale = torch.where(scale == 0, torch.finfo(torch.bfloat16).eps, scale)
+        codes = (groups / scale).clamp(-8, 7).round()
         unsigned = codes.add_(8).nan_to_num_(nan=0).to(torch.uint8).flatten(1)
         words = packed(pad(unsigned, (0, -band.shape[1] % _WORD))).view(torch.int32)
         return {"weight_packed": words, "weight_scale": with_one_nan(scale.squeeze(-1))}

@@ -28,15 +28,9 @@ class Int8(OfRows):
     (quantization/lifecycle/forward.py), symmetric, on the minimum and the maximum of a row.
     """
 
+    name: ClassVar[str] = "INT8 per channel of compressed-tensors"
     cols: ClassVar[None] = None
-
-    @property
-    def name(self) -> str:
-        return "INT8 per channel of compressed-tensors"
-
-    @property
-    def kernel(self) -> KernelForm:
-        return KernelForm(reads.INT8, (1, None))
+    kernel: ClassVar[KernelForm] = KernelForm(reads.INT8, (1, None))
 
     def parts(self, shape: Shape) -> Mapping[str, Part]:
         check_columns(shape, 1, self.name)

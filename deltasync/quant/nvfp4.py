@@ -11,7 +11,7 @@ that are normally distributed. Other steps change far less.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -31,8 +31,46 @@ _LARGEST_SCALE = 448.0  # of float8_e4m3fn
 _UINT8, _E4M3, _FLOAT32 = (dtypes.BY_NAME[name] for name in ("uint8", "float8_e4m3fn", "float32"))
 
 
+def _global_scale(peak: Tensor) -> Tensor:
+    """float32 [...], where float [...] are the largest magnitudes, as compressed-tensors has it."""
+    scale = _LARGEST_SCALE * _LARGEST_CODE / peak.float().clamp(torch.finfo(torch.float32).tiny)
+    return scale.nan_to_num(nan=1.0, posinf=1.0, neginf=1.0)
+
+
+def _second_scale(peak: Tensor) -> Tensor:
+    """float32 [...], where float [...] are the largest magnitudes, as ModelOpt has it."""
+    return with_one_nan(divided(peak.float(), _LARGEST_CODE * _LARGEST_SCALE))
+
+
+class _Nvfp4:
+    """What both have in common: their parts, under names of their own.
+
+    Attributes:
+        total_shape: Of the scale of the whole.
+    """
+
+    __slots__ = ()
+
+    name: ClassVar[str]
+    rows: ClassVar[int] = 1
+    cols: ClassVar[int] = _BLOCK
+    shares: ClassVar[bool] = True
+    kernel: ClassVar[KernelForm]
+    total: ClassVar[str]
+    total_shape: ClassVar[tuple[int, ...]]
+
+    def parts(self, shape: Shape) -> Mapping[str, Part]:
+        check_columns(shape, _BLOCK, self.name)
+        rows, cols = shape
+        return {
+            self.kernel.codes: Part((rows, cols // 2), _UINT8, 1, 2),
+            "weight_scale": Part((rows, cols // _BLOCK), _E4M3, 1, _BLOCK),
+            self.total: Part(self.total_shape, _FLOAT32, None),
+        }
+
+
 @dataclass(frozen=True, slots=True)
-class CompressedNvfp4:
+class CompressedNvfp4(_Nvfp4):
     """NVFP4 of compressed-tensors, format nvfp4-pack-quantized: NVFP4 and NVFP4A16.
 
     `weight_packed` uint8 [rows, cols / 2], `weight_scale` e4m3 [rows, cols / 16], and
@@ -45,36 +83,16 @@ class CompressedNvfp4:
     (quant_args.py) and `pack_fp4_to_uint8` (compressors/nvfp4/helpers.py), with 0.17.
     """
 
-    rows: ClassVar[int] = 1
-    cols: ClassVar[int] = _BLOCK
-    shares: ClassVar[bool] = True
+    name: ClassVar[str] = "NVFP4 of compressed-tensors"
+    total: ClassVar[str] = "weight_global_scale"
+    total_shape: ClassVar[tuple[int, ...]] = (1,)
+    kernel: ClassVar[KernelForm] = KernelForm(
+        reads.NVFP4, (1, _BLOCK), codes="weight_packed", total=total, total_of=_global_scale
+    )
 
-    @property
-    def name(self) -> str:
-        return "NVFP4 of compressed-tensors"
-
-    @property
-    def kernel(self) -> KernelForm:
-        return KernelForm(
-            reads.NVFP4,
-            (1, _BLOCK),
-            codes="weight_packed",
-            total="weight_global_scale",
-            total_of=_global_scale,
-        )
-
-    def parts(self, shape: Shape) -> Mapping[str, Part]:
-        check_columns(shape, _BLOCK, self.name)
-        rows, cols = shape
-        return {
-            "weight_packed": Part((rows, cols // 2), _UINT8, 1, 2),
-            "weight_scale": Part((rows, cols // _BLOCK), _E4M3, 1, _BLOCK),
-            "weight_global_scale": Part((1,), _FLOAT32, None),
-        }
-
-    def whole(self, weights: Iterable[Tensor]) -> Mapping[str, Tensor]:
+    def whole(self, peak: Tensor) -> Mapping[str, Tensor]:
         """The global scale; 1 where it would be infinite, as for zeros."""
-        return {"weight_global_scale": _global_scale(_peak(weights)).view(1)}
+        return {"weight_global_scale": _global_scale(peak)}
 
     def quantize(self, band: Tensor, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         blocks, total = band.view(len(band), -1, _BLOCK), whole["weight_global_scale"]
@@ -90,7 +108,7 @@ class CompressedNvfp4:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelOptNvfp4:
+class ModelOptNvfp4(_Nvfp4):
     """NVFP4 of ModelOpt, with a dynamic weight quantizer: NVFP4 and W4A16_NVFP4.
 
     `weight` uint8 [rows, cols / 2], `weight_scale` e4m3 [rows, cols / 16], and `weight_scale_2`
@@ -105,31 +123,15 @@ class ModelOptNvfp4:
     it keeps scales at 2**-9 or above; `preprocess_linear_fusion` of export/quant_utils.py.
     """
 
-    rows: ClassVar[int] = 1
-    cols: ClassVar[int] = _BLOCK
-    shares: ClassVar[bool] = True
+    name: ClassVar[str] = "NVFP4 of ModelOpt"
+    total: ClassVar[str] = "weight_scale_2"
+    total_shape: ClassVar[tuple[int, ...]] = ()
+    kernel: ClassVar[KernelForm] = KernelForm(
+        reads.NVFP4_MODELOPT, (1, _BLOCK), total=total, total_of=_second_scale
+    )
 
-    @property
-    def name(self) -> str:
-        return "NVFP4 of ModelOpt"
-
-    @property
-    def kernel(self) -> KernelForm:
-        return KernelForm(
-            reads.NVFP4_MODELOPT, (1, _BLOCK), total="weight_scale_2", total_of=_second_scale
-        )
-
-    def parts(self, shape: Shape) -> Mapping[str, Part]:
-        check_columns(shape, _BLOCK, self.name)
-        rows, cols = shape
-        return {
-            "weight": Part((rows, cols // 2), _UINT8, 1, 2),
-            "weight_scale": Part((rows, cols // _BLOCK), _E4M3, 1, _BLOCK),
-            "weight_scale_2": Part((), _FLOAT32, None),
-        }
-
-    def whole(self, weights: Iterable[Tensor]) -> Mapping[str, Tensor]:
-        return {"weight_scale_2": _second_scale(_peak(weights)).view(())}
+    def whole(self, peak: Tensor) -> Mapping[str, Tensor]:
+        return {"weight_scale_2": _second_scale(peak).view(())}
 
     def quantize(self, band: Tensor, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         blocks, total = band.view(len(band), -1, _BLOCK), whole["weight_scale_2"]
@@ -137,20 +139,3 @@ class ModelOptNvfp4:
         stored = as_fp8(torch.where(scale == 0, 1.0, scale).clamp(2**-9, _LARGEST_SCALE))
         codes = e2m1(blocks.float().div_((stored.float() * total).unsqueeze(-1)))
         return {"weight": packed(codes.flatten(1)), "weight_scale": stored}
-
-
-def _global_scale(peak: Tensor) -> Tensor:
-    """float32 [...], where float [...] are the largest magnitudes, as compressed-tensors has it."""
-    scale = _LARGEST_SCALE * _LARGEST_CODE / peak.float().clamp(torch.finfo(torch.float32).tiny)
-    return scale.nan_to_num(nan=1.0, posinf=1.0, neginf=1.0)
-
-
-def _second_scale(peak: Tensor) -> Tensor:
-    """float32 [...], where float [...] are the largest magnitudes, as ModelOpt has it."""
-    return with_one_nan(divided(peak.float(), _LARGEST_CODE * _LARGEST_SCALE))
-
-
-def _peak(weights: Iterable[Tensor]) -> Tensor:
-    """float32 []: the largest magnitude in any of some matrices; NaN if there is one."""
-    extremes = [torch.stack(torch.aminmax(weight)) for weight in weights]
-    return with_one_nan(torch.stack(extremes).abs().amax().float())

@@ -16,22 +16,17 @@ FORM = COMPUTED
 BLOCK_FP8 = 1
 BLOCK_FP8_UE8M0 = 2
 FP8 = 3
-"""Of compressed-tensors, per channel or per tensor."""
-FP8_CHANNEL_VLLM = 4
-FP8_TENSOR_VLLM = 5
-INT8 = 6
-INT4 = 7
-INT4_SLIME = 8
+"""Per channel or per tensor."""
+INT8 = 4
+INT4 = 5
 # And those of these as they are served, in a byte.
-MXFP8 = 9
-MXFP8_VLLM = 10
-MXFP4 = 11
-NVFP4 = 12
-NVFP4_MODELOPT = 13
+MXFP8 = 6
+NVFP4 = 7
+NVFP4_MODELOPT = 8
 
 
 def codes_of(form: int) -> int:
     """Codes in an element that is served."""
-    if form in (INT4, INT4_SLIME):
+    if form == INT4:
         return 8
-    return 2 if form >= MXFP4 else 1
+    return 2 if form >= NVFP4 else 1

@@ -8,9 +8,6 @@ from torch import Tensor
 LARGEST_FP8 = 448.0
 """The largest float8_e4m3fn."""
 
-NO_EXPONENT = 255
-"""e8m0's NaN: the exponent of no scale."""
-
 
 def largest(values: Tensor, dims: int | tuple[int, ...]) -> Tensor:
     """The largest magnitude along `dims`, which stay as 1, or NaN; in the dtype of `values`."""
@@ -63,19 +60,3 @@ def power_of_two_above(values: Tensor) -> Tensor:
 def power_of_two(exponent: Tensor) -> Tensor:
     """float32: 2^(exponent - 127) of int32, as e8m0 has it: that of 0 is 2^-127."""
     return torch.where(exponent == 0, 0x400000, exponent << 23).view(torch.float32)
-
-
-def mx_exponent(amax: Tensor, *, largest_power: int) -> Tensor:
-    """int32 [...]: biased exponents of the scales of MX blocks, as compressed-tensors has them.
-
-    They are those of `amax`, one more if its mantissa is 1.75 or above, less `largest_power`, and
-    at least 0; NO_EXPONENT from 1.75 * 2^127 on. Source: `generate_mx_scales` of compressed-tensors
-    (quantization/utils/mxfp_utils.py).
-
-    Args:
-        amax: bfloat16 [...], the largest magnitudes of the blocks.
-        largest_power: The exponent of the largest number that a code has.
-    """
-    exponent = (amax.view(torch.int16).int() + 0x20) >> 7  # carries from mantissas of 1.75
-    too_large = exponent >= NO_EXPONENT
-    return torch.where(too_large, NO_EXPONENT, (exponent - largest_power).clamp(0))

@@ -55,20 +55,19 @@ class ServedSource:
         self._tensors: list[NamedTensor] = []
         self._held_in_part: list[Matrix] = []
         self._shared: dict[tuple[tuple[str, ...], Form], Shared] = {}
-        self._kept: set[Shared] = set()
 
     def tensors(self) -> list[NamedTensor]:
         """Raises ConfigError, by name, for a tensor that cannot be served in its form."""
         tensors = self._source.tensors()
         if tensors is not self._all:
-            self._all, self._held_in_part, self._shared, self._kept = None, [], {}, set()
+            self._all, self._held_in_part, self._shared = None, [], {}
             self._tensors = [one for tensor in tensors for one in self._served(tensor)]
             self._tensors += self._constants
             often = Counter(name for tensor in self._tensors for name in tensor.names)
             if twice := [name for name, count in often.items() if count > 1]:
                 raise ConfigError(f"{twice[0]}: served, and a tensor of the trainer; rename that")
             self._all = tensors
-        for shared in list(self._kept):  # without the many that kernels compute
+        for shared in self._shared.values():
             shared.changed()
         for matrix in self._held_in_part:
             matrix.changed()
@@ -85,8 +84,10 @@ class ServedSource:
             return
         if is_part:
             _check_part(entry, held, form)
-        together = siblings(entry.name, self._fused) if form.shares else (entry.name,)
-        shared = self._shared.setdefault((together, form), Shared(form, together, self._kept))
+        shared = Shared(form)
+        if form.shares:
+            together = siblings(entry.name, self._fused)
+            shared = self._shared.setdefault((together, form), Shared(form, together))
         local = local.detach().requires_grad_(entry.tensor.requires_grad)
         held = held if is_part else ShardSpec.whole(entry.shape)
         matrix = Matrix(local, form, name=entry.name, held=held, shared=shared)

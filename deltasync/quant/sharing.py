@@ -50,15 +50,9 @@ def siblings(name: str, fused: Fused = FUSED) -> tuple[str, ...]:
 class Shared:
     """What `Form.whole` gives of the matrices that share it, computed once for each version."""
 
-    def __init__(
-        self, form: Form, names: tuple[str, ...] = (), kept: set[Shared] | None = None
-    ) -> None:
-        """`names` are those of the matrices that a model may have of them.
-
-        It is in `kept` while it keeps something that the trainer's next step changes.
-        """
+    def __init__(self, form: Form, names: tuple[str, ...] = ()) -> None:
+        """`names` are those of the matrices that a model may have of them."""
         self._form, self._names = form, names
-        self._kept: set[Shared] = set() if kept is None else kept
         self._weights: list[Callable[[], Tensor]] = []
         self._flats: list[Flat] = []
         self._total: Total | None = None
@@ -90,14 +84,12 @@ class Shared:
         return largest(torch.cat(peaks), (0, 1)).flatten()
 
     def _agree(self, peak: Tensor) -> None:
-        self._agreed, self._parts = peak.clone().view(1, 1), None
+        self._agreed, self._parts = peak.clone(), None
         self._is_agreed_on = True
-        self._kept.add(self)
 
     def changed(self) -> None:
         """Forget what was computed: the trainer has made a step."""
         self._agreed = self._parts = None
-        self._kept.discard(self)
 
     @property
     def total(self) -> Total | None:
@@ -113,11 +105,9 @@ class Shared:
 
         Raises ConfigError if ranks have not agreed on what this takes.
         """
-        if self._parts is None and self._form.shares and self._agreed is not None:
-            self._parts = self._form.whole([self._agreed])
-        elif self._parts is None:
-            if self._form.shares and self._has_parts:
+        if self._parts is None and self._form.shares:
+            if self._agreed is None and self._has_parts:
                 raise ConfigError(f"{self._names[0]}: ranks have not agreed on its maximum")
-            self._parts = self._form.whole(weight() for weight in self._weights)
-        self._kept.add(self)
-        return self._parts
+            peak = self._peak() if self._agreed is None else self._agreed
+            self._parts = self._form.whole(peak)
+        return self._parts or {}

@@ -15,23 +15,9 @@ from deltasync.delta.kernels.triton_base import aligned, rounded
 from deltasync.quant import reads
 
 _WIDE, _FORM = tl.constexpr(reads.WIDE), tl.constexpr(reads.FORM)
-_BLOCK_FP8, _BLOCK_FP8_UE8M0, _FP8, _FP8_CHANNEL_VLLM, _FP8_TENSOR_VLLM = (
-    tl.constexpr(reads.BLOCK_FP8),
-    tl.constexpr(reads.BLOCK_FP8_UE8M0),
-    tl.constexpr(reads.FP8),
-    tl.constexpr(reads.FP8_CHANNEL_VLLM),
-    tl.constexpr(reads.FP8_TENSOR_VLLM),
-)
-_INT8, _INT4, _INT4_SLIME, _MXFP8, _MXFP8_VLLM, _MXFP4, _NVFP4, _NVFP4_MODELOPT = (
-    tl.constexpr(reads.INT8),
-    tl.constexpr(reads.INT4),
-    tl.constexpr(reads.INT4_SLIME),
-    tl.constexpr(reads.MXFP8),
-    tl.constexpr(reads.MXFP8_VLLM),
-    tl.constexpr(reads.MXFP4),
-    tl.constexpr(reads.NVFP4),
-    tl.constexpr(reads.NVFP4_MODELOPT),
-)
+_BLOCK_FP8_UE8M0, _FP8 = tl.constexpr(reads.BLOCK_FP8_UE8M0), tl.constexpr(reads.FP8)
+_INT8, _INT4 = tl.constexpr(reads.INT8), tl.constexpr(reads.INT4)
+_MXFP8, _NVFP4 = tl.constexpr(reads.MXFP8), tl.constexpr(reads.NVFP4)
 
 _SIDE = tl.constexpr(128)
 _LARGEST_FP8 = tl.constexpr(448.0)
@@ -167,29 +153,21 @@ def scale_of(peak, total, FORM: tl.constexpr):
         FORM: See `reads`.
     """
     amax = _as_float(peak)
-    if FORM <= _INT4_SLIME:
+    if FORM <= _INT4:
         if FORM <= _BLOCK_FP8_UE8M0:
             scale = tl.div_rn(tl.maximum(amax, 1e-4), _LARGEST_FP8)
             if FORM == _BLOCK_FP8_UE8M0:
                 exponent = tl.minimum(tl.maximum(_power_above(scale), 1), 254)
                 power = (exponent << 23).to(tl.float32, bitcast=True)
                 scale = tl.where(peak < _INFINITY, power, amax)
-        elif FORM == _FP8_CHANNEL_VLLM:
-            scale = tl.maximum(tl.div_rn(amax, _LARGEST_FP8), 1 / (448.0 * 512))
-        elif FORM == _INT4_SLIME:
-            scale = tl.maximum(amax * (1 / 7), 1e-5)
         else:  # compressed-tensors: all but this is rounded to bfloat16
             steps: tl.constexpr = 448.0 if FORM == _FP8 else (127.5 if FORM == _INT8 else 7.5)
             narrow = rounded(tl.div_rn(amax, steps).to(tl.uint32, bitcast=True))
             scale = tl.where(narrow == 0, 0.0078125, _as_float(narrow))
         bits = tl.where(peak > _INFINITY, _NAN, scale.to(tl.uint32, bitcast=True))
-    elif FORM == _MXFP8_VLLM:
-        exponent = tl.minimum(_power_above(tl.div_rn(amax, _LARGEST_FP8)), 254)
-        bits = tl.where(peak > _INFINITY, 0, exponent)
-    elif FORM <= _MXFP4:
-        lower: tl.constexpr = 2 if FORM == _MXFP4 else 8  # what a code has in its exponent
+    elif FORM == _MXFP8:
         exponent = (peak + 0x20) >> 7
-        bits = tl.where(exponent >= 255, 255, tl.maximum(exponent, lower) - lower)
+        bits = tl.where(exponent >= 255, 255, tl.maximum(exponent, 8) - 8)
     elif FORM == _NVFP4:
         sixth = rounded(tl.div_rn(amax, 6.0).to(tl.uint32, bitcast=True))
         bits = _e4m3(total * _as_float(sixth)) & 0x7F
@@ -204,18 +182,14 @@ def scale_of(peak, total, FORM: tl.constexpr):
 
 @triton.jit
 def divisor_of(scale, total, FORM: tl.constexpr):
-    """float32: what `code_of` takes, of the bits of a scale: a divisor, or its inverse.
-
-    Another one stands for blocks of MXFP8_VLLM with NaN, see `codes_at`.
-    """
-    if FORM <= _INT4_SLIME:
+    """float32: what `code_of` takes, of the bits of a scale: a divisor, or its inverse."""
+    if FORM <= _INT4:
         divisor = scale.to(tl.float32, bitcast=True)
-        if (FORM <= _BLOCK_FP8_UE8M0) | (FORM == _FP8_TENSOR_VLLM):
+        if FORM <= _BLOCK_FP8_UE8M0:
             divisor = tl.div_rn(1.0, divisor)
-    elif FORM <= _MXFP4:  # an exponent; a product with the inverse is the quotient
+    elif FORM == _MXFP8:  # an exponent; a product with the inverse is the quotient
         inverse = tl.where(scale >= 254, 0x400000, (254 - scale) << 23)
-        lacking: tl.constexpr = 0 if FORM == _MXFP4 else _NAN
-        inverse = tl.where(scale == 255, lacking, inverse).to(tl.uint32)
+        inverse = tl.where(scale == 255, _NAN, inverse).to(tl.uint32)
         divisor = inverse.to(tl.float32, bitcast=True)
     elif FORM == _NVFP4:
         divisor = tl.div_rn(_of_e4m3(scale), total)
@@ -232,13 +206,8 @@ def code_of(weight, divisor, FORM: tl.constexpr):
         code = _e4m3(x * divisor)
     elif FORM == _FP8:
         code = _e4m3(_quotient(x, divisor))
-    elif FORM == _FP8_CHANNEL_VLLM:
-        code = _e4m3(tl.div_rn(x, divisor))
-    elif FORM == _FP8_TENSOR_VLLM:
-        x = x * divisor
-        code = _e4m3(tl.where(x == x, x, _LARGEST_FP8))  # NaN
-    elif FORM <= _INT4_SLIME:
-        x = tl.div_rn(x, divisor) if FORM == _INT4_SLIME else _quotient(x, divisor)
+    elif FORM <= _INT4:
+        x = _quotient(x, divisor)
         x = tl.where(x == x, x, 0.0 if FORM == _INT8 else -8.0)  # NaN is code 0
         if FORM == _INT8:
             code = _integer(tl.minimum(tl.maximum(x, -128.0), 127.0)) & 0xFF
@@ -246,10 +215,6 @@ def code_of(weight, divisor, FORM: tl.constexpr):
             code = _integer(tl.minimum(tl.maximum(x, -8.0), 7.0)) + 8
     elif FORM == _MXFP8:
         code = _e4m3(_as_bfloat16(x * divisor))
-    elif FORM == _MXFP8_VLLM:
-        code = _e4m3(x * divisor)
-    elif FORM == _MXFP4:
-        code = _e2m1(_as_bfloat16(x * divisor))
     else:
         code = _e2m1(tl.div_rn(x, divisor))
     return code
@@ -258,7 +223,7 @@ def code_of(weight, divisor, FORM: tl.constexpr):
 @triton.jit
 def load_scale(scales, at, mask, FORM: tl.constexpr):
     """uint32: bits of scales; those of 1 where `mask` leaves them out."""
-    if FORM <= _INT4_SLIME:
+    if FORM <= _INT4:
         scale = tl.load(scales.to(tl.pointer_type(tl.uint32)) + at, mask=mask, other=0x3F800000)
     else:
         scale = tl.load(scales.to(tl.pointer_type(tl.uint8)) + at, mask=mask, other=0x38)
@@ -268,7 +233,7 @@ def load_scale(scales, at, mask, FORM: tl.constexpr):
 @triton.jit
 def store_scale(scales, at, scale, mask, FORM: tl.constexpr):
     """Write uint32 bits of scales as kernels keep them."""
-    if FORM <= _INT4_SLIME:
+    if FORM <= _INT4:
         tl.store(scales.to(tl.pointer_type(tl.uint32)) + at, scale, mask=mask)
     else:
         tl.store(scales.to(tl.pointer_type(tl.uint8)) + at, scale.to(tl.uint8), mask=mask)
@@ -281,19 +246,6 @@ def load_total(address, FORM: tl.constexpr):
     if FORM >= _NVFP4:
         total = tl.load(address.to(tl.pointer_type(tl.float32)))
     return total
-
-
-@triton.jit
-def _any_nan(address, first, mask, WIDE: tl.constexpr):
-    """Whether one of 32 weights from `first` on is NaN."""
-    found = first != first  # nothing yet
-    left = tl.max(mask.to(tl.int32), axis=0) * 32
-    while left > 0:
-        left -= 1
-        found = found | (
-            (weights_at(address, first + left, mask, WIDE, False) & 0x7FFF) > _INFINITY
-        )
-    return found
 
 
 @triton.jit
@@ -314,8 +266,7 @@ def codes_at(
     """
     FORM: tl.constexpr = READ // _FORM
     WIDE: tl.constexpr = (_WIDE & READ) != 0
-    IS_INT4: tl.constexpr = (FORM == _INT4) | (FORM == _INT4_SLIME)
-    CODES: tl.constexpr = 8 if IS_INT4 else (2 if FORM >= _MXFP4 else 1)
+    CODES: tl.constexpr = 8 if FORM == _INT4 else (2 if FORM >= _NVFP4 else 1)
     scales, width = tl.load(quantized), tl.load(quantized + 1)
     total = load_total(tl.load(quantized + 2), FORM)
     position = (start + offsets) * CODES
@@ -326,9 +277,6 @@ def codes_at(
         block = position // width
     scale = load_scale(scales, block, mask, FORM)
     divisor = divisor_of(scale, total, FORM)
-    if FORM == _MXFP8_VLLM:  # a block with NaN has a scale like others
-        is_nan = _any_nan(address, block * width - start, mask & (scale == 0), WIDE)
-        divisor = tl.where(is_nan, float("nan"), divisor)
     elements = tl.zeros_like(scale)
     for nth in tl.static_range(CODES):
         weight = weights_at(address, offsets * CODES + nth, mask, WIDE, False)

@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 
 from deltasync.delta.kernels.triton_base import aligned
-from deltasync.quant.reads import MXFP8_VLLM
 from deltasync.quant.triton_forms import (
     code_of,
     divisor_of,
@@ -35,7 +34,6 @@ SPAN = 4096
 
 _SIDE = tl.constexpr(128)
 _INFINITY = tl.constexpr(0x7F80)
-_MXFP8_VLLM = tl.constexpr(MXFP8_VLLM)
 
 
 @triton.jit
@@ -192,8 +190,6 @@ def compare_groups(
         group = here * GROUPS + tl.arange(0, GROUPS)
         store_scale(scales, group, scale, group * GROUP < numel, FORM)
         divisor = divisor_of(scale, total, FORM)
-        if FORM == _MXFP8_VLLM:
-            divisor = tl.where(peak > _INFINITY, float("nan"), divisor)
     masks = words + tl.load(at + 5 * num_matrices)
     _mark(
         bits, divisor[:, None], old, masks, here * (SPAN // CODES), numel // CODES,

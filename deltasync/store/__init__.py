@@ -1,6 +1,6 @@
 """Versions in object stores: published once, fetched by whoever comes, whenever it comes.
 
-Begin with keys.py and manifest.py; docs/store.md has the layout of a store and its rules. To import
+Begin with writer.py, which makes versions visible; docs/store.md has layout and rules. To import
 this package adds the codec `class` to those that payloads are read and written with.
 """
 

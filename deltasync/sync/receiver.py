@@ -283,8 +283,7 @@ class WeightReceiver(BaseReceiver):
     def _take_next(self) -> messages.Message:
         """Receive one message, act on it, and return it."""
         lane, message, payload = self._links.receive(
-            timeout_s=self._left_s if self._session.state in PATIENT else self._silence_s,
-            reached=self._weights.reached() if self._session.lanes > 1 else (),
+            timeout_s=self._left_s if self._session.state in PATIENT else self._silence_s
         )
         with self._lock:
             if self._links.follows_loss and self._session.state is ReceiverState.STAGING:

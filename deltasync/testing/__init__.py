@@ -1,4 +1,4 @@
-"""Contracts that ship as tests: subclass one to test your own transport or target.
+"""The contract of transports, which ships as tests: subclass it to test your own.
 
-Begin with transport.py or target.py.
+Begin with transport.py.
 """

@@ -12,7 +12,10 @@ RAW = 1
 
 
 class IndexCodec(IntEnum):
-    """How the positions of a sparse row are written. Dense rows have none."""
+    """How the positions of a sparse row are written. Dense rows have none.
+
+    Members stand in the order of their numbers, from 0 on: decoding relies on it.
+    """
 
     NONE = 0
     RAW = RAW  # int32 each

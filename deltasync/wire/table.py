@@ -17,6 +17,11 @@ from deltasync.wire.codecs import INDEX_ITEM_BYTES, IndexCodec, ValueCodec
 
 ALIGNMENT = 8
 MAX_SPARSE_SPAN = (1 << 31) - 1
+"""Elements that a sparse row may cover: its int32 indices count from the row's `start`, a uint64.
+
+`changed` of `delta.kernels` finds them, or `locate` of its triton.py. A longer parameter has a row
+for each chunk: see `merged` in `delta.host.backend`, and `origins_of` in `delta.batched.packing`.
+"""
 
 ROW = np.dtype(
     [

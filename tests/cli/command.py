@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import resource
@@ -14,7 +13,6 @@ from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 
@@ -107,13 +105,11 @@ def _address_space() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
-def shown(*arguments: str | Path, code: int = 0) -> dict[str, Any]:
-    """What a command prints as JSON, and nothing else."""
-    done = call(*arguments, "--json")
+def output(*arguments: str | Path, code: int = 0) -> str:
+    """What a command prints on stdout, and nothing on stderr."""
+    done = call(*arguments)
     assert (done.returncode, done.stderr) == (code, ""), done
-    (line,) = done.stdout.splitlines()
-    found: dict[str, Any] = json.loads(line)
-    return found
+    return done.stdout
 
 
 def refused(*arguments: str | Path, code: int = 2) -> str:

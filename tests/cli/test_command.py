@@ -89,7 +89,7 @@ def test_what_is_not_installed_is_named(
         (["demo", "--steps", "0"], "--steps"),
         (["demo", "--lr", "nan"], "--lr"),
         (["demo", "--out", __file__], "File exists"),
-        (["demo", "--transport", "pigeon"], "--transport"),
+        (["fetch", "a", "--to", "0", "--out", "b"], "--to"),
         (["demo", "--nonsense"], "--nonsense"),
         (["verify", "--\x1b[2J", "x"], "--\\x1b[2J"),
         (["nonsense"], "nonsense"),

@@ -13,7 +13,8 @@ import torch
 
 from deltasync.files.checkpoint import Checkpoint
 from deltasync.files.patch_file import write_patch
-from tests.cli.command import COMMAND, ENVIRONMENT, call, refused, shown
+from deltasync.observe.units import size
+from tests.cli.command import COMMAND, ENVIRONMENT, call, output, refused
 from tests.files.saved import holds, model, save, save_sharded, stepped
 
 UP = "model.layers.0.up.weight"
@@ -42,30 +43,30 @@ def test_diff_then_apply_then_verify(tmp_path: Path) -> None:
         int((a != b).sum())
         for a, b in zip(model().values(), stepped(model()).values(), strict=True)
     )
-    found = shown("diff", old, new, "--out", tmp_path / "patch")
-    assert found["changed"] == sum(found["steps"]) == found["steps"][1] == nnz
-    assert set(found["layers"]) == {"model.layers.0", "model.layers.1", "mask", "scale", "none"}
-    layer = found["layers"]["model.layers.0"]
-    parts = [found["tensors"][f"model.layers.0.{name}.weight"] for name in ("up", "down")]
-    assert layer["changed"] == sum(part["changed"] for part in parts) > 0
-    assert layer["density"] == layer["changed"] / layer["numel"]
-    assert found["encodings"]["dense"] == sum(tensor.nbytes for tensor in model().values())
-    assert found["encodings"]["int32 + value"] == 6 * nnz
-    assert found["patch"]["bytes"] == (tmp_path / "patch").stat().st_size
-    text = call("diff", old, new).stdout
-    for words in (f"{nnz:,} of", "model.layers.1", "step in ULP", "128 and more"):
-        assert words in text
-    made = shown("apply", tmp_path / "patch", old, "--out", tmp_path / "made")
-    assert made["digest"] == found["patch"]["digest"]
+    text = output("diff", old, new, "--out", tmp_path / "patch")
+    total = sum(tensor.numel() for tensor in model().values())
+    assert text.startswith(f"{nnz:,} of {total:,} elements changed")
+    assert f"patch: {size((tmp_path / 'patch').stat().st_size)}, apply" in text
+    rows = re.findall(r"^  ([\w.]+) +([\d,]+) +([\d,]+) ", text, re.MULTILINE)
+    assert [row[0] for row in rows] == sorted(row[0] for row in rows)
+    assert {row[0] for row in rows} == {"model.layers.0", "model.layers.1", "mask", "scale", "none"}
+    counts = [[int(number.replace(",", "")) for number in row[1:]] for row in rows]
+    assert [sum(column) for column in zip(*counts, strict=True)] == [total, nnz]
+    assert "made: " in output("apply", tmp_path / "patch", old, "--out", tmp_path / "made")
     assert holds(tmp_path / "made", stepped(model()))
-    assert shown("verify", new, tmp_path / "made")["equal"]
+    assert output("verify", new, tmp_path / "made").startswith("equal: ")
 
 
 def test_equal_checkpoints_have_no_difference(old: Path, tmp_path: Path) -> None:
-    assert shown("diff", old, old, "--out", tmp_path / "patch")["changed"] == 0
-    shown("apply", tmp_path / "patch", old, "--out", tmp_path / "made")
+    assert output("diff", old, old, "--out", tmp_path / "patch").startswith("0 of")
+    output("apply", tmp_path / "patch", old, "--out", tmp_path / "made")
     assert (tmp_path / "made").read_bytes() == old.read_bytes()
-    assert call("diff", old, old).stdout.startswith("0 of")
+
+
+def test_layers_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    names = [f"layers.{number}.weight" for number in (0, 2, 10)]
+    old, new = (save({n: torch.full((2,), x) for n in names}, tmp_path / f"{x}") for x in (1.0, 2.0))
+    assert re.findall(r"layers\.(\d+)", output("diff", old, new)) == ["0", "2", "10"]
 
 
 def test_verify_names_the_first_differing_elements(old: Path, tmp_path: Path) -> None:
@@ -73,29 +74,29 @@ def test_verify_names_the_first_differing_elements(old: Path, tmp_path: Path) ->
     tensors[UP][3, 17] = -0.0
     tensors["scale"].view(torch.int32).fill_(0x7FC00001)
     other = save(tensors, tmp_path / "other")
-    found = shown("verify", old, other, code=1)
-    assert found["different"] == {UP: 1, "scale": 1}
-    first, second = found["first"]
-    assert (first["name"], first["index"]) == (UP, [3, 17])
+    text = output("verify", old, other, code=1)
+    assert re.match(r"different: 2 of [\d,]+ elements, in 2 tensors\n", text)
     element = model()[UP][3, 17]
     bits = int(element.view(torch.int16)) & 0xFFFF
-    assert first["old"] == [str(element.item()), f"0x{bits:04x}"]
-    assert first["new"] == ["-0.0", "0x8000"]
-    assert (second["index"], second["new"]) == ([], ["nan", "0x7fc00001"])
-    text = call("verify", old, other).stdout
-    for words in ("different: 2 of", "[3, 17]", "0x7fc00001"):
-        assert words in text
+    assert re.search(rf"{UP} +\[3, 17\] +{element.item()} +-0\.0 *\n +0x{bits:04x} +0x8000", text)
+    assert re.search(r"scale +\[\] .* nan *\n.* 0x7fc00001", text)
+    assert "more" not in text
+    tensors[UP].fill_(7)
+    text = output("verify", old, save(tensors, tmp_path / "third"), code=1)
+    assert re.search(r"^and [\d,]+ more$", text, re.MULTILINE)
 
 
 def test_verify_says_what_of_a_patch_file_is_damaged_and_where(patch: Path) -> None:
-    size = patch.stat().st_size
-    assert shown("verify", patch) == {"bytes": size, "frames": 5, "fault": None}
-    assert re.match(r"patch file, .* kB, 5 sound frames\n$", call("verify", patch).stdout)
-    patch.write_bytes(patch.read_bytes()[:-1])
-    fault = shown("verify", patch, code=1)["fault"]
-    assert (fault["error"], fault["rules"]) == ("TruncatedFrame", "W1, W6, W10, W17 or W29")
-    text = call("verify", patch).stdout
-    assert f"damaged frame at byte {fault['offset']:,}, rule {fault['rules']}: TruncatedFr" in text
+    assert re.fullmatch(r"patch file, .* kB, 5 sound frames\n", output("verify", patch))
+    data = patch.read_bytes()
+    patch.write_bytes(data[:-1])
+    first, second = output("verify", patch, code=1).splitlines()
+    assert first.endswith("4 sound frames")
+    where = re.match(
+        r"damaged frame at byte ([\d,]+), rule W1, W6, W10, W17 or W29: TruncatedFrame: ", second
+    )
+    assert where is not None
+    assert 0 < int(where[1].replace(",", "")) < len(data)
 
 
 def test_bad_input_gets_one_line_and_a_code(

@@ -25,10 +25,10 @@ from deltasync.delta.route import Piece
 from deltasync.delta.shard import Share, whole
 from deltasync.dtypes import BY_NAME
 from deltasync.errors import SyncError, WireError
-from deltasync.testing.bits import random_bits
-from deltasync.testing.payloads import payloads
 from deltasync.wire.messages import ParameterSpec
 from deltasync.wire.table import ROW, RowKind, Rows
+from tests.worlds.bits import random_bits
+from tests.worlds.payloads import payloads
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

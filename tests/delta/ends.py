@@ -17,10 +17,10 @@ from deltasync.delta.digests import DigestLedger
 from deltasync.delta.policy import Policy
 from deltasync.delta.readers import WireReader
 from deltasync.delta.shard import ShardSpec, Share, rows_of, whole
-from deltasync.testing.bits import specs_of
-from deltasync.testing.payloads import POISON
 from deltasync.wire.messages import ParameterSpec
 from deltasync.wire.table import ALIGNMENT, ROW
+from tests.worlds.bits import specs_of
+from tests.worlds.payloads import POISON
 from tests.worlds.strategies import Layout, relaid, same_bits
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -16,9 +16,9 @@ from deltasync.delta.bits import Flat, Run
 from deltasync.delta.bucket import BucketReader, ReadBucket
 from deltasync.delta.host.staging import Lines, Staging
 from deltasync.errors import DigestMismatch, InvalidIndices, LimitExceeded
-from deltasync.testing.payloads import payloads, stage_runs
 from tests.delta.ends import Model, Receiver, copies, device_of, digests_of, equal, sole
 from tests.worlds import strategies as own
+from tests.worlds.payloads import payloads, stage_runs
 from tests.worlds.strategies import relaid
 
 BOTH: list[Kernels] = ["torch", "triton"]

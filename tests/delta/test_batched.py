@@ -21,8 +21,8 @@ from deltasync.delta.policy import Policy
 from deltasync.delta.readers import WireReader
 from deltasync.delta.shard import ShardSpec
 from deltasync.errors import DigestMismatch
-from deltasync.testing.bits import random_bits, specs_of
 from tests.delta.ends import DEVICE, Model, Rank, Receiver, equal, sole
+from tests.worlds.bits import random_bits, specs_of
 
 
 def ends(model: Model, *, chunk_numel: int = 1000, **options: Any) -> tuple[Rank, Receiver]:

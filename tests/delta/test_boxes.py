@@ -23,8 +23,8 @@ from deltasync.delta.host.staging import Lines, Staging
 from deltasync.delta.region import Region, unpaired
 from deltasync.delta.route import Part, Piece
 from deltasync.delta.shard import whole
-from deltasync.testing.payloads import payloads
 from deltasync.wire.messages import ParameterSpec
+from tests.worlds.payloads import payloads
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 few = settings(max_examples=10 if DEVICE.type == "cpu" else 300, deadline=None)

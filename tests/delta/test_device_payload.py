@@ -29,8 +29,6 @@ from deltasync.errors import (
     InvalidTable,
     LimitExceeded,
 )
-from deltasync.testing.bits import random_bits
-from deltasync.testing.payloads import payloads
 from deltasync.wire.codecs import IndexCodec
 from deltasync.wire.messages import Bucket, ParameterSpec
 from tests.delta.device_payloads import (
@@ -47,6 +45,8 @@ from tests.delta.device_payloads import (
 )
 from tests.delta.ends import Rank, box_of
 from tests.delta.test_boxes import Held, bits_for, helds
+from tests.worlds.bits import random_bits
+from tests.worlds.payloads import payloads
 from tests.worlds.strategies import DTYPES, SEEDS
 
 few = settings(max_examples=5 if DEVICE.type == "cpu" else 200)

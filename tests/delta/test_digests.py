@@ -12,8 +12,8 @@ from torch import Tensor
 from deltasync.delta.bits import Flat
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.shard import whole
-from deltasync.testing.bits import flipped, specs_of
 from tests.worlds import strategies as own
+from tests.worlds.bits import flipped, specs_of
 
 
 def measured(model: dict[str, Tensor], chunk_numel: int) -> DigestLedger:

@@ -22,7 +22,6 @@ from deltasync.delta.host.backend import DeltaPlan, HostBackend
 from deltasync.delta.policy import Policy
 from deltasync.delta.shard import ShardSpec, share_out
 from deltasync.errors import DigestMismatch
-from deltasync.testing.bits import specs_of
 from deltasync.wire.digest import MASK
 from tests.delta.ends import (
     DEVICE,
@@ -38,6 +37,7 @@ from tests.delta.ends import (
 )
 from tests.delta.shards import placements
 from tests.worlds import strategies as own
+from tests.worlds.bits import specs_of
 
 few = settings(max_examples=10 if DEVICE.type == "cpu" else 200)
 sizes = st.integers(256, 270) | st.sampled_from([700, 1 << 20])

@@ -31,9 +31,9 @@ from deltasync.delta.codecs.steps import in_order, stepped, zigzag
 from deltasync.dtypes import BY_NAME, DTYPES, Dtype
 from deltasync.errors import InvalidIndices, WireError
 from deltasync.store.classes.codec import ClassCodec
-from deltasync.testing.bits import flipped, random_bits
 from deltasync.wire.codecs import IndexCodec, ValueCodec
 from tests.worlds import strategies as own
+from tests.worlds.bits import flipped, random_bits
 
 
 class GapUlp:

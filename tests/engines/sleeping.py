@@ -112,12 +112,10 @@ def weights_that_were_discarded_are_sent(
 ) -> None:
     """Also if the trainer has sent them already."""
     for tags in (["weights"], None):
-        num_connects = sleeper.server.num_connects
         sleeper.sleep(level=2)
         sleeper.source.take(new)
         sleeper.llm.wake_up(tags=tags)
         assert sleeper.sync.send_weights().full_synced == 1
-        assert sleeper.server.num_connects == num_connects  # the worker has come back by itself
         if tags is not None:
             sleeper.llm.wake_up(tags=["kv_cache"])
         assert sleeper.tokens() == expected
@@ -144,10 +142,8 @@ def weights_that_sleep_are_not_touched(
 
 
 def weights_that_vllm_reloads_are_made_good(sleeper: Sleeper, expected: list[list[int]]) -> None:
-    num_connects = sleeper.server.num_connects
     sleeper.llm.collective_rpc("reload_weights")
     assert sleeper.sync.send_weights().full_synced == 1
-    assert sleeper.server.num_connects == num_connects
     assert sleeper.tokens() == expected
 
 

@@ -79,7 +79,6 @@ QUANTIZED = [
     Case(MOE, "channel FP8", CUTLASS, "TRITON"),
     Case(LLAMA, "channel INT8", "TritonInt8ScaledMMLinearKernel"),
     Case(LLAMA, "MXFP8", "FlashInferCutedslMxfp8LinearKernel"),  # scales in tiles, transposed
-    Case(LLAMA, "MXFP4", "EmulationMxfp4LinearKernel"),
     Case(LLAMA, "INT4"),  # codes change places, as in all that follow
     Case(LLAMA, "INT4", "MarlinLinearKernel"),
     Case(LLAMA, "INT4", "MacheteLinearKernel"),

@@ -124,7 +124,7 @@ def test_a_server_drops_what_old_weights_made_and_says_why_it_declines(
             after = answer(url, model)
             assert after != before
             assert after == answer(url, model, cache_salt="nothing is cached with this")
-        several = partial(client.paused, "keep")  # in one call otherwise
+        several = partial(client.paused)  # in one call otherwise
         with EngineSync(source, server, shared_memory.Sender(link), paused=several) as sync:
             for tensor in source.weights.values():
                 tensor.view(-1)[1::3] *= 0.5

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from deltasync.errors import ConfigError, LayoutMismatch
 from deltasync.files.checkpoint import INDEX, Checkpoint, check_same_tensors
-from deltasync.testing.bits import specs_of
 from tests.files.saved import holds, model, save, save_sharded
+from tests.worlds.bits import specs_of
 from tests.worlds.strategies import models, same_bits
 
 UP = "model.layers.0.up.weight"

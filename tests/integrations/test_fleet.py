@@ -510,14 +510,13 @@ def test_what_is_not_a_fleet_is_said(tmp_path: Path) -> None:
         assert here.fleet.add(other) == "http://localhost:8000"
         again = Server(model(9))
         vars(again)["url"] = "http://localhost:8000"
-        here.fleet.add(Server(model(1)), name="server-4")
-        assert here.fleet.add(Server(model(2))) == "server-5"  # a name that nobody has
         for refused, why in (
             (lambda: here.fleet.add(server, name="other"), "the fleet has one already"),
             (lambda: here.fleet.add(Server(model(9)), name="one"), "the fleet has one already"),
             (lambda: here.fleet.add(again), "has http://localhost:8000 already"),
             (lambda: here.fleet.remove("two"), "no server 'two'; it has one"),
             (lambda: here.fleet.add(Server(model(9)), workers=0), "workers is 0"),
+            (lambda: here.fleet.add(Server(model(9))), "give it a name"),
         ):
             with pytest.raises(ConfigError, match=why):
                 refused()

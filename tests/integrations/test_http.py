@@ -207,7 +207,6 @@ def test_a_server_of_another_kind_is_refused(body: bytes) -> None:
             SglangServer(server.url)
         calls: list[tuple[Callable[[], object], str]] = [
             (client.workers, "world_size"),
-            (client.clear_cache, "success"),
             (lambda: client.collective_rpc("reach"), "results"),
         ]
         for call, said in calls:
@@ -215,7 +214,7 @@ def test_a_server_of_another_kind_is_refused(body: bytes) -> None:
                 call()
         server.answer = says(b"", "404 Not Found")
         with pytest.raises(EngineFailed, match=r"404.* one .*started with VLLM_SERVER_DEV_MODE=1"):
-            client.start_weight_update()
+            client.collective_rpc("start_weight_update")
 
 
 def test_servers_that_are_not_there() -> None:
@@ -368,8 +367,8 @@ class Slow:
         self.is_paused = True
         await self._hang("pause")
 
-    async def start_weight_update(self) -> None:
-        await self._hang("start")
+    async def collective_rpc(self, method: str, **_: object) -> None:
+        await self._hang(method)
 
     async def wake_up(self, tags: list[str]) -> None:
         self.is_paused = False
@@ -384,7 +383,7 @@ def test_calls_of_an_asynchronous_engine_are_bounded_and_its_pause_is_ended() ->
         engine = Slow()
         client = AsyncClient(engine, loop, timeout_s=0.2)
         with pytest.raises(TransportTimeout, match=r"vLLM did not answer in 0\.2 s"):
-            client.start_weight_update()
+            client.collective_rpc("start")
         with pytest.raises(DeltaSyncError, match="did not answer"), client.paused():
             pass
         until(lambda: engine.given_up == ["start", "pause"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -15,13 +16,21 @@ import torch
 from deltasync.errors import ConfigError, DeltaSyncError, EngineFailed
 from deltasync.integrations.trainer_info import Work
 from deltasync.integrations.vllm import VllmServer
-from deltasync.integrations.vllm_core import update, write
+from deltasync.integrations.vllm_core import (
+    CLEAR,
+    REACH,
+    TRY,
+    UPDATE,
+    _taking_updates,
+    update,
+    write,
+)
 from tests.worlds.fleets import Server, engine_of, outcome
 from tests.worlds.links import Model
 from tests.worlds.programs import run
 
 NAME = ["clear", "start", "update", "finish"]
-UPDATE = ["start", "update", "finish", *NAME]
+WRITE = ["start", "update", "finish", *NAME]
 
 
 class Vllm(Server):
@@ -58,19 +67,35 @@ class Vllm(Server):
         self.at("clear")
 
 
+class Rpc:
+    """A client that calls workers by `collective_rpc`, of a core that takes no update in one."""
+
+    def __init__(self, server: Vllm) -> None:
+        self._server = server
+
+    def collective_rpc(self, method: str, *args: Any) -> list[int | None]:
+        if method == REACH:
+            return [0]
+        name = "clear_cache" if method == CLEAR else method
+        return [getattr(self._server, name)(*args)]
+
+
 syncing = partial(engine_of, kind=Vllm, through=VllmServer, timeout_s=2.0)
 
 
+@pytest.mark.parametrize("of", [lambda server: server, Rpc], ids=["vLLM's client", "ours"])
 @pytest.mark.parametrize("is_same", [True, False])
-def test_an_update_is_asked_for_once_a_version_is_decided(is_same: bool, tmp_path: Path) -> None:
-    with syncing(tmp_path, is_same=is_same) as here:
+def test_an_update_is_asked_for_once_a_version_is_decided(
+    is_same: bool, of: Callable[[Vllm], Any], tmp_path: Path
+) -> None:
+    with syncing(tmp_path, is_same=is_same, through=lambda server: VllmServer(of(server))) as here:
         assert here.send().full_synced == (not is_same)
         server = here.servers["0"]
-        assert server.calls == ["connect", *(NAME if is_same else UPDATE)]
+        assert server.calls == ["connect", *(NAME if is_same else WRITE)]
         for _ in range(2):
             server.calls.clear()
             assert here.train().kind == "delta"
-            assert server.calls == UPDATE
+            assert server.calls == WRITE
             here.check()
         here.sync.disconnect()
         assert server.calls[-1] == "disconnect"
@@ -124,12 +149,12 @@ def test_an_update_that_is_not_made_is_told_and_made_up_for(
             with successor as there:
                 there.send()
                 there.check()
-        assert server.calls[:5] == ["connect", *(NAME if is_written else UPDATE[:4])]
+        assert server.calls[:5] == ["connect", *(NAME if is_written else WRITE[:4])]
 
 
 def test_what_clears_no_caches_is_refused() -> None:
     """As a client of vLLM's own."""
-    client: Any = SimpleNamespace()
+    client = SimpleNamespace()
     with pytest.raises(ConfigError, match=r"has no clear_cache.* or say caches=.keep."):
         VllmServer(client)
     with pytest.raises(ConfigError, match="caches is 'drop', which is none of clear, keep"):
@@ -139,11 +164,9 @@ def test_what_clears_no_caches_is_refused() -> None:
 
 def test_an_update_in_one_call_clears_what_may_be_stale() -> None:
     class Client(SimpleNamespace):
-        clear_cache = init_weight_transfer_engine = start_weight_update = print
-        update_weights = finish_weight_update = print
-
-        def collective_rpc(self, _: str, *what: object) -> list[str]:
-            self.clears.append(what[2])
+        def collective_rpc(self, method: str, *what: object) -> list[str]:
+            if method == UPDATE:
+                self.clears.append(what[2])
             return [self.error]
 
     client = Client(clears=[], error="")
@@ -250,6 +273,30 @@ def test_a_core_whose_update_failed_is_resumed_by_one_that_succeeds(
     update(core, 3, "write", True, stays_paused, "me")
     assert core.scheduler.pause_state == before
     assert core.calls[1:] == ["PAUSED_ALL", "clear", "3"]
+
+
+def test_a_core_takes_the_calls_of_an_update_and_names_what_is_finished() -> None:
+    """It hears of each worker that fails, and of caches that are not dropped."""
+    core, heard, errors = Core(State.UNPAUSED), list[object](), ["", ""]
+    backend = SimpleNamespace(backend="deltasync")
+    core.vllm_config = SimpleNamespace(**vars(Core.vllm_config), weight_transfer_config=backend)
+
+    def collective_rpc(_: Core, *what: object) -> list[str]:
+        heard.append(what)
+        return errors
+
+    call = _taking_updates(collective_rpc)
+    assert call(core, "finish_weight_update", args=("7",)) == [None, None]
+    assert call(core, CLEAR) == [None]
+    assert core.calls == ["7", "clear"]
+    errors[1] = "planted"
+    with pytest.raises(EngineFailed, match="planted"):
+        call(core, "finish_weight_update", args=("8",))
+    core.reset_prefix_cache = lambda *_: False  # type: ignore[method-assign]
+    with pytest.raises(EngineFailed, match="has not dropped its cached prefixes"):
+        call(core, CLEAR)
+    assert core.calls == ["7", "clear"]
+    assert heard == [(TRY, None, ("finish_weight_update", (), {}))] * 2
 
 
 _IMPORT = """

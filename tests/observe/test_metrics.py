@@ -58,12 +58,9 @@ def test_real_syncs_are_counted_at_both_ends(
     assert value("receiver_version", receiver="x[0/1]") == 2
     assert value("receiver_dirty", receiver="x[0/1]") == 0
     assert value("density_ratio") == pytest.approx(stats.density)
-    assert value("changed_elements_total") == stats.nnz
-    assert value("dense_bytes_total") == 2 * stats.dense_bytes
-    assert value("full_syncs_total") == value("joined_receivers_total") == 1
-    for name in ("sync", "commit", "receiver_pause", "receiver_commit", "receiver_stage"):
+    assert value("full_syncs_total") == 1
+    for name in ("sync", "commit", "receiver_pause", "receiver_stage"):
         assert value(f"{name}_seconds_count") == 2, name
-    assert 0 < value("receiver_commit_seconds_sum") <= value("receiver_pause_seconds_sum")
 
 
 def test_each_field_goes_where_it_belongs(
@@ -71,13 +68,13 @@ def test_each_field_goes_where_it_belongs(
 ) -> None:
     metrics = Metrics(registry)
     lost = {"b[0/1]": "PeerLost: gone", "c": "no such type: x", "d[0/1]": "Detached: asleep"}
-    metrics(sync(lost=lost, attempts=3, warnings=("one",), joined=2, full_synced=1))
+    metrics(sync(lost=lost, warnings=("one",), full_synced=1))
     metrics(failed(lost={"b[0/1]": "PeerLost: gone"}))
     metrics(failed(ValueError("x"), role="publisher"))
     metrics(
         failed(DirtyReceiver("x"), role="receiver", name="a[0/1]", is_dirty=True, corrupted="w")
     )
-    metrics(received(is_in_place=True, name="b[0/1]"))
+    metrics(received(name="b[0/1]"))
     metrics(published())
     metrics(failed(receivers=1))
     assert value("receivers") == 1
@@ -85,18 +82,14 @@ def test_each_field_goes_where_it_belongs(
     assert value("lost_receivers_total", reason="PeerLost") == 2
     assert value("lost_receivers_total", reason=OTHER) == 1
     assert value("lost_receivers_total", reason="Detached") == 1
-    assert value("retried_attempts_total") == 2
     assert value("warnings_total") == 1
-    assert value("sync_failures_total", error="SyncAborted") == 2
-    assert value("publish_failures_total", error="ValueError") == 1
-    assert value("receiver_failures_total", error="DirtyReceiver") == 1
+    assert value("failures_total", role="sender", error="SyncAborted") == 2
+    assert value("failures_total", role="publisher", error=OTHER) == 1
+    assert value("failures_total", role="receiver", error="DirtyReceiver") == 1
     assert value("receiver_scrub_findings_total") == 1
     assert value("receiver_dirty", receiver="a[0/1]") == 1
     assert value("receiver_dirty", receiver="b[0/1]") == 0
-    assert value("receiver_in_place_total") == 1
-    assert value("receiver_staged_bytes") == 700
     assert value("published_bytes_total", object="anchor") == 2000
-    assert value("published_versions_total", kind="delta") == 1
     assert value("last_sync_timestamp_seconds") == 1.7e9
     assert value("commit_seconds_bucket", le="0.001") == 1
     assert value("commit_seconds_bucket", le="0.0005") == 0
@@ -131,10 +124,9 @@ def test_gauges_show_nothing_before_they_are_set(
     assert "deltasync_last_sync_timestamp_seconds" in gauges
     assert [m.name for m in registry.collect() if m.name in gauges and m.samples] == []
     metrics(received())
-    assert value("receiver_staged_bytes") == 700
     metrics(published())
     assert value("published_version") == 2
-    assert value("version") == value("density_ratio") == value("snapshot_bytes") == -1
+    assert value("version") == value("density_ratio") == -1
     metrics(sync(nnz=0))
     assert value("density_ratio") == 0
     assert value("last_sync_timestamp_seconds") == 1.7e9
@@ -235,13 +227,13 @@ def test_processes_and_their_forks_add_up_in_multiprocess_mode(
     for number in range(2):
         command = [sys.executable, "-W", "error::UserWarning", "-c", code, str(number)]
         with subprocess.Popen(command, env=environment) as process:
-            assert process.wait(timeout=60) == 0
+            assert process.wait(timeout=120) == 0
         numbers.append(process.pid)
     registry = CollectorRegistry()
     MultiProcessCollector(registry, str(tmp_path))  # type: ignore[no-untyped-call]
     value = registry.get_sample_value
     assert value("deltasync_receiver_syncs_total", {"kind": "delta"}) == 5
-    assert value("deltasync_receiver_failures_total", {"error": "DirtyReceiver"}) == 3
+    assert value("deltasync_failures_total", {"role": "receiver", "error": "DirtyReceiver"}) == 3
     assert value("deltasync_receiver_pause_seconds_count") == 5
     for number in range(2):
         labels = {"receiver": f"engine-0[{number}/2]"}

@@ -23,7 +23,7 @@ def test_every_kind_of_event_is_a_line_that_can_be_read(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     lost = {"x[0/1]": "PeerLost: gone"}
     with RunLog(path) as log:
-        log(sync(lost=lost, density_by={"layers.0": 0.5}, warnings=("look",)))
+        log(sync(lost=lost, warnings=("look",)))
         log(received(was_dirty=True))
         log(published())
         log(failed(PeerLost("gone"), role="receiver", name="a[0/1]", is_dirty=True, lost=lost))
@@ -32,7 +32,7 @@ def test_every_kind_of_event_is_a_line_that_can_be_read(tmp_path: Path) -> None:
     assert found.skipped == ()
     first, sent, got, made, broken = found.lines
     assert (first.event, sent.event, broken.event) == ("run", "sync", "failed")
-    assert (sent.version, sent.lost, sent.density_by) == (2, lost, {"layers.0": 0.5})
+    assert (sent.version, sent.lost) == (2, lost)
     assert (got.event, made.event) == ("receive", "publish")
     assert (broken.error, broken.message, broken.is_dirty) == ("PeerLost", "gone", True)
     for line in path.read_text().splitlines():

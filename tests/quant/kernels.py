@@ -10,7 +10,6 @@ from deltasync.quant.form import Form
 from deltasync.quant.fp8 import Fp8
 from deltasync.quant.int4 import Int4
 from deltasync.quant.int8 import Int8
-from deltasync.quant.mxfp4 import MxFp4
 from deltasync.quant.mxfp8 import MxFp8
 from deltasync.quant.nvfp4 import CompressedNvfp4, ModelOptNvfp4
 
@@ -21,18 +20,12 @@ FORMS: dict[Form, Sequence[tuple[int, int]]] = {
     BlockFp8(): SQUARES,
     BlockFp8("ue8m0"): SQUARES,
     Fp8("channel"): ROWS,
-    Fp8("channel", "vllm"): ROWS,
     Fp8("tensor"): (*ROWS, (5, 7)),
-    Fp8("tensor", "vllm"): (*ROWS, (5, 7)),
     Int8(): ROWS,
     Int4(None): ROWS,
-    Int4(None, "slime"): ROWS,
     Int4(128): GROUPS,
     Int4(32): GROUPS,
-    Int4(32, "slime"): GROUPS,
     MxFp8(): GROUPS,
-    MxFp8("compressed-tensors"): GROUPS,
-    MxFp4(): GROUPS,
     CompressedNvfp4(): (*GROUPS, (3, 16)),
     ModelOptNvfp4(): (*GROUPS, (3, 16)),
 }

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deltasync.quant.rounding import largest
+
 FINITE = ("usual", "sparse", "zero", "denormal", "tiny", "huge", "any")
 KINDS = (*FINITE, "infinite", "nan")
 
@@ -74,3 +76,8 @@ def bits_of(part: Tensor) -> Tensor:
 def digest(part: Tensor) -> str:
     """Of the bits, in hexadecimal digits."""
     return hashlib.blake2b(bits_of(part).numpy().tobytes(), digest_size=8).hexdigest()
+
+
+def peak_of(*weights: Tensor) -> Tensor:
+    """bfloat16[1]: the largest magnitude in any of them, or NaN."""
+    return largest(torch.cat([weight.flatten() for weight in weights]), 0)

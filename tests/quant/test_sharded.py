@@ -19,7 +19,6 @@ from deltasync.quant.form import Form
 from deltasync.quant.fp8 import Fp8
 from deltasync.quant.int4 import Int4
 from deltasync.quant.int8 import Int8
-from deltasync.quant.mxfp4 import MxFp4
 from deltasync.quant.mxfp8 import MxFp8
 from deltasync.quant.nvfp4 import CompressedNvfp4, ModelOptNvfp4
 from deltasync.quant.served import ServedSource, served_weights
@@ -31,18 +30,14 @@ from tests.worlds.trainers import Sharded, Trainer
 STEPS: Mapping[Form, int] = {
     BlockFp8(): 1,
     BlockFp8("ue8m0"): 1,
-    BlockFp8(arithmetic="compressed-tensors"): 1,
+    BlockFp8("bfloat16"): 1,
     Fp8("channel"): 1,
     Fp8("tensor"): 1,
-    Fp8("channel", "vllm"): 1,
-    Fp8("tensor", "vllm"): 1,
     Int8(): 1,
     Int4(32): 8,
-    Int4(64, "slime"): 8,
+    Int4(64): 8,
     Int4(None): 8,
     MxFp8(): 1,
-    MxFp8("compressed-tensors"): 1,
-    MxFp4(): 2,
     CompressedNvfp4(): 2,
     ModelOptNvfp4(): 2,
 }
@@ -222,7 +217,7 @@ def test_a_part_without_a_group_is_refused() -> None:
             here.sender.send_weights(timeout_s=5)
 
 
-@pytest.mark.parametrize("form", [Int4(32), MxFp4(), CompressedNvfp4()], ids=str)
+@pytest.mark.parametrize("form", [Int4(32), CompressedNvfp4()], ids=str)
 def test_ranks_that_share_an_element_of_codes_are_refused(form: Form) -> None:
     whole = nn.ModuleDict({"a": nn.Linear(64, 32, bias=False).bfloat16()})
     rank = Sharded(whole, {"a.weight": ShardSpec((32, 64), (0, 0), (32, 33))})

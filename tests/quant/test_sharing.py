@@ -18,6 +18,7 @@ from deltasync.quant.nvfp4 import CompressedNvfp4, ModelOptNvfp4
 from deltasync.quant.served import ServedSource, served_weights
 from deltasync.quant.sharing import siblings
 from deltasync.sync.source.streamed import StreamedWeights
+from tests.quant.kinds import peak_of
 from tests.quant.matrices import matrix
 from tests.quant.served import assert_holds, engine
 from tests.worlds.links import fleet
@@ -49,7 +50,7 @@ def cold(model: nn.Module, form: Form) -> dict[str, Tensor]:
     weights = {name: state.pop(f"{name}.weight").bfloat16() for name in SHAPES}
     groups = [("attn.q_proj", "attn.k_proj", "attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")]
     for group in [*groups, ("mlp.down_proj",)]:
-        whole = form.whole(weights[name] for name in group)
+        whole = form.whole(peak_of(*(weights[name] for name in group)))
         for name in group:
             parts = {**whole, **form.quantize(weights[name], whole)}
             if isinstance(form, Int4):

@@ -34,8 +34,8 @@ from deltasync.errors import (
 from deltasync.store.catalogue import Published, Run
 from deltasync.store.receiver import StoreReceiver
 from deltasync.store.routes import find_route
-from deltasync.testing.bits import flipped
 from tests.store.raw import Stored
+from tests.worlds.bits import flipped
 from tests.worlds.links import Model, bits_equal, random_model
 from tests.worlds.published import (
     RUN,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Callable, Iterable
-from random import Random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,14 +16,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from deltasync import CheckpointTensor, SenderOptions
+from deltasync import SenderOptions
 from deltasync.delta.policy import Policy
 from deltasync.delta.shard import ShardSpec, placed
 from deltasync.engines.routed import RoutedTarget
 from deltasync.errors import PeerLost, SyncAborted, TransportTimeout
 from deltasync.sync.group import orders
 from deltasync.testing.links import PROMPT_S, within
-from deltasync.transports import collective
 from deltasync.transports.base import Frame, ReceiveTransport, SendTransport
 from tests.delta.shards import placements
 from tests.worlds.links import (
@@ -318,38 +316,6 @@ def test_replicas_send_once_and_about_as_much() -> None:
         assert total <= sum(sent) < 1.02 * total
         assert max(sent) < 1.2 * min(sent)
         assert bits_equal(source, target)
-
-
-def test_loaders_that_wait_for_slow_ranks_do_not_wait_for_each_other() -> None:
-    """Payloads of gloo want all receivers at once, which load one parameter after the other."""
-    random, world = Random(0), 3
-    shapes = {f"w{number}": (random.choice([4, 16, 33]), 64) for number in range(32)}
-    checkpoint = [CheckpointTensor(name, shape, torch.float32) for name, shape in shapes.items()]
-    source, targets = random_model(shapes, 1), [random_model(shapes, 2), random_model(shapes, 3)]
-
-    def loaded(target: nn.Module) -> RoutedTarget:
-        def load(weights: Iterable[tuple[str, Tensor]]) -> None:
-            time.sleep(random.choice([0, 0.002]))
-            for name, tensor in weights:
-                target.get_parameter(name).data.copy_(tensor)
-
-        return RoutedTarget(target, checkpoint, load=load)
-
-    options = SenderOptions(bucket_bytes=4096)
-    with trainer_of(source, rows_of(source, world), options=options, link=Gloo) as here:
-        for number, target in enumerate(targets):
-            here.add(loaded(target), engine=f"engine-{number}")
-        here.wait(len(targets))
-        stats = here.send(timeout_s=20)
-    assert all(bits_equal(source, target) for target in targets)
-    assert (stats.receivers, stats.lost) == (2, {})
-    largest = max(tensor.nbytes for tensor in source.parameters())
-    assert stats.receiver_bytes <= 3 * world * 4096 + 2 * largest
-
-
-class Gloo(collective.Sender):
-    def receiver(self) -> collective.Receiver:
-        return collective.Receiver(*self.address)
 
 
 def test_ranks_that_leave_something_out_are_refused() -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -12,10 +11,9 @@ from deltasync import NamedTensor, WeightSource, WeightTarget
 from deltasync.delta.bits import Flat, Live
 from deltasync.errors import TargetMoved
 from deltasync.sync.target.base import match_parameters, refuse_overlap
-from deltasync.sync.target.loading import Loader
-from deltasync.testing.target import TargetContract
 from deltasync.wire.messages import ParameterSpec
 from tests.worlds.links import fleet, until
+from tests.worlds.target_contract import TargetContract
 
 
 class DictSource(WeightSource):
@@ -29,10 +27,10 @@ class DictSource(WeightSource):
 
 
 class DictTarget(WeightTarget):
-    """Named tensors, which `loads` may have to write when all of them come."""
+    """Named tensors."""
 
-    def __init__(self, weights: dict[str, Tensor], *, loads: bool = False) -> None:
-        self.weights, self._loads = weights, loads
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        self.weights = weights
         self.finished: list[Collection[int] | None] = []
         self._bound: dict[str, int] = {}
 
@@ -54,28 +52,8 @@ class DictTarget(WeightTarget):
         if {name: tensor.data_ptr() for name, tensor in self.weights.items()} != self._bound:
             raise TargetMoved("a tensor was replaced")
 
-    def loader(self) -> Loader | None:
-        return DictLoader(self.weights) if self._loads else None
-
     def finish(self, changed: Collection[int] | None = None) -> None:
         self.finished.append(changed)
-
-
-class DictLoader(Loader):
-    """Copies what comes."""
-
-    def __init__(self, weights: dict[str, Tensor]) -> None:
-        self._weights = weights
-
-    def load(self, weights: Iterable[tuple[str, Tensor]], /) -> None:
-        for name, tensor in weights:
-            self._weights[name].copy_(tensor)
-
-    def together(self) -> list[list[str]]:
-        return []
-
-    def finish(self) -> None:
-        """Nothing is to be done after the last."""
 
 
 class TestDictTarget(TargetContract):
@@ -87,10 +65,9 @@ class TestDictTarget(TargetContract):
         self.held[name] = self.held[name].clone()
 
 
-@pytest.mark.parametrize("loads", [False, True], ids=["in place", "by a loader"])
-def test_they_sync(loads: bool) -> None:
+def test_they_sync() -> None:
     trained = {"a": torch.randn(8, 4), "b": torch.randn(3)}
-    target = DictTarget({name: torch.zeros_like(t) for name, t in trained.items()}, loads=loads)
+    target = DictTarget({name: torch.zeros_like(t) for name, t in trained.items()})
     with fleet(DictSource(trained)) as here:
         here.join(target)
         assert all(map(torch.equal, trained.values(), target.weights.values()))

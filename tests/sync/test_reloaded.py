@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from deltasync import ReloadedTarget, WeightTarget
 from deltasync.errors import ConfigError, EngineFailed, LayoutMismatch, SyncAborted
-from deltasync.testing.target import TargetContract
 from tests.worlds.links import fleet, random_model
+from tests.worlds.target_contract import TargetContract
 from tests.worlds.toy_engines import specs
 
 SHAPES = {"a": (40, 16), "b": (16,), "c": (7, 3)}

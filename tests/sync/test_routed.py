@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltasync import SenderOptions, WeightTarget
+from deltasync import ReceiverOptions, SenderOptions, WeightTarget
 from deltasync.delta.bits import as_bits
 from deltasync.engines.routed import RoutedTarget
 from deltasync.engines.routes.recorder import CheckpointTensor
 from deltasync.errors import ConfigError, DigestMismatch, SyncAborted
-from deltasync.testing.target import TargetContract
 from tests.worlds.links import Model, bits_equal, fleet, random_model, step
+from tests.worlds.target_contract import TargetContract
 from tests.worlds.toy_engines import (
     CHECKPOINT,
     SHAPES,
@@ -48,8 +48,8 @@ def whole(seed: int, kind: type[Rank] = Wide) -> Any:
     return rank_of(trainer(seed), 0, 1, kind)
 
 
-def test_a_full_sync_goes_through_the_loader_once_and_a_delta_never() -> None:
-    """The full sync restores what no route leads to."""
+def test_syncs_write_by_routes_alone() -> None:
+    """Padding stays as the engine's own start has left it."""
     source, engine = trainer(0), whole(1)
     loaded: list[str] = []
 
@@ -61,20 +61,18 @@ def test_a_full_sync_goes_through_the_loader_once_and_a_delta_never() -> None:
     target = RoutedTarget(engine, CHECKPOINT, load=load)
     with joined(source, target, options=SenderOptions(bucket_bytes=300)) as here:
         assert here.first.full_synced == 1
-        assert sorted(loaded) == sorted(SHAPES)
         step(source, torch.Generator().manual_seed(0), 0.5)
         assert here.sender.send_weights().kind == "delta"
-        assert len(loaded) == len(SHAPES)
         here.serving["engine/0"].receiver.invalidate()
-        for parameter in engine.parameters():  # padding too
-            parameter.data.fill_(torch.nan)
+        for live in target.bind(target.parameters()).values():
+            live.write(0, torch.zeros(live.numel, dtype=live.line.dtype))
         full_synced = 0
         while not full_synced:  # it is first found to have left
             here.wait(1)
             with suppress(SyncAborted):
                 full_synced = here.sender.send_weights().full_synced
         assert bits_equal(engine, rank_of(source, 0, 1, Wide))
-    assert len(loaded) == 2 * len(SHAPES)
+    assert loaded == []
 
 
 def test_what_is_derived_is_brought_up_to_date_by_every_sync() -> None:
@@ -99,7 +97,7 @@ def test_tied_names_reach_the_loader_as_it_knows_them() -> None:
         assert torch.equal(engine.get_parameter("tok"), source.get_parameter("tok"))
 
 
-def test_a_layout_that_changes_after_loading_is_found_before_a_delta() -> None:
+def test_a_layout_that_changes_after_a_full_sync_is_found_before_a_delta() -> None:
     source, engine = trainer(0), whole(1, Shuffling)
     with fleet(source) as here:
         serving = here.add(RoutedTarget(engine, CHECKPOINT, finish=engine.finish))
@@ -277,60 +275,34 @@ def test_a_rank_takes_what_it_holds_of_the_end_of_a_tensor() -> None:
     assert is_as(rank, before)
 
 
-# Loaders that need some tensors in one call get them in one call.
+# Loaders that copy some tensors later than they are given them.
 
-COUNT = 90  # tensors beside those that are loaded in pairs
-TOGETHER = (
-    {"a0": (8, 4), "a1": (8, 4)}
-    | {f"w{n}": (5, 4) for n in range(COUNT)}
-    | {"b1": (4, 4), "b0": (4, 4), "c": (3,)}
-)
 PAIRS = {"a0": "ab0", "b0": "ab0", "a1": "ab1", "b1": "ab1"}
+LATE = dict.fromkeys(PAIRS, (8, 4)) | {f"w{n}": (40, 4) for n in range(20)}
 
 
 class Pairing(Model):
-    """Keeps a0 and b0 in one matrix, and a1 and b1 in another: writes both once both have come.
-
-    Attributes:
-        calls: The names of tensors with data that each call brought.
-    """
+    """Keeps a0 and b0 in one matrix, and a1 and b1 in another: writes both once both have come."""
 
     def __init__(self) -> None:
-        own = {n: s for n, s in TOGETHER.items() if n not in PAIRS} | {"ab0": (12, 4)}
-        own |= {"ab1": (12, 4)}
+        own = {n: s for n, s in LATE.items() if n not in PAIRS} | {"ab0": (16, 4), "ab1": (16, 4)}
         super().__init__({n: torch.zeros(s, dtype=torch.bfloat16) for n, s in own.items()})
-        self.calls: list[list[str]] = []
 
     def load_weights(self, weights: Given) -> None:
-        self.calls.append([])
         waiting: dict[str, Tensor] = {}
         for name, tensor in self.ordered(weights):
-            if not tensor.is_meta:
-                self.calls[-1].append(name)
-            if name in PAIRS:
-                waiting[name] = tensor
-                self.pair(self.get_parameter(PAIRS[name]).data, name, waiting)
-            else:
+            if name not in PAIRS:
                 self.get_parameter(name).data.copy_(tensor)
+                continue
+            waiting[name] = tensor
+            one, other = (own for own, fused in PAIRS.items() if fused == PAIRS[name])
+            if one in waiting and other in waiting:
+                live = self.get_parameter(PAIRS[name]).data
+                live[:8].copy_(waiting.pop(one))
+                live[8:].copy_(waiting.pop(other))
 
     def ordered(self, weights: Given) -> Given:
         return weights
-
-    def pair(self, live: Tensor, name: str, waiting: dict[str, Tensor]) -> None:
-        one, other = (own for own, fused in PAIRS.items() if fused == PAIRS[name])
-        if one in waiting and other in waiting:
-            live[:8].copy_(waiting.pop(one))
-            live[8:].copy_(waiting.pop(other))
-
-
-class Second(Pairing):
-    """Writes the second only if the first has been there in the same call, and before it."""
-
-    def pair(self, live: Tensor, name: str, waiting: dict[str, Tensor]) -> None:
-        if name.startswith("a"):
-            live[:8].copy_(waiting[name])
-        elif name.replace("b", "a") in waiting:
-            live[8:].copy_(waiting[name])
 
 
 class ReadingAhead(Pairing):
@@ -340,36 +312,17 @@ class ReadingAhead(Pairing):
         return list(weights)
 
 
-class OneAhead(Pairing):
-    """Has always asked for the next one already."""
-
-    def ordered(self, weights: Given) -> Iterator[tuple[str, Tensor]]:
-        before: list[tuple[str, Tensor]] = []
-        for entry in weights:
-            yield from before
-            before = [entry]
-        yield from before
-
-
-@pytest.mark.promise(
-    "Cost",
-    "A full sync through a loader buffers one parameter, and what the loader needs in one call.",
-)
-@pytest.mark.parametrize("bucket_bytes", [300, 1 << 20])
-@pytest.mark.parametrize("kind", [Pairing, Second, ReadingAhead, OneAhead])
-def test_a_full_sync_gives_together_what_a_loader_needs_in_one_call(
-    kind: type[Pairing], bucket_bytes: int
+@pytest.mark.promise("Cost", "A full sync into an engine with routes is written as it arrives.")
+@pytest.mark.parametrize("kind", [Pairing, ReadingAhead])
+def test_a_full_sync_does_what_any_loader_would_and_holds_nothing_back(
+    kind: type[Pairing],
 ) -> None:
-    source, engine, fresh = random_model(TOGETHER, 0), kind(), kind()
-    checkpoint = [CheckpointTensor(name, shape, torch.bfloat16) for name, shape in TOGETHER.items()]
-    target, options = RoutedTarget(engine, checkpoint), SenderOptions(bucket_bytes=bucket_bytes)
-    with joined(source, target, options=options) as here:
+    source, engine, fresh = random_model(LATE, 0), kind(), kind()
+    checkpoint = [CheckpointTensor(name, shape, torch.bfloat16) for name, shape in LATE.items()]
+    target, options = RoutedTarget(engine, checkpoint), SenderOptions(bucket_bytes=300)
+    receiving = ReceiverOptions(max_staged_bytes=1)
+    with joined(source, target, options=options, receiving=receiving) as here:
         assert here.first.full_synced == 1
-        step(source, torch.Generator().manual_seed(1), 0.05)
-        assert here.sender.send_weights().kind == "delta"
+        assert here.first.receiver_bytes <= 3 * 300  # a parameter has 320 bytes
     fresh.load_weights([(n, w.data.bfloat16()) for n, w in source.named_parameters()])
     assert bits_equal(engine, fresh)
-    calls = [call for call in engine.calls if call]
-    assert sorted(name for call in calls for name in call) == sorted(TOGETHER)  # each once
-    assert all(("a0" in call, "a1" in call) == ("b0" in call, "b1" in call) for call in calls)
-    assert len(calls) > 10 or bucket_bytes > 300

@@ -30,9 +30,9 @@ from deltasync.errors import (
 )
 from deltasync.sync.source.streamed import StreamedWeights
 from deltasync.sync.source.tensors import Index
-from deltasync.testing.target import TargetContract
 from tests.sync.interpreted import one_kernel_at_a_time
 from tests.worlds.links import Model, bits_equal, until
+from tests.worlds.target_contract import TargetContract
 from tests.worlds.toy_engines import joined, recovers
 
 __all__ = ["one_kernel_at_a_time"]  # pytest uses it

@@ -20,13 +20,13 @@ from pydantic import ValidationError
 from deltasync import dtypes
 from deltasync.delta.bucket import BucketReader
 from deltasync.errors import LimitExceeded, MalformedMessage, WireError
-from deltasync.testing.payloads import payloads
 from deltasync.wire import messages as m
 from deltasync.wire.compression import compress, decompress
 from deltasync.wire.frame import decode, encode
 from deltasync.wire.table import MAX_SPARSE_SPAN, ROW
 from tests.golden.make_golden import FOLDER, MESSAGES
 from tests.wire import reference, strategies
+from tests.worlds.payloads import payloads
 
 FIELDS = ROW.names or ()
 WIDTHS = {name: 8 * ROW[name].itemsize for name in FIELDS}

@@ -119,23 +119,6 @@ def test_w20_a_lane_is_heard_from_the_attempt_on_until_it_has_prepared() -> None
         assert taken(lanes) == [(0, BEGIN), (1, bucket(0))]
 
 
-def test_w20_lanes_that_lag_behind_come_first_but_are_not_waited_for_for_ever() -> None:
-    with connected(3) as (ranks, lanes):
-        for rank in ranks:
-            rank.send(Attempt(number=1))
-        ranks[0].send(BEGIN)
-        assert taken(lanes) == [(0, BEGIN)]
-        for lane in (0, 2):
-            ranks[lane].send(bucket(0), bucket(1))
-        reached = [(5, 0), (3, 7), (3, 6)]
-        found = [lanes.receive(timeout_s=5, reached=reached)[0] for _ in range(4)]
-        assert found == [2, 2, 0, 0]  # lane 1 says nothing
-        ranks[0].send(bucket(2))
-        ranks[1].send(bucket(0), bucket(1))
-        found = [lanes.receive(timeout_s=5, reached=[(5, 0), (3, 7), (9, 0)])[0] for _ in range(3)]
-        assert found == [1, 1, 0]
-
-
 def begun_patiently(ranks: list[Rank], lanes: ReceiverLinks) -> None:
     """An attempt whose sender has all the time in the world."""
     for rank in ranks:
@@ -145,18 +128,18 @@ def begun_patiently(ranks: list[Rank], lanes: ReceiverLinks) -> None:
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
-def test_w20_an_abort_and_a_loss_are_heard_while_a_lane_lags_behind(is_lost: bool) -> None:
+def test_w20_an_abort_and_a_loss_are_heard_while_another_lane_says_nothing(is_lost: bool) -> None:
     with connected(3) as (ranks, lanes):
         begun_patiently(ranks, lanes)
         if is_lost:
             ranks[2].link.close()
             with pytest.raises(PeerLost):
-                lanes.receive(timeout_s=5, reached=[(5, 0), (3, 0), (4, 0)])
+                lanes.receive(timeout_s=5)
             return
         ranks[2].send(bucket(0))
         ranks[0].send(ABORT)
-        lane, message, _ = lanes.receive(timeout_s=5, reached=[(5, 0), (3, 0), (4, 0)])
-        assert (lane, message) == (0, ABORT)
+        while (found := lanes.receive(timeout_s=5)[:2]) != (0, ABORT):
+            assert found == (2, bucket(0))
 
 
 # What rank 1 has sent of an attempt when the whole is aborted: all of it, or as far as it came.

@@ -5,7 +5,7 @@ says so.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -294,14 +294,10 @@ def refuse(call: str) -> None:
 class Here:
     """A trainer, its source, and the servers that were added, by name."""
 
-    def __init__(self, sync: EngineSync | EngineFleet, source: Any, link: Any) -> None:
-        self.sync, self.source, self.link = sync, source, link
+    def __init__(self, sync: EngineFleet, source: Any, link: Any) -> None:
+        self.sync = self.fleet = sync
+        self.source, self.link = source, link
         self.servers: dict[str, Server] = {}
-
-    @property
-    def fleet(self) -> EngineFleet:
-        assert isinstance(self.sync, EngineFleet)
-        return self.sync
 
     @property
     def holder(self) -> str:
@@ -356,15 +352,15 @@ class Here:
         raise AssertionError(f"{stats}, {self.states()}")
 
     def states(self) -> object:
-        return self.sync.servers() if isinstance(self.sync, EngineFleet) else self.sync
+        return self.sync.servers()
 
     def follow(self, *names: str) -> None:
         """These servers hold the source, and generate."""
         for name in names:
             assert self.servers[name].holds(self.source), self.states()
             assert not self.servers[name].is_paused, (name, self.servers[name].calls)
-            if isinstance(self.sync, EngineFleet):
-                assert self.fleet.servers()[name].state == "current", self.states()
+            if name in (states := self.fleet.servers()):
+                assert states[name].state == "current", states
 
     def check(self, *names: str) -> None:
         """These servers, and no others, hold the source by its version, and generate."""
@@ -436,24 +432,6 @@ def engine_of(
     here = Here(EngineSync(of(source), client, transport, **options), source, transport)
     here.servers["0"] = server
     return _until_closed(here)
-
-
-@contextmanager
-def fleet_of_one(
-    path: Path,
-    *,
-    server: Server | None = None,
-    through: Callable[[Any], Any] = lambda server: server,
-    **options: Any,
-) -> Iterator[Here]:
-    with fleet_of(path, 0 if server else 1, **options) as here:
-        if server is not None:
-            here.add(server, "0", through=through)
-        yield here
-
-
-WAYS: Sequence[Callable[..., AbstractContextManager[Here]]] = [engine_of, fleet_of_one]
-"""To one server."""
 
 
 def outcome(call: Callable[[], T]) -> T | DeltaSyncError:

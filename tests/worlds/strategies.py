@@ -19,7 +19,7 @@ from deltasync import dtypes
 from deltasync.delta.bits import as_bits, torch_dtype
 from deltasync.delta.policy import Policy
 from deltasync.dtypes import Dtype
-from deltasync.testing.bits import flipped, random_bits
+from tests.worlds.bits import flipped, random_bits
 
 Layout = Literal["contiguous", "permuted", "stepped", "offset"]
 

@@ -99,7 +99,7 @@ class BatchedDelta:
         self._held: list[tuple[int, Tensor, Tensor]] = []
         self._packed: Numbers | None = None
         counts, snapshot = masks.counts, self._snapshot
-        self._kinds = _kinds(counts, most, self._ahead)
+        self._kinds = _sparse_or_dense(counts, most, self._ahead)
         # Of chunks that are ahead the old bits are gone: all of their elements count as changed.
         self._written = np.where(self._ahead, snapshot.table.numel, counts)
         is_sparse, is_dense = (self._kinds == kind for kind in (RowKind.SPARSE, RowKind.DENSE))
@@ -400,7 +400,7 @@ class BatchedBucket:
         )
 
 
-def _kinds(counts: Ints, most: NDArray[np.float64], ahead: NDArray[np.bool_]) -> Ints:
+def _sparse_or_dense(counts: Ints, most: NDArray[np.float64], ahead: NDArray[np.bool_]) -> Ints:
     """int64[chunks], UNCHANGED or a RowKind: how chunks are sent that have so many changes each."""
     kinds, differ = np.full(len(counts), UNCHANGED), np.flatnonzero(counts)
     is_sparse = counts[differ] <= most[differ]

@@ -417,7 +417,7 @@ def changed_runs(
 ) -> Iterator[tuple[Run, int]]:
     """(run, differing elements) of each chunk that differs, in order.
 
-    This decides whether a change is sent sparse or dense; on GPUs `batched.backend` does.
+    This decides whether a chunk is sent sparse or dense; on GPUs `batched.plans` does.
 
     Args:
         reader: The new bits.

@@ -1,4 +1,4 @@
 """Where an engine keeps each checkpoint element, recorded once from its own loader.
 
-Begin with recorder.py, then together.py.
+Begin with recorder.py, then learning.py.
 """

@@ -29,7 +29,6 @@ from deltasync.engines.routes.operations import (
     tensors_in,
     written_by,
 )
-from deltasync.engines.routes.together import Groups, Names, Watch, together
 from deltasync.errors import ConfigError
 
 Load = Callable[[Iterable[tuple[str, Tensor]]], object]
@@ -83,7 +82,6 @@ class Recording:
         dtypes: What each of those has to be sent as: the dtype that the engine keeps it in.
         refused: By name as it was given, why there is no route.
         uncovered: By live name, why it does not follow the checkpoint alone.
-        together: Groups of checkpoint tensors that the loader needs in one call, in this order.
         fixed: Names of tensors that may not change, because the engine does not keep each of them.
             Pieces of these lead to tensors beside the engine.
     """
@@ -93,7 +91,6 @@ class Recording:
     dtypes: dict[str, Dtype]
     refused: dict[str, str]
     uncovered: dict[str, str]
-    together: tuple[Names, ...] = ()
     fixed: frozenset[str] = frozenset()
 
 
@@ -133,16 +130,7 @@ def record(
     if recorder.casts:
         again = [replace(one, dtype=recorder.cast_of(one)) for one in checkpoint]
         recorder = _run(load, again, live)
-
-    def watch(calls: Sequence[Names]) -> Mapping[str, object] | None:
-        other = recorder.restarted(calls)
-        try:
-            _watch(load, other, live, calls)
-        except ConfigError:
-            return None
-        return other.places()
-
-    return recorder.recording(watch)
+    return recorder.recording()
 
 
 def _run(
@@ -153,7 +141,7 @@ def _run(
     while True:
         recorder = _Recorder(checkpoint, given, live)
         try:
-            _watch(load, recorder, live, [tuple(given)])
+            _watch(load, recorder, live)
         except ConfigError as error:
             if not _left_out(given, recorder.given, error):
                 raise
@@ -162,16 +150,13 @@ def _run(
             return recorder
 
 
-def _watch(
-    load: Load, recorder: _Recorder, live: Mapping[str, Tensor], calls: Sequence[Names]
-) -> None:
+def _watch(load: Load, recorder: _Recorder, live: Mapping[str, Tensor]) -> None:
     """Raises ConfigError if the loader does."""
     before = {name: tensor.detach() for name, tensor in live.items()}
     mode = torch.inference_mode(any(map(Tensor.is_inference, live.values())))
     try:
         with mode, torch.no_grad(), recorder:
-            for names in calls:
-                load(recorder.give(names))
+            load(recorder.give())
     except ConfigError:
         raise
     except Exception as error:
@@ -211,10 +196,9 @@ class _Recorder(Watching):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__()
         self.given = ""
-        self._all = {one.name: one for one in checkpoint}
+        self._all = tuple(checkpoint)
         self._names = {name: tuple(given) for name, given in names.items()}
         self._given = {name: without_data(one) for one in checkpoint for name in names[one.name]}
-        self._late = Groups()  # what was copied late, with what had been asked for last then
         self.casts: dict[str, set[torch.dtype]] = defaultdict(set)
         self._live = dict(live)
         # By storage: where live tensors begin and end in it, in order, and their names.
@@ -235,13 +219,9 @@ class _Recorder(Watching):  # type: ignore[no-untyped-call]
         self._made_of: dict[int, tuple[frozenset[str], str]] = {}
         self._kept: list[object] = []  # so that no storage is taken for one that is gone
 
-    def restarted(self, calls: Sequence[Names]) -> _Recorder:
-        """A recorder of the tensors that these calls bring."""
-        return _Recorder([self._all[n] for c in calls for n in c], self._names, self._live)
-
-    def give(self, names: Names) -> Iterator[tuple[str, Tensor]]:
-        """(name, meta tensor) of these, as the loader asks for them."""
-        for one in map(self._all.__getitem__, names):
+    def give(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, meta tensor) of each, as the loader asks for them."""
+        for one in self._all:
             for name in self._names[one.name]:
                 tensor = self._given[name]
                 self._checkpoint[name] = one
@@ -265,17 +245,13 @@ class _Recorder(Watching):  # type: ignore[no-untyped-call]
                 self._live[name].data = tensor
                 self._uncovered[name] = "the loader replaces its storage"
 
-    def places(self) -> dict[str, tuple[Piece, ...]]:
-        """Where each tensor goes that is not refused, by its first name."""
-        return {
-            name: self._pieces_of(one)
-            for name, one in self._all.items()
-            if self._refused.keys().isdisjoint(self._names[name])
+    def recording(self) -> Recording:
+        """What was found."""
+        pieces = {
+            one.name: self._pieces_of(one)
+            for one in self._all
+            if self._refused.keys().isdisjoint(self._names[one.name])
         }
-
-    def recording(self, watch: Watch) -> Recording:
-        """What was found. `watch` records other calls of the loader."""
-        pieces = self.places()
         pieces = {name: found for name, found in pieces.items() if name not in self._refused}
         regions = defaultdict(list, {name: [*found] for name, found in self._padding.items()})
         for found in pieces.values():
@@ -294,7 +270,6 @@ class _Recorder(Watching):  # type: ignore[no-untyped-call]
             dtypes={name: dtype_of(self._given[self._names[name][0]]) for name in pieces},
             refused=self._refused,
             uncovered=self._uncovered,
-            together=together(tuple(self._all), self._late, pieces, watch) if pieces else (),
         )
 
     def _pieces_of(self, one: CheckpointTensor) -> tuple[Piece, ...]:
@@ -421,8 +396,6 @@ class _Recorder(Watching):  # type: ignore[no-untyped-call]
             self._spoil(target, f"the loader computes it: {how}")
             return
         name, elements = held
-        if name != self.given:
-            self._late.link(self._checkpoint[one].name for one in (name, self.given))
         live = self._live_name(target)
         if live is None or self._is_reinterpreted(source, name):
             self._refuse([name], "is read or kept as another dtype than its own")

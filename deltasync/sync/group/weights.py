@@ -266,7 +266,11 @@ class GroupWeights:
         return self._others.have_sent(self._group.answers(orders.Sent))
 
     def _decided(self) -> None:
-        """Record that what was sent last is decided. A rank that misses this is found out later."""
+        """Record that what was sent last is decided: engines keep it, whatever happens to a rank.
+
+        One that misses this learns it from the next comparison, or has lost its snapshot: `is_lost`
+        is then true, and receivers rejoin.
+        """
         self._others.digests = self._others.sent
         with suppress(SyncAborted):
             self._group.order(orders.Decide(call=self._group.call, version=self._offered))

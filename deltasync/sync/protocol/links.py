@@ -31,9 +31,7 @@ from deltasync.wire.frame import decode, encode
 from deltasync.wire.messages import Abort, Attempt, Begin, Bucket, Failed, Hello, Message, Prepare
 
 _READING_S = 0.1
-_CATCH_UP_S = 10.0  # a rank may have kernels to compile
 _WAIT_SHARE = 0.8
-_CATCH_UP_SHARE = 0.25  # at most, of how long ranks wait for receivers that do not listen to them
 
 
 class OneCaller:
@@ -289,17 +287,12 @@ class ReceiverLinks:
         self._told, self._is_aborted = 0, False
         self.follows_loss = False
         self._last = 0
-        self._catch_up_s = _CATCH_UP_S
-        self._late: set[int] = set()  # waited for in vain, and silent since
-        self._kept: dict[int, Frame] = {}  # by lane: what has come before its turn
 
     def connect(self, hello: Hello, *, timeout_s: float) -> None:
         """Reconnect all of them, the first one last. Raises TransportTimeout, PeerLost."""
         deadline = Deadline(timeout_s)
         self._attempts, self._ended = [0] * len(self._links), [True] * len(self._links)
         self._told, self._is_aborted = 0, False
-        self._late.clear()
-        self._kept.clear()
         if len(self._links) > 1:
             connection = uuid.uuid4().hex
             for link in self._links[1:]:
@@ -309,15 +302,11 @@ class ReceiverLinks:
             hello = hello.model_copy(update=lanes)
         self._links[0].connect(encode(hello), timeout_s=deadline.remaining_s)
 
-    def receive(
-        self, *, timeout_s: float, reached: Sequence[tuple[int, int]] = ()
-    ) -> tuple[int, Message, Tensor | None]:
+    def receive(self, *, timeout_s: float) -> tuple[int, Message, Tensor | None]:
         """(lane, message, payload): the next one that counts. See `ReceiveTransport.receive`.
 
         Args:
             timeout_s: For it to come.
-            reached: How far each lane has come, to take payloads first of those that lag behind the
-                others; not for ever, since payloads of other lanes may be what they are held up by.
 
         Raises WireError, and Refused when the trainer turns this receiver away.
         """
@@ -327,7 +316,7 @@ class ReceiverLinks:
             if len(self._links) == 1:
                 lane, frame = 0, self._links[0].receive(timeout_s=left_s)
             else:
-                lane, frame = self._next(Deadline(left_s), reached)
+                lane, frame = self._next(Deadline(left_s))
             message, _ = decode(
                 frame.header,
                 max_payload_bytes=self._max_payload_bytes,
@@ -370,7 +359,6 @@ class ReceiverLinks:
                 return False
             case Begin() if lane == 0:
                 self._attempts[0], self._is_aborted = self._told, False
-                self._catch_up_s = min(_CATCH_UP_S, _CATCH_UP_SHARE * message.timeout_s)
             case Abort() if lane == 0:
                 self._is_aborted = True
             case Bucket() | Prepare() | Abort():
@@ -390,47 +378,22 @@ class ReceiverLinks:
         ]
         return sorted([0, *lanes], key=lambda lane: (lane <= self._last, lane))
 
-    def _first(self, reached: Sequence[tuple[int, int]]) -> list[int]:
-        """Lanes whose payloads come first: those that lag behind, and those not waited for."""
-        lanes = self._awaited()
-        least = min((reached[n] for n in lanes if reached and n not in self._late), default=None)
-        if least is None:
-            return lanes
-        return [lane for lane in lanes if lane in self._late or reached[lane] == least]
-
-    def _next(self, deadline: Deadline, reached: Sequence[tuple[int, int]]) -> tuple[int, Frame]:
-        """Whatever comes first. Nobody waits for long for one lane alone: its payload may want
+    def _next(self, deadline: Deadline) -> tuple[int, Frame]:
+        """What comes first, on any lane: nobody waits for one lane alone, whose payload may want
         other receivers, which wait for another.
         """
-        if self._awaited() == [0] and not self._kept:
+        if self._awaited() == [0]:
             return 0, self._links[0].receive(timeout_s=deadline.remaining_s)
         pace = Pace(busy_s(self._links[0].capabilities.devices[0]))
-        patience = Deadline(self._catch_up_s)
         while True:
-            first = self._first(reached)
             for lane in self._awaited():
-                frame = self._look(lane)
-                if frame is not None and (lane in first or frame.payload is None):
-                    del self._kept[lane]
+                with suppress(TransportTimeout):
+                    frame = self._links[lane].receive(timeout_s=0.0)
                     self._last = lane
-                    self._late.discard(lane)
                     return lane, frame
-            if patience.passed:
-                self._late.update(first)
             if deadline.passed:
                 raise TransportTimeout("nothing came in time")
             time.sleep(pace.pause_s(deadline))
-
-    def _look(self, lane: int) -> Frame | None:
-        """What is next on a lane, if it has come. So an abort is seen, and the loss of a lane,
-        also where a payload has to wait for its turn.
-        """
-        if lane not in self._kept:
-            try:
-                self._kept[lane] = self._links[lane].receive(timeout_s=0.0)
-            except TransportTimeout:
-                return None
-        return self._kept[lane]
 
 
 def reason_of(reply: Message | DeltaSyncError, *, answered: str = "answered") -> str:

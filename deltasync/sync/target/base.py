@@ -9,7 +9,6 @@ from typing import Protocol
 from deltasync.delta.bits import Live, overlapping
 from deltasync.delta.naming import suggested
 from deltasync.errors import ConfigError, LayoutMismatch
-from deltasync.sync.target.loading import Loader
 from deltasync.wire.messages import ParameterSpec
 
 
@@ -36,9 +35,9 @@ class WeightTarget(Protocol):
         """Raise TargetMoved if live storage is not where `bind` found it."""
         ...
 
-    def loader(self) -> Loader | None:
-        """Return what must write a full sync; None, the default, if `bind`'s storage will do."""
-        return None
+    def check_full_sync(self) -> None:
+        """Raise ConfigError if no full sync may be written. By default, each may."""
+        return
 
     def finish(self, changed: Collection[int] | None = None) -> None:
         """Update what the engine derives from its weights. Called after they were written.

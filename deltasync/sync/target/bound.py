@@ -28,7 +28,6 @@ from deltasync.errors import (
 from deltasync.sync.options import ReceiverOptions
 from deltasync.sync.protocol.receiver_session import Event
 from deltasync.sync.target.base import WeightTarget
-from deltasync.sync.target.loading import Loading
 from deltasync.wire.codecs import INDEX_ITEM_BYTES
 from deltasync.wire.messages import Begin, Bucket, Held, ParameterSpec
 
@@ -73,6 +72,7 @@ class BoundWeights:
         self._buckets = BucketReader(())
         self._scrubbed = 0  # the chunk after the last one
         self._max_staged_bytes = self._max_sync_bytes = 0
+        self._is_full = False  # the sync under way
         self.still_since = math.inf
         self._checked_s = -math.inf  # when storage was checked early, and what that found
         self._moved: TargetMoved | None = None
@@ -200,18 +200,15 @@ class BoundWeights:
         if num_bytes > self._max_sync_bytes:
             raise LimitExceeded(f"no sync of this layout takes over {self._max_sync_bytes} bytes")
         self._buckets.begin(num_bytes)
-        loader = self.target.loader() if begin.base_version is None else None
-        if loader is not None:
-            self.staging = Loading(
-                loader, backend.flats, backend.ledger, backend.measure, writing=self._writing
-            )
-        else:
-            self.staging = backend.stage(
-                sparse_bytes=begin.sparse_bytes,
-                dense_bytes=begin.dense_bytes,
-                max_bytes=self._max_staged_bytes,
-                writing=self._writing,
-            )
+        self._is_full = begin.base_version is None
+        if self._is_full:
+            self.target.check_full_sync()
+        self.staging = backend.stage(
+            sparse_bytes=begin.sparse_bytes,
+            dense_bytes=begin.dense_bytes,
+            max_bytes=self._max_staged_bytes,
+            writing=self._writing,
+        )
         self.check_early()
 
     def stage(
@@ -232,19 +229,12 @@ class BoundWeights:
         progress()
         return rows
 
-    def reached(self) -> list[tuple[int, int]]:
-        """How far each lane has come, if those that lag behind should be heard first."""
-        staging, reached = self.staging, self._buckets.reached
-        is_crowded = isinstance(staging, Loading) and staging.is_crowded(len(reached))
-        return reached if is_crowded else []
-
     def predict(self) -> tuple[int, int]:
         """(the digest that the weights will have, bytes held for that). Raises TargetMoved."""
         assert self.staging is not None
         if self._is_checked and self._moved is not None:
             raise self._moved
-        if not isinstance(self.staging, Loading):
-            self._changed = self.staging.ledger.changed_since(self.backend.ledger)
+        self._changed = self.staging.ledger.changed_since(self.backend.ledger)
         return self.staging.ledger.total, self.staging.staged_bytes
 
     def write(self, *, heals: bool) -> tuple[int, float]:
@@ -268,8 +258,9 @@ class BoundWeights:
         self._writing()
         try:
             digest = staging.commit()
-            if not isinstance(staging, Loading):  # which has finished before it read back
-                self.target.finish(None if heals else self._changed)
+            self.target.finish(None if heals or self._is_full else self._changed)
+            if self._is_full:
+                self._check_finished(staging.ledger)
             self._on("committed")
         except BaseException:
             self.undo()
@@ -277,12 +268,24 @@ class BoundWeights:
         self.backend.ledger = self.proved = staging.ledger
         return digest, time.perf_counter() - began
 
+    def _check_finished(self, ledger: DigestLedger) -> None:
+        """Raise DigestMismatch, by name, if the target has changed what was written."""
+        wrong = np.flatnonzero(self.backend.measure(np.arange(len(ledger.sums))) != ledger.sums)
+        if len(wrong):
+            names = {ledger.specs[int(ledger.table.parameter[chunk])].name for chunk in wrong}
+            raise DigestMismatch(
+                f"{len(names)} parameters, {min(names)!r} among them, are not what was written: "
+                "the engine changes its layout after loading"
+            )
+
     def undo(self) -> None:
         """Put the old version back; the weights stay dirty unless that is proved to be done."""
         assert self.staging is not None
         with suppress(DeltaSyncError, RuntimeError, MemoryError):  # torch's own are RuntimeErrors
             self.staging.undo()
             self.target.finish()
+            if self._is_full:
+                self._check_finished(self._before)
             self.backend.ledger = self.proved = self._before
             self._on("restored")
 

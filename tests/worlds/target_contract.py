@@ -1,4 +1,4 @@
-"""The contract that every weight target keeps, as tests. Subclass `TargetContract` and run pytest.
+"""The contract that every weight target keeps, as tests: subclass `TargetContract`.
 
 class TestMine(TargetContract):
     def make_target(self, state):
@@ -28,9 +28,9 @@ from deltasync.delta.host.staging import Lines, Staging
 from deltasync.delta.shard import whole
 from deltasync.errors import LayoutMismatch, TargetMoved
 from deltasync.sync.target.base import WeightTarget
-from deltasync.testing.bits import flipped, random_bits, specs_of
-from deltasync.testing.payloads import stage_runs
 from deltasync.wire.messages import ParameterSpec
+from tests.worlds.bits import flipped, random_bits, specs_of
+from tests.worlds.payloads import stage_runs
 
 STRANGER = ParameterSpec(("stranger.weight",), (3,), dtypes.BY_NAME["float32"])
 
