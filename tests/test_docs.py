@@ -26,7 +26,7 @@ import pytest
 import deltasync
 from deltasync import ReceiverOptions, WeightSender
 from deltasync.delta.patch import CHUNK_NUMEL
-from deltasync.integrations.engine_sync import EngineSync
+from deltasync.integrations.fleet import EngineFleet
 from deltasync.integrations.verl_ends import Options
 from deltasync.integrations.vllm import HttpClient
 from deltasync.sync.protocol import lobby
@@ -307,7 +307,7 @@ FIGURES = {
     "docs/operations.md": [
         f"pieces of {CHUNK_NUMEL:,} elements",
         f"at least {megabytes(bound._MIN_STAGED_BYTES)}",
-        f"stages {megabytes(default(EngineSync, 'max_staged_bytes'))} in each worker",
+        f"stages {megabytes(default(EngineFleet, 'max_staged_bytes'))} in each worker",
         f"steps of {megabytes(cuda_ipc._GRANULE_BYTES)}",
         f"the default is {default(WeightSender.send_weights, 'timeout_s'):.0f} unless noted",
         f"| {default(HttpClient, 'timeout_s'):.0f}: each wait",
