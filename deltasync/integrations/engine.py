@@ -269,9 +269,9 @@ class Engine:
             if since_s > self._terms.timeout_s:
                 self._fail(self._too_few())
         else:
+            self._settle()
             self._connecting = None
             self._arrive(ranks)
-            self._settle()
 
     def _arrive(self, ranks: Mapping[str, int]) -> None:
         if self._num_here > self.workers:

@@ -61,7 +61,8 @@ def _taking_updates(collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
         if method == UPDATE:
             return [_error_of(update, core, *args)]
         if method == CLEAR:
-            return [_clear(core)]
+            _clear(core)
+            return [None]
         if method in _CALLS and _is_ours(core):
             name, args = (args, ()) if method == _FINISH else ((), args)
             errors = collective_rpc(core, TRY, timeout, (method, args, kwargs or {}))

@@ -115,7 +115,7 @@ def a_rank_that_fails_leaves_the_answers_of_others_as_they_are(
         sync.send_weights()
         llm.collective_rpc("fail", args=("begin", 1, rank))
         with pytest.raises(DeltaSyncError, match="planted"):
-            asked(VllmServer(OfflineClient(llm)).name, 7, sync._engine._holder)
+            asked(VllmServer(OfflineClient(llm)).name, 7, sync._engine.holder)
         source.take(changed(source.weights, 0.1, seed=4 + rank))
         before = llm.collective_rpc(bits_in)
 

@@ -40,7 +40,6 @@ from tests.worlds.fleets import (
     Watched,
     at,
     engine_of,
-    fleet_of,
     hung,
     in_thread,
     model,
@@ -514,16 +513,6 @@ def test_workers_take_their_secret_from_the_environment(
         assert not here.servers["0"].holds(here.source)
         monkeypatch.setenv("DELTASYNC_SECRET", "of both ends")
         assert here.send(timeout_s=30).receivers == 1
-        here.check()
-
-
-def test_a_pause_that_cannot_be_made_is_made_later(tmp_path: Path) -> None:
-    with fleet_of(tmp_path, 1, timeout_s=3.0) as here:
-        odd, fails = Server(model(9)), [lambda: None, lambda: 1 / 0]
-        here.add(odd, "odd", paused=lambda: (fails.pop() if fails else odd.paused)())
-        assert list(here.train().lost) == ["odd"]
-        here.follow("0")
-        here.catch_up()
         here.check()
 
 
