@@ -150,6 +150,7 @@ class _Learning:
             dtypes=recording.dtypes | {o.name: dtype_of(likes[as_fixed(o.name)]) for o in fixed},
             refused=refused,
             uncovered={},
+            written=recording.written,
             fixed=frozenset(one.name for one in fixed),
             recomputed=Recomputed(
                 self._proof,
