@@ -158,8 +158,9 @@ def _run(
                 continue
             why = error.__cause__
             is_its_own = isinstance(why, Exception) and not is_lack_of_memory(why)
-            if not (may_raise and is_its_own and given.pop(recorder.given, None)):
+            if not (may_raise and is_its_own and recorder.given in given):
                 raise
+            del given[recorder.given]
             may_raise -= 1
         else:
             recorder.miss()
