@@ -25,7 +25,7 @@ from deltasync.engines.proof.proved import (
 )
 from deltasync.engines.proof.proving import Proof, Upkeep
 from deltasync.engines.proof.reach import Reach, named
-from deltasync.engines.proof.recomputed import Recomputed
+from deltasync.engines.proof.recomputed import Learnt
 from deltasync.engines.routes.recorder import CheckpointTensor, Load, Recording, record
 from deltasync.errors import ConfigError, TargetMoved
 from deltasync.sync.module import ModuleWatch, named_tensors
@@ -70,8 +70,13 @@ class RoutedTarget(WeightTarget):
             first used, and after the engine has replaced storage.
         finish: Called in the pause after every sync, to update what the engine derives from its
             weights. It must leave the weights where they were loaded.
+        learnt: What `learn_routes` returned, for an engine whose loader cannot load it a second
+            time. Its routes lead to where the engine keeps its parameters now, and small tensors
+            of which it computes something are written beside it: that is computed again after each
+            write, by its own code, all of it before any is copied to the engine.
 
     Attributes:
+        learnt: The same.
         upkeep: What must be updated after a sync; None for nothing. `verify_routes` finds it; set
             what it found for another target of this module and checkpoint.
     """
@@ -83,16 +88,18 @@ class RoutedTarget(WeightTarget):
         *,
         load: Load | None = None,
         finish: Callable[[], object] = _nothing,
+        learnt: Learnt | None = None,
     ) -> None:
         self._module, self._checkpoint = module, tuple(checkpoint)
-        takes: Load = load or module.load_weights  # type: ignore[assignment]
-        self._load, self._finish = as_made(module, takes), as_made(module, finish)
+        self._load, self._finish = load, as_made(module, finish)
+        self.learnt = learnt
         self.upkeep: Upkeep | None = None
-        self._recomputed: Recomputed | None = None
-        self._held: dict[str, tuple[Live, ParameterSpec]] = {}  # by own name
+        self._recomputed = None if learnt is None else learnt.recomputed
+        self._laid_out = self._layout()
+        self._bindings: dict[str, tuple[Live, ParameterSpec]] = {}  # by own name
         self._names: dict[int, str] = {}  # own, by number
         self._watch = _Watch(module)
-        self._known: tuple[_Watch, Recording] | None = None
+        self._recording: tuple[_Watch, Recording] | None = None
 
     def parameters(self) -> tuple[ParameterSpec, ...]:
         """Return the checkpoint tensors of which the loader takes something.
@@ -114,10 +121,12 @@ class RoutedTarget(WeightTarget):
         except ConfigError as error:
             raise ConfigError(f"{error}; {RELOAD}") from error
         refuse_overlap(held, accesses)
-        assert self._known is not None
-        self._watch = self._known[0]
+        assert self._recording is not None
+        self._watch = self._recording[0]
         self._names = {number: spec.name for number, spec in zip(numbers, held, strict=True)}
-        self._held = {s.name: (live, s) for s, live in zip(held, accesses, strict=True)}
+        self._bindings = {s.name: (live, s) for s, live in zip(held, accesses, strict=True)}
+        if self._recomputed is not None:
+            self._recomputed.look()
         return dict(zip(numbers, accesses, strict=True))
 
     @in_plain_mode
@@ -128,7 +137,6 @@ class RoutedTarget(WeightTarget):
         *,
         keep: Collection[str] = (),
         routes: Mapping[str, Routes] | None = None,
-        is_written: bool = False,
     ) -> None:
         """Prove that writes through routes reach everything that the engine computes with.
 
@@ -142,7 +150,6 @@ class RoutedTarget(WeightTarget):
             keep: Patterns, as in `fnmatch`, of checkpoint tensors that may stay as they are.
             routes: Routes of this engine that were proved earlier, by name. What lies there may
                 have been written since, so it is not read back.
-            is_written: Whether a trainer has written the engine since it was started.
 
         Raises:
             ConfigError: Names tensors that are not where the loader puts them, that the trainer
@@ -173,23 +180,33 @@ class RoutedTarget(WeightTarget):
             del wrong[number]
         refuse_missing(missing.values(), others)
         if wrong:
-            raise _misplaced(sorted(wrong.values()), is_written=is_written)
-        self._verify_computed()
+            raise _misplaced(sorted(wrong.values()))
+        if self._recomputed is not None:
+            self._recomputed.verify(self._read)
         if proof is not None:
             self._prove(proof(), loaded)
 
     def _takes(self, live: Live, tensor: Tensor, spec: ParameterSpec) -> bool:
-        """Whether a tensor that the engine was started on is where its route leads."""
+        """Whether a tensor that the engine was started on is where its route leads.
+
+        Fills what is kept beside the engine.
+        """
+        beside = {} if self._recomputed is None else self._recomputed.beside
+        is_beside = any(one.live in beside for one in self._recorded().pieces[spec.name])
+        if self._recomputed is not None and is_beside and tensor.numel() == spec.numel:
+            wanted = tensor.to(live.line.device, torch_dtype(spec.dtype)).contiguous()
+            live.write(0, as_bits(wanted).view(-1))
+            self._recomputed.fix(spec.name)
         return _holds(live, tensor, spec)
 
-    def _verify_computed(self) -> None:
-        """Raise ConfigError if what is computed again after writes is not what the engine has."""
-
     def routes(self) -> dict[str, Routes]:
-        """Return where the elements of each of `parameters` are kept, by each of its names."""
-        assert self._known is not None
-        recording = self._known[1]
-        specs = self._specs(recording)
+        """Return where the elements of each of `parameters` are kept, by each of its names.
+
+        Not of fixed tensors, which are read back each time.
+        """
+        assert self._recording is not None
+        recording = self._recording[1]
+        specs = [one for one in self._specs(recording) if one.name not in recording.fixed]
         return {name: recording.pieces[one.name] for one in specs for name in one.names}
 
     def filled(self) -> set[str]:
@@ -207,7 +224,7 @@ class RoutedTarget(WeightTarget):
     @refusing_failures()
     def _prove(self, proof: Proof, loaded: Sequence[CheckpointTensor]) -> None:
         refuse_unsent(proof, loaded, {name for one in self._checkpoint for name in one.names})
-        self.upkeep = prove_routes(proof, self._recorded(), self._held, self._recomputed)
+        self.upkeep = prove_routes(proof, self._recorded(), self._bindings, self._recomputed)
 
     @in_plain_mode
     @refusing_failures()
@@ -220,7 +237,7 @@ class RoutedTarget(WeightTarget):
         recording = self._recorded()
         written = {piece.live for pieces in recording.pieces.values() for piece in pieces}
         refuse_unfilled(proof, written, keep)
-        self.upkeep = prove_routes(proof, recording, self._held, self._recomputed)
+        self.upkeep = prove_routes(proof, recording, self._bindings, self._recomputed)
 
     def check_unmoved(self) -> None:
         """Raise TargetMoved if a tensor's address, size, strides or dtype has changed.
@@ -249,10 +266,17 @@ class RoutedTarget(WeightTarget):
             self.check_unmoved()
 
     def _read(self, name: str) -> Tensor:
-        return read_whole(*self._held[name])
+        return read_whole(*self._bindings[name])
 
     def _live(self) -> dict[str, Tensor]:
-        return named(self._module)
+        return named(self._module) | ({} if self._recomputed is None else self._recomputed.beside)
+
+    def _layout(self) -> dict[str, tuple[object, ...]]:
+        """What learnt routes depend on, by parameter."""
+        return {
+            name: (one.shape, one.stride(), one.storage_offset(), one.dtype)
+            for name, one in (self._live() if self.learnt is not None else {}).items()
+        }
 
     def _specs(self, recording: Recording) -> tuple[ParameterSpec, ...]:
         return tuple(
@@ -263,8 +287,8 @@ class RoutedTarget(WeightTarget):
 
     def _recorded(self) -> Recording:
         """The routes as of now. Raises ConfigError if a tensor has none."""
-        if self._known is not None and self._known[0].is_unmoved():
-            return self._known[1]
+        if self._recording is not None and self._recording[0].is_unmoved():
+            return self._recording[1]
         recording = self._watched()
         whys = {f"{name!r} {why}" for name, why in recording.refused.items()}
         whys |= {f"{name!r}: {why}" for name, why in recording.uncovered.items()}
@@ -278,14 +302,22 @@ class RoutedTarget(WeightTarget):
             shown = "; ".join(sorted(whys)[:_SHOWN])
             more = f"; and {len(whys) - _SHOWN} more" if len(whys) > _SHOWN else ""
             raise ConfigError(f"{len(whys)} tensors have no route: {shown}{more}; {RELOAD}")
-        self._known = _Watch(self._module, recording), recording
+        self._recording = _Watch(self._module, recording), recording
         return recording
 
     def _watched(self) -> Recording:
         """What the loader does, or did. Raises ConfigError if it cannot be watched."""
+        if self._layout() != self._laid_out:
+            raise ConfigError(
+                "the engine has laid out its parameters in another way since routes to them were "
+                "learnt: restart it"
+            )
+        if self.learnt is not None:
+            return self.learnt
+        load: Load = self._load or self._module.load_weights  # type: ignore[assignment]
         with self._kept():
             try:
-                return record(self._load, self._checkpoint, self._live())
+                return record(as_made(self._module, load), self._checkpoint, self._live())
             except ConfigError as error:
                 if error.__cause__ is None:  # no loader raised it, and reloading meets it too
                     raise
@@ -342,31 +374,16 @@ class _Watch:
 
 def pieces_of(target: RoutedTarget) -> Mapping[str, Routes] | None:
     """The routes that a target has recorded, by name; None before."""
-    return None if target._known is None else target._known[1].pieces
+    return None if target._recording is None else target._recording[1].pieces
 
 
-def refuse_parts(target: RoutedTarget) -> None:
-    """Raise ConfigError, by name, if the engine takes a part of a tensor. For a single rank."""
-    pieces = pieces_of(target) or {}
-    for one in target._checkpoint:
-        here = pieces.get(one.name, ())
-        count = sum(piece.source.numel for piece in here if not piece.code)
-        if 0 < count < one.numel:
-            raise ConfigError(
-                f"{one.name!r}: the engine takes {count} of {one.numel} elements, and has no "
-                "other rank: start it on a checkpoint of the trainer's model"
-            )
-
-
-def _misplaced(names: Sequence[str], *, is_written: bool) -> ConfigError:
-    text = f"{len(names)} tensors have no route: {some_of(names)} are not where the loader puts"
-    if is_written:
-        return ConfigError(
-            f"{text} what the engine was started on, and since then a trainer has written it, "
-            "which did not send them, or not by routes: restart the engine, and connect first "
-            "with all tensors that are to be sent"
-        )
-    return ConfigError(f"{text} them: the engine changes its layout after loading; {RELOAD}")
+def _misplaced(names: Sequence[str]) -> ConfigError:
+    return ConfigError(
+        f"{len(names)} tensors have no route: {some_of(names)} are not where the loader puts what "
+        "the engine was started on: the engine changes its layout after loading, or a trainer has "
+        "written them since, which did not send them by routes: restart the engine, and connect "
+        f"first with all tensors that are to be sent; {RELOAD}"
+    )
 
 
 def _access(pieces: Sequence[Piece], live: Mapping[str, Tensor], spec: ParameterSpec) -> Live:

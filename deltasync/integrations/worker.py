@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 from deltasync.config import network_secret
 from deltasync.delta.modes import in_plain_mode
-from deltasync.engines.learnt import LearntTarget
 from deltasync.engines.proof.learnt import learn_routes
 from deltasync.engines.proof.proving import Proof, Upkeep
 from deltasync.engines.proof.recomputed import Learnt
 from deltasync.engines.proof.unwritten import Unwritten
-from deltasync.engines.routed import RoutedTarget, Routes, pieces_of, refuse_parts
+from deltasync.engines.routed import RoutedTarget, Routes, pieces_of
 from deltasync.engines.routes.recorder import CheckpointTensor
 from deltasync.errors import (
     ConfigError,
@@ -51,7 +50,6 @@ class Worker:
     """A worker's connection to a trainer, if it has one.
 
     Attributes:
-        is_written: Whether a trainer has written the weights, or begun to.
         knows_copy: Whether the copy of the last `ReloadedTarget`, or before one the checkpoint that
             the engine was started on, is what the engine holds.
     """
@@ -60,8 +58,8 @@ class Worker:
         self._proved: dict[SentTensors, tuple[Upkeep | None, Learnt | None]] = {}
         self._unproved: tuple[SentTensors, RoutedTarget] | None = None  # until it holds a version
         self._routes: dict[str, Routes] = {}  # proved ones, by checkpoint name
-        self._beside: dict[str, Tensor] = {}  # what is kept for a `LearntTarget`
-        self._is_as_started, self.is_written, self.knows_copy = True, False, True
+        self._beside: dict[str, Tensor] = {}  # what is kept for learnt routes
+        self._is_as_started = self.knows_copy = True
         self._spoiled: DirtyReceiver | None = None
         self._is_asleep = self._is_half_written = self._is_copy = False
         self._unwritten: Unwritten | None = None  # while its memory is given up
@@ -103,8 +101,6 @@ class Worker:
                 "tensors: let the last one send its weights again first, or restart the engine"
             )
         subscribe_metrics()
-        if world == 1 and isinstance(target, RoutedTarget):
-            refuse_parts(target)
         first, *lanes = [a.receiver(device, secret=network_secret()) for a in trainer.addresses]
         receiver = WeightReceiver(
             target,
@@ -183,7 +179,7 @@ class Worker:
             sent, checkpoint = trainer.sent(), trainer.checkpoint()
             if sent in self._proved:
                 upkeep, learnt = self._proved[sent]
-                target = _routed(model, checkpoint, learnt)
+                target = RoutedTarget(model, checkpoint, learnt=learnt)
                 target.upkeep = upkeep
                 target.parameters()
                 return target
@@ -195,7 +191,6 @@ class Worker:
                         proof if trainer.unproved == "refuse" else None,
                         keep=trainer.keep,
                         routes=self._routes,
-                        is_written=self.is_written,
                     )
                     self._note_proved(sent, target)
                     return target
@@ -208,7 +203,7 @@ class Worker:
                     if learnt is None:
                         raise
                     logger.info("deltasync: the engine moves what it has loaded: %s", error)
-                return verified(LearntTarget(model, checkpoint, learnt))
+                return verified(RoutedTarget(model, checkpoint, learnt=learnt))
             target = _Unproved(model, checkpoint, is_proved=self._holds_any)
             target.parameters()  # raises now if a tensor has no route
             if trainer.unproved == "refuse":
@@ -217,8 +212,7 @@ class Worker:
             return target
 
     def _note_proved(self, sent: SentTensors, target: RoutedTarget) -> None:
-        learnt = target.learnt if isinstance(target, LearntTarget) else None
-        self._proved[sent] = target.upkeep, learnt
+        self._proved[sent] = target.upkeep, target.learnt
         self._routes |= target.routes()
 
     @contextmanager
@@ -291,7 +285,6 @@ class Worker:
             is_changed = self._receiver is not None and not self._receiver.is_unchanged
             if work == "pass" and is_changed:
                 raise ProtocolViolation(f"v{version} changes weights, and was said to change none")
-            self.is_written = True
             written = self._written(self._staging)
         if written != version:
             raise ProtocolViolation(f"v{written} was written, v{version} was asked for")
@@ -451,15 +444,6 @@ class Worker:
         """End the connection, because something else loads weights that this worker cannot know."""
         self.disconnect()
         self._is_as_started = self._is_half_written = self.knows_copy = False
-
-
-def _routed(
-    model: nn.Module, checkpoint: Sequence[CheckpointTensor], learnt: Learnt | None
-) -> RoutedTarget:
-    """A target whose routes were learnt, or are recorded from the live engine's loader."""
-    if learnt is None:
-        return RoutedTarget(model, checkpoint)
-    return LearntTarget(model, checkpoint, learnt)
 
 
 def _learnt(

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from deltasync import ReceiverOptions, WeightReceiver
-from deltasync.engines.learnt import LearntTarget
 from deltasync.engines.proof.reach import Reach
+from deltasync.engines.routed import RoutedTarget
 from deltasync.errors import ConfigError, DeltaSyncError, EngineFailed, SyncAborted, TargetMoved
 from tests.delta.lacks import LACKS
 from tests.engines.checkpoints import Weights
@@ -43,6 +43,7 @@ from tests.worlds.toy_engines import (
     is_as,
     of,
     proof_of,
+    specs,
     state_of,
 )
 
@@ -179,7 +180,8 @@ def test_a_result_that_was_replaced_is_named_and_refused_when_the_receiver_rejoi
 
 def test_an_engine_that_lays_out_its_parameters_in_another_way_is_refused() -> None:
     engine = of(Matrix).started(matrices(0))
-    target = LearntTarget(engine, *learnt_of(engine, matrices(0)))
+    learnt = learnt_of(engine, matrices(0))
+    target = RoutedTarget(engine, specs(matrices(0)), learnt=learnt)
     target.bind(target.parameters())
     engine.layers[1].scale = fixed(engine.layers[1].scale.data.contiguous())
     for _ in range(2):
@@ -194,7 +196,7 @@ def test_another_trainer_goes_on_with_what_is_kept() -> None:
     first, now = scaled(0), scaled(1)
     engine, beside = of(Fused).started(first), dict[str, Tensor]()
     before = state_of(engine)
-    one = LearntTarget(engine, *learnt_of(engine, first, beside))
+    one = RoutedTarget(engine, specs(first), learnt=learnt_of(engine, first, beside))
     one.verify_routes(first.items(), lambda: proof_of(engine))
     routes = one.routes()
     with fleet(Weights(now)) as here:
@@ -202,10 +204,8 @@ def test_another_trainer_goes_on_with_what_is_kept() -> None:
         here.wait(1)
         here.sender.send_weights()
     some = {name: tensor for name, tensor in now.items() if name != "norm"}
-    two = LearntTarget(engine, *learnt_of(engine, some, beside))
-    two.verify_routes(
-        first.items(), lambda: proof_of(engine), keep=["norm"], routes=routes, is_written=True
-    )
+    two = RoutedTarget(engine, specs(some), learnt=learnt_of(engine, some, beside))
+    two.verify_routes(first.items(), lambda: proof_of(engine), keep=["norm"], routes=routes)
     check_is(engine, now, before)
     source = copied(some)
     with fleet(source) as here:
@@ -341,4 +341,5 @@ def test_without_memory_an_engine_is_refused_and_stays_as_it_was(
             work.at = 0
             assert is_as(engine, before)
         assert not forever
-        assert target.learnt.recomputed._names
+        assert target.learnt is not None
+        assert target.learnt.recomputed._works

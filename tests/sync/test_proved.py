@@ -417,6 +417,21 @@ def test_weights_that_the_trainer_does_not_send_are_refused_by_name() -> None:
     target.verify_updates(proof_of(engine), keep=["head"])
 
 
+class Looking(Engine):
+    """Looks at values of one tensor while it loads, which a tensor without data does not have."""
+
+    def load_weights(self, weights: Given) -> None:
+        for name, tensor in weights:
+            assert name != "head" or bool(tensor.isfinite().all())
+            super().load_weights([(name, tensor)])
+
+
+def test_a_tensor_that_cannot_be_watched_hides_no_other_that_is_not_sent() -> None:
+    weights = checkpoint()
+    with pytest.raises(ConfigError, match="'embed' among them, were loaded from the checkpoint"):
+        prove(Looking, weights, sent=weights.keys() - {"head", "embed"})
+
+
 class Reloading(Engine):
     """Reloads layer by layer, in the way that it does, or does not."""
 

@@ -31,7 +31,6 @@ from tests.worlds.links import (
     Model,
     Serving,
     Stubborn,
-    StubbornLearnt,
     fleet,
     until,
 )
@@ -112,7 +111,7 @@ def reloaded(engine: Quantised, weights: State) -> WeightTarget:
 def of_layers(made: type[toy.Layer], draw: Callable[[int], State], found: str) -> Kind:
     return Kind(
         lambda weights: [toy.of(made).started(weights)],
-        lambda engine, weights: repacking.verified(engine, weights, StubbornLearnt),
+        lambda engine, weights: repacking.verified(engine, weights, StubbornRouted),
         draw,
         found,
     )

@@ -24,7 +24,6 @@ from deltasync import (
     WeightTarget,
 )
 from deltasync.delta.bits import as_bits
-from deltasync.engines.learnt import LearntTarget
 from deltasync.errors import TargetMoved, TransportClosed, TransportError, TransportTimeout
 from deltasync.sync.source.weights import LocalWeights
 from deltasync.transports import collective, inprocess, shared_memory
@@ -85,10 +84,6 @@ class FailsOnce:
 
 class Stubborn(FailsOnce, ModuleTarget):
     """Weights of a module."""
-
-
-class StubbornLearnt(FailsOnce, LearntTarget):
-    """Weights of an engine to which routes were learnt."""
 
 
 class Serving:

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from deltasync.delta.bits import as_bits
-from deltasync.engines.learnt import LearntTarget
 from deltasync.engines.proof.learnt import learn_routes
 from deltasync.engines.proof.recomputed import Learnt
-from deltasync.engines.routes.recorder import CheckpointTensor
+from deltasync.engines.routed import RoutedTarget
 from deltasync.errors import DeltaSyncError
 from tests.engines.checkpoints import Weights as Source
 from tests.engines.repacked import tiles_like_machete, tiles_of_marlin
@@ -43,15 +42,15 @@ Step = Callable[[Any], None]
 
 def learnt_of(
     engine: nn.Module, weights: Weights, beside: dict[str, Tensor] | None = None
-) -> tuple[list[CheckpointTensor], Learnt]:
-    return specs(weights), learn_routes(proof_of(engine), specs(weights), beside)
+) -> Learnt:
+    return learn_routes(proof_of(engine), specs(weights), beside)
 
 
 def verified(
-    engine: nn.Module, weights: Weights, kind: type[LearntTarget] = LearntTarget
-) -> LearntTarget:
+    engine: nn.Module, weights: Weights, kind: type[RoutedTarget] = RoutedTarget
+) -> RoutedTarget:
     """A target to which routes were learnt; the engine was started on these weights."""
-    target = kind(engine, *learnt_of(engine, weights))
+    target = kind(engine, specs(weights), learnt=learnt_of(engine, weights))
     target.verify_routes(weights.items(), lambda: proof_of(engine))
     return target
 

@@ -16,10 +16,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
 from deltasync.delta.bits import as_bits, storage_of
-from deltasync.delta.memory import is_lack_of_memory, raise_lack_of_memory
-from deltasync.engines.proof.reach import Reach, named
-from deltasync.engines.routes.operations import Alone, as_returned, tensors_in, written_by
-from deltasync.engines.routes.recorder import CheckpointTensor, without_data
+from deltasync.delta.memory import is_lack_of_memory
+from deltasync.engines.proof.reach import Reach
+from deltasync.engines.routes.operations import Alone
 from deltasync.errors import ConfigError, DeltaSyncError
 
 _UNFILLED: frozenset[Any] = frozenset(
@@ -39,7 +38,6 @@ FAILURES = (
 )
 
 T = TypeVar("T")
-_REFUSED = 8  # tensors at which a loader may raise
 
 Weights = Iterable[tuple[str, Tensor]]
 
@@ -51,7 +49,6 @@ class Startup:
     Attributes:
         make: Makes the model, without weights, on the device of the engine's own. Called in a
             context in which tensors that nothing is written to take no memory.
-        load: The model's loader: takes some or all (checkpoint name, tensor) pairs.
         work_on: Processes modules as the engine does once they have weights. Takes some modules in
             order, including those with nothing to do; may be called repeatedly.
         others: Modules of other models of the engine, such as a drafter's, that can be reached from
@@ -59,11 +56,12 @@ class Startup:
     """
 
     make: Callable[[], nn.Module]
-    load: Callable[[nn.Module, Weights], object] = lambda model, weights: model.load_weights(  # type: ignore[operator]
-        weights
-    )
     work_on: Callable[[Sequence[nn.Module]], object] = lambda modules: None
     others: Sequence[nn.Module] = ()
+
+    def load(self, model: nn.Module, weights: Weights) -> None:
+        """Load some or all (checkpoint name, tensor) pairs by the model's own loader."""
+        model.load_weights(weights)  # type: ignore[operator]
 
 
 def with_room(device: torch.device, work: Callable[[torch.device], T]) -> T:
@@ -125,34 +123,6 @@ class ColdModel:
     def _made(self, without_memory: Collection[Any]) -> nn.Module:
         with torch.no_grad(), Alone(), WithoutMemory(without_memory):
             return self._startup.make()
-
-    def written(self, checkpoint: Sequence[CheckpointTensor]) -> dict[str, str]:
-        """Names of the parameters and buffers that the loader writes, with the checkpoint tensor
-        that it was given then. Raises ConfigError if the loader cannot be watched.
-        """
-        live = named(self.model)
-        refused: set[str] = set()  # the engine was started without
-        while True:
-            watch, reach = _Watch(), Reach([("", self.model)])
-            try:
-                with torch.no_grad(), watch:
-                    given = [one for one in checkpoint if one.name not in refused]
-                    self._startup.load(self.model, watch.give(given))
-                break
-            except FAILURES as error:
-                raise_lack_of_memory(error)
-                if len(refused) >= _REFUSED:
-                    raise ConfigError(
-                        f"the loader cannot be watched: at {watch.given!r} it raised {error!r}"
-                    ) from error
-                refused.add(watch.given)
-            finally:
-                reach.put_back()
-        return {
-            name: watch.writes[key]
-            for name, tensor in live.items()
-            if (key := storage_of(tensor)) in watch.writes
-        }
 
     @contextmanager
     def with_memory(self, before: Reach, fill: Mapping[str, Tensor]) -> Iterator[set[str]]:
@@ -305,27 +275,3 @@ class WithoutMemory(TorchFunctionMode):
             kwargs["device"] = "meta"
             kwargs.pop("pin_memory", None)
         return func(*args, **kwargs)
-
-
-class _Watch(Alone):  # type: ignore[no-untyped-call]
-    """Records which storage is written, and which tensor the loader was given then."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.given = ""
-        self.writes: dict[int, str] = {}
-
-    def give(self, checkpoint: Iterable[CheckpointTensor]) -> Iterator[tuple[str, Tensor]]:
-        for one in checkpoint:
-            self.given = one.name
-            yield one.name, without_data(one)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        written = written_by(func, args, kwargs or {})
-        for tensor in written:
-            self.writes[storage_of(tensor)] = self.given
-        if written and any(tensor.is_meta for tensor in tensors_in([args, kwargs])):
-            return as_returned(func, written)  # a tensor without memory cannot be copied
-        return super().__torch_dispatch__(func, types, args, kwargs)

@@ -21,7 +21,7 @@ from deltasync.engines.proof.proved import recorded
 from deltasync.engines.proof.proving import Proof, scope_of
 from deltasync.engines.proof.reach import named
 from deltasync.engines.proof.recomputed import Learnt, Recomputed, as_fixed, as_loaded, empty_as
-from deltasync.engines.proof.units import Unit, small_of, units_of
+from deltasync.engines.proof.units import Unit, small_of, unit_of
 from deltasync.engines.routes.learning import Moves, Process, pieces_of
 from deltasync.engines.routes.recorder import CheckpointTensor, Recording, without_data
 from deltasync.errors import ConfigError
@@ -150,6 +150,7 @@ class _Learning:
             dtypes=recording.dtypes | {o.name: dtype_of(likes[as_fixed(o.name)]) for o in fixed},
             refused=refused,
             uncovered={},
+            written=recording.written,
             fixed=frozenset(one.name for one in fixed),
             recomputed=Recomputed(
                 self._proof,
@@ -214,16 +215,16 @@ class _Learning:
             routed: By layer, names of the live tensors to which routes lead.
             computed: Names of the small tensors to which none leads, as they are loaded.
         """
-        found: dict[object, list[Unit]] = {}
+        kinds: dict[object, Unit | None] = {}
         units: list[Unit] = []
         for scope, loaded in self._loaded.items():
             here, lost = set(routed.get(scope, ())), computed & loaded.keys()
             own = (frozenset(n.removeprefix(scope) for n in names) for names in (here, lost))
             kind = (self._kinds[scope], *own)
-            if kind not in found:
-                made = units_of(self._proof, scope, loaded, computed=lost, routed=here)
-                found[kind] = [unit.renamed(scope, "") for unit in made]
-            units += [unit.renamed("", scope) for unit in found[kind]]
+            if kind not in kinds:
+                kinds[kind] = unit_of(self._proof, scope, loaded, computed=lost, routed=here)
+            if (unit := kinds[kind]) is not None:
+                units.append(unit.of(scope))
         return units
 
 

@@ -34,6 +34,7 @@ from deltasync.errors import ConfigError, DirtyReceiver, EngineFailed
 from deltasync.wire.messages import ParameterSpec
 
 _SHOWN = 3
+_MAY_RAISE = 8  # tensors at which a loader may raise: the engine was started without
 
 HeldTensors = Mapping[str, tuple[Live, ParameterSpec]]
 """Where a checkpoint tensor is kept, and what it is."""
@@ -206,8 +207,9 @@ def prove_reload(
         CheckpointTensor(name, tuple(one.shape), one.dtype, tuple(set(given[name]) - {name}))
         for name, one in weights.items()
     ]
-    groups = groups_of(recorded(proof, checkpoint), proof.scopes.names())
-    unsent = _unsent(proof, checkpoint)
+    recording = recorded(proof, checkpoint)
+    groups = groups_of(recording, proof.scopes.names())
+    unsent = _unsent(proof, recording)
     kept = {group: proof.keep(group.scopes) for group in groups}
     with (
         putting_back(*kept.values(), Reach([("", proof.model)])),
@@ -243,10 +245,10 @@ def _other_weights(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]
     return ((name, other_bits(tensor, name)) for name, tensor in weights.items())
 
 
-def _unsent(proof: Proof, sent: Sequence[CheckpointTensor]) -> tuple[str, ...]:
+def _unsent(proof: Proof, sent: Recording) -> tuple[str, ...]:
     """How paths begin in modules that have parameters, of which nothing is sent."""
     live = named(proof.cold.model)
-    written = {storage_of(live[name]) for name in proof.cold.written(sent)}
+    written = {storage_of(live[name]) for name in sent.written}
     return tuple(
         f"{name}."
         for name, module in proof.cold.model.named_modules()
@@ -255,11 +257,15 @@ def _unsent(proof: Proof, sent: Sequence[CheckpointTensor]) -> tuple[str, ...]:
     )
 
 
-def recorded(proof: Proof, checkpoint: Sequence[CheckpointTensor]) -> Recording:
+def recorded(
+    proof: Proof, checkpoint: Sequence[CheckpointTensor], *, may_raise: int = 0
+) -> Recording:
     """Where the second instance's loader puts checkpoint tensors. Raises as `record` does."""
-    model = proof.cold.model
+    model, live = proof.cold.model, named(proof.cold.model)
     with putting_back(Reach([("", model)])):
-        return record(lambda given: proof.startup.load(model, given), checkpoint, named(model))
+        return record(
+            lambda given: proof.startup.load(model, given), checkpoint, live, may_raise=may_raise
+        )
 
 
 def refuse_unsent(proof: Proof, loaded: Sequence[CheckpointTensor], names: Collection[str]) -> None:
@@ -274,11 +280,12 @@ def refuse_unsent(proof: Proof, loaded: Sequence[CheckpointTensor], names: Colle
         ConfigError: There are such weights; the message names one.
     """
     both = [one for one in loaded if one.name in names]
-    live, all_written = named(proof.model), proof.cold.written(loaded)
-    sent = {storage_of(live[one]) for one in proof.cold.written(both) if one in live}
+    live, every = named(proof.model), recorded(proof, loaded, may_raise=_MAY_RAISE).written
+    written = recorded(proof, both, may_raise=_MAY_RAISE).written
+    sent = {storage_of(live[one]) for one in written if one in live}
     unsent = {
         one: name
-        for one, name in all_written.items()
+        for one, name in every.items()
         if one in live and storage_of(live[one]) not in sent
     }
     if unsent:

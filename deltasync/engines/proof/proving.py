@@ -59,16 +59,7 @@ class Scopes:
     def reach(self, scopes: Collection[str]) -> Reach:
         """What is reached from some layers: not through other modules."""
         roots = [(name, module) for name, module in self._modules.items() if name in scopes]
-        return Reach(roots, stop=self.stop_but(self.modules(scopes).values()))
-
-    def below(self, name: str) -> dict[str, nn.Module]:
-        """A module and those below it that are in its layer, by name."""
-        inside, above = self.modules((scope_of(name),)), f"{name}." if name else ""
-        return {n: m for n, m in inside.items() if n == name or n.startswith(above)}
-
-    def stop_but(self, modules: Iterable[nn.Module]) -> set[int]:
-        """`id`s of all modules but these."""
-        return self._stop - {id(module) for module in modules}
+        return Reach(roots, stop=self._stop - set(map(id, self.modules(scopes).values())))
 
 
 class Snapshot:
@@ -346,19 +337,17 @@ class Proof:
         return fresh
 
     @contextmanager
-    def processing(self, module: str, given: Bits) -> Iterator[Reach]:
-        """As of `ColdModel`, for a module by name; yields what is reached from it afterwards."""
-        before, modules = self.part(module)
+    def processing(self, scope: str, given: Bits) -> Iterator[Reach]:
+        """As of `ColdModel`, for a layer; yields what is reached from it afterwards."""
+        before, modules = self.part(scope)
         with self.cold.processing(before, modules, given):
             yield before.again()
 
-    def part(self, module: str) -> tuple[Reach, tuple[nn.Module, ...]]:
-        """What is reached from a module of the second instance; that and modules in its layer."""
+    def part(self, scope: str) -> tuple[Reach, tuple[nn.Module, ...]]:
+        """What is reached from a layer of the second instance, and its modules."""
         self.cold.mend()
-        inside = self._cold_scopes.below(module)
-        roots = [(name, one) for name, one in inside.items() if name == module]
-        modules = tuple(inside.values())
-        return Reach(roots, stop=self._cold_scopes.stop_but(modules)), modules
+        modules = self._cold_scopes.modules((scope,))
+        return self._cold_scopes.reach((scope,)), tuple(modules.values())
 
     def kind_of(self, scope: str) -> tuple[object, ...]:
         """What is equal for layers of which the modules are of the same classes."""

@@ -2,7 +2,7 @@
 
 Scales that the engine has merged, inverted or rounded are not to be found in it any more. They are
 kept beside it as its loader fills them, and written there by routes like all weights. After a write
-the engine's work runs in the second instance of each module that is touched, on these alone, and
+the engine's work runs in the second instance of each layer that is touched, on these alone, and
 what it makes of them is copied to where the engine has it.
 
 Some small tensors are neither kept nor computed with one by one. Checkpoints of packed codes have
@@ -22,12 +22,12 @@ from torch import Tensor
 
 from deltasync.delta.bits import as_bits
 from deltasync.delta.route import Piece
-from deltasync.engines.proof.again import Again
 from deltasync.engines.proof.proving import Bits, Proof, same_bits, scope_of
-from deltasync.engines.proof.reach import Place, named
+from deltasync.engines.proof.reach import named
 from deltasync.engines.proof.units import Unit
+from deltasync.engines.proof.work import Work
 from deltasync.engines.routes.recorder import Recording
-from deltasync.errors import ConfigError, DeltaSyncError, EngineFailed, TargetMoved
+from deltasync.errors import ConfigError, EngineFailed
 
 Read = Callable[[str], Tensor]
 """Returns the live value of a checkpoint tensor."""
@@ -49,7 +49,7 @@ class Recomputed:
 
     Args:
         proof: The proof of the engine. Its second instance is kept.
-        units: The modules that compute.
+        units: The layers that compute.
         beside: Tensors of which the engine has no copy, by the name that routes lead to: small
             ones as its loader fills them (`as_loaded`), and fixed ones (`as_fixed`).
         fixed: Checkpoint names of the fixed ones.
@@ -72,23 +72,12 @@ class Recomputed:
     ) -> None:
         self.beside, self._sources = beside, sources
         self._fixed = {name: beside[as_fixed(name)].clone() for name in fixed}
-        self._names = {unit: {n for g in unit.given for n, _ in sources[g]} for unit in units}
-        self._live: dict[Unit, dict[str, Place]] = {}
-        for unit in units:
-            there = proof.scopes.reach((scope_of(unit.module),)).tensors
-            if missing := set(unit.made) - there.keys():
-                raise ConfigError(
-                    f"{min(missing)!r} is not there, though other layers like this one have it"
-                )
-            self._live[unit] = {path: there[path] for path in unit.made}
-        self._again = {unit: Again(proof, unit.module, unit.made) for unit in units}
+        self._works = [Work(proof, unit) for unit in units]
         # What units are given, and is not kept beside: like these in the second instance.
         given = {name for unit in units for name in unit.given}
         cold = named(proof.cold.model)
         self._read_back = {name: cold[name] for name in given if as_loaded(name) not in beside}
         self._device = proof.cold.device
-        # By unit: what it was given last, and what was copied to the engine.
-        self._last: dict[Unit, tuple[Bits, dict[str, Tensor]]] = {}
 
     def run(self, read: Read, changed: Collection[str] | None = None) -> bool:
         """Compute again what follows from tensors that were written, and copy it to the engine.
@@ -111,58 +100,57 @@ class Recomputed:
                     f"{name!r} may not change, because the engine does not keep it by itself: "
                     "restart the engine on a checkpoint of the trainer's model"
                 )
-        made: dict[Unit, tuple[Bits, dict[str, Tensor]]] = {}
-        for unit, names in self._names.items():
-            is_known = unit in self._last
-            if is_known and changed is not None and names.isdisjoint(changed):
+        due: list[tuple[Work, Bits, Bits]] = []
+        for work in self._works:
+            names = {name for loaded in work.unit.given for name, _ in self._sources[loaded]}
+            if work.last is not None and changed is not None and names.isdisjoint(changed):
                 continue
-            given = self._given(unit, read)
+            given = self._given(work.unit, read)
             # After an undo nothing may have changed, and the engine's code may still raise.
-            if not (is_known and changed is None and are_same(given, self._last[unit][0])):
-                made[unit] = given, self._made(unit, given)
-        for unit in made:
-            self._last.pop(unit, None)
+            if changed is None and work.last is not None and are_same(given, work.last[0]):
+                continue
+            due.append((work, given, work.made(given)))
+        for work, _, _ in due:
+            work.last = None
         _copy_all(
-            (found.alias, made[unit][1][path])
-            for unit in made
-            for path, found in self._live[unit].items()
+            (found.alias, made[path]) for work, _, made in due for path, found in work.live.items()
         )
-        self._last |= made
-        return bool(made)
+        for work, given, made in due:
+            work.last = given, made
+        return bool(due)
 
     def verify(self, read: Read) -> None:
         """Raise ConfigError, by name, if the engine holds something else than `run` computes."""
-        for unit, live in self._live.items():
-            given = self._given(unit, read)
+        for work in self._works:
+            given = self._given(work.unit, read)
             try:
-                results = self._made(unit, given)
+                made = work.made(given)
             except EngineFailed as error:
                 raise ConfigError(str(error)) from error
-            for path, found in live.items():
-                if not same_bits(found.alias, results[path]):
+            for path, found in work.live.items():
+                if not same_bits(found.alias, made[path]):
                     raise ConfigError(
                         f"{path!r} is not what the engine's work after loading makes again of "
-                        f"{unit.given[0]!r}: restart the engine, and connect first with all "
+                        f"{work.unit.given[0]!r}: restart the engine, and connect first with all "
                         "tensors that are to be sent"
                     )
-            self._last[unit] = given, results
+            work.last = given, made
 
     def look(self) -> None:
         """Note what the engine has lost or changed since, as in its sleep: `run` makes it anew.
 
         Raises ConfigError, by name, if it has replaced what was computed.
         """
-        for unit, live in self._live.items():
-            for path, found in live.items():
+        for work in self._works:
+            for path, found in work.live.items():
                 if found.is_moved:
                     raise ConfigError(
                         f"the engine has replaced {path!r}, which it computes of its weights, "
                         "since routes to them were learnt: restart it"
                     )
-            if unit in self._last:
-                now = {path: found.alias for path, found in live.items()}
-                if not are_same(now, self._last[unit][1]):
-                    del self._last[unit]
+            now = {path: found.alias for path, found in work.live.items()}
+            if work.last is not None and not are_same(now, work.last[1]):
+                work.last = None
 
     def fix(self, name: str) -> None:
         """Take the value that is kept of a tensor, if it is a fixed one, for what it has to be."""
@@ -173,26 +161,8 @@ class Recomputed:
         """A copy of what is kept beside some layers."""
         return SnapshotBeside(one for n, one in self.beside.items() if scope_of(n) in scopes)
 
-    def _made(self, unit: Unit, given: Bits) -> dict[str, Tensor]:
-        try:
-            with torch.inference_mode(mode=False), torch.no_grad():
-                results = self._again[unit].made(given)
-        except DeltaSyncError:
-            raise
-        except Exception as error:
-            raise EngineFailed(
-                f"the engine's work after loading on {unit.module!r} raised {error!r}",
-            ) from error
-        for path, found in self._live[unit].items():
-            now, live = results.get(path), found.alias
-            if found.is_moved:
-                raise TargetMoved(f"storage of {path!r} was replaced; rejoin")
-            if now is None or (now.shape, now.dtype) != (live.shape, live.dtype):
-                raise EngineFailed(f"the engine's work after loading makes no {path!r} any more")
-        return results
-
     def _given(self, unit: Unit, read: Read) -> Bits:
-        """Copies of what the unit's module was loaded with, by name."""
+        """Copies of what the unit's layer was loaded with, by name."""
         given: dict[str, Tensor] = {}
         for name in unit.given:
             if name not in self._read_back:

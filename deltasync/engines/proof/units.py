@@ -2,8 +2,8 @@
 
 Scales of quantized layers are inverted, merged, rounded and multiplied after loading. Their values
 are not found by moving elements; but the engine's own code makes them again from the small tensors
-that it loaded, whatever the large ones hold. Which results depend on which tensors is found in a
-second instance of a layer, by changing one after the other.
+that a layer loads, whatever the large ones hold. Which results depend on which tensors is found in
+a second instance of the layer, by changing one after the other.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from deltasync.delta.bits import as_bits, identity, storage_of
 from deltasync.delta.memory import raise_lack_of_memory
 from deltasync.engines.proof.cold import FAILURES, with_room
-from deltasync.engines.proof.proving import Bits, Proof, same_bits, scope_of
+from deltasync.engines.proof.proving import Bits, Proof, same_bits
 from deltasync.engines.routes.learning import PROBES, probed
 from deltasync.errors import ConfigError
 
@@ -28,25 +28,25 @@ _FACTOR = 64  # by which values become larger and smaller; FP8 holds it
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A module of which the engine's work computes something from small tensors alone.
+    """A layer of which the engine's work computes something from small tensors alone.
 
     Attributes:
-        module: Its name.
+        scope: Its name.
         given: Names of these tensors, as they were loaded.
         made: Paths of what is computed.
     """
 
-    module: str
+    scope: str
     given: tuple[str, ...]
     made: tuple[str, ...]
 
-    def renamed(self, scope: str, other: str) -> Unit:
-        """The same unit of another layer."""
-        module, given, made = (
-            tuple(other + name.removeprefix(scope) for name in names)
-            for names in ((self.module,), self.given, self.made)
+    def of(self, scope: str) -> Unit:
+        """The same of another layer of this kind."""
+        given, made = (
+            tuple(scope + name.removeprefix(self.scope) for name in names)
+            for names in (self.given, self.made)
         )
-        return Unit(module[0], given, made)
+        return Unit(scope, given, made)
 
 
 def small_of(loaded: Mapping[str, Tensor]) -> set[str]:
@@ -57,19 +57,19 @@ def small_of(loaded: Mapping[str, Tensor]) -> set[str]:
     """
     total = defaultdict[str, int](int)
     for name, tensor in loaded.items():
-        total[_owner(name)] += _num_bytes(tensor)
-    return {n for n, t in loaded.items() if _num_bytes(t) * _SMALL <= total[_owner(n)]}
+        total[_owner(name)] += tensor.nbytes
+    return {n for n, t in loaded.items() if t.nbytes * _SMALL <= total[_owner(n)]}
 
 
-def units_of(
+def unit_of(
     proof: Proof,
     scope: str,
     loaded: Mapping[str, Tensor],
     *,
     computed: Collection[str],
     routed: Collection[str],
-) -> tuple[Unit, ...]:
-    """What a layer computes of small tensors.
+) -> Unit | None:
+    """What a layer computes of small tensors; None if that is nothing.
 
     Args:
         proof: The proof of the engine.
@@ -79,19 +79,19 @@ def units_of(
         routed: Names of the live tensors to which routes lead.
 
     Raises:
-        ConfigError: What becomes of `computed` depends on more than small tensors of one module,
-            or the work cannot be run.
+        ConfigError: What becomes of `computed` depends on more than small tensors of the layer, or
+            the work cannot be run.
     """
     try:
         return with_room(
             proof.cold.device,
-            lambda device: _Search(proof, scope, loaded, routed, device).units(computed),
+            lambda device: _Search(proof, scope, loaded, routed, device).unit(computed),
         )
     except FAILURES as error:
         if isinstance(error, ConfigError):
             raise
         if not computed:
-            return ()
+            return None
         raise ConfigError(
             "is computed by the engine's work after loading, which cannot be watched: it raised "
             f"{error!r}"
@@ -114,80 +114,57 @@ class _Search:
         self._small = small_of(loaded)
         live = proof.scopes.reach((scope,)).tensors
         self._like = {path: (f.alias.shape, f.alias.dtype) for path, f in live.items()}
-        small_bytes = sum(_num_bytes(loaded[name]) for name in self._small)
+        small_bytes = sum(loaded[name].nbytes for name in self._small)
         self._most = max(_FACTOR << 10, _SMALL * small_bytes)  # of a result that is looked at
 
-    def units(self, computed: Collection[str]) -> tuple[Unit, ...]:
+    def unit(self, computed: Collection[str]) -> Unit | None:
         first = {n: _drawn(one, 0, self._device) for n, one in self._loaded.items()}
-        runs = [(first, self._made(self._scope, first))]
+        base = self._made(first)
+        runs = [(first, base)]
         second = {n: _drawn(one, 1, self._device) for n, one in self._loaded.items()}
-        runs.append((self._small_in(second), self._made(self._scope, second)))
+        runs.append((self._small_in(second), self._made(second)))
         for number in range(PROBES):
             given = {n: probed(one, number, self._device) for n, one in self._loaded.items()}
-            if (made := self._tried(self._scope, given)) is not None:
+            if (made := self._tried(given)) is not None:
                 runs.append((self._small_in(given), made))
-        base = runs[0][1]
         if not computed and not any(_differing(base, made) for _, made in runs[1:]):
-            return ()
+            return None
         made_of = {name: self._made_of(name, first, base) for name in sorted(self._small)}
-        left = set().union(*made_of.values())
-        units: list[Unit] = []
-        for module in self._modules(name for name, made in made_of.items() if made):
-            inside = f"{module}." if module else ""
-            names = [n for n, made in made_of.items() if made & left and n.startswith(inside)]
-            outside = set().union(*(made_of[n] for n in made_of.keys() - set(names)))
-            paths = left - outside
-            for given, full in runs if paths else ():
-                alone = self._tried(module, {n: given[n] for n in names}, paths) or {}
-                paths &= {p for p in alone.keys() & full.keys() if same_bits(alone[p], full[p])}
-            if paths:
-                units.append(Unit(module, tuple(names), tuple(sorted(paths))))
-                left -= paths
+        every = set[str]().union(*made_of.values())
+        names, paths = [name for name, made in made_of.items() if made], set(every)
+        for given, whole in runs if paths else ():
+            alone = self._tried({n: given[n] for n in names}, paths) or {}
+            paths &= {p for p in alone.keys() & whole.keys() if same_bits(alone[p], whole[p])}
         for name in sorted(computed):
-            if wrong := made_of[name] & left:
+            if wrong := made_of[name] & every - paths:
                 raise ConfigError(
                     f"is computed by the engine's work after loading, and {min(wrong)!r} depends "
-                    f"on more than {name!r} and other small tensors of its module"
+                    f"on more than {name!r} and other small tensors of its layer"
                 )
-        return tuple(units)
+        return Unit(self._scope, tuple(names), tuple(sorted(paths))) if paths else None
 
     def _small_in(self, given: Bits) -> dict[str, Tensor]:
         return {name: given[name] for name in self._small}
 
     def _made_of(self, name: str, first: Bits, base: Bits) -> set[str]:
         """Paths of what changes with a tensor alone."""
-        tried = (self._tried(self._scope, {**first, name: one}) for one in _others(first[name]))
+        tried = (self._tried({**first, name: one}) for one in _others(first[name]))
         return set().union(*(_differing(base, now) for now in tried if now is not None))
 
-    def _modules(self, names: Iterator[str]) -> list[str]:
-        """The modules of these tensors, and those around them in the layer; innermost first."""
-        found: set[str] = set()
-        for name in names:
-            module = name
-            while module != self._scope and scope_of(_owner(module)) == self._scope:
-                module = _owner(module)
-                found.add(module)
-        there = self._proof.scopes.below(self._scope)
-        return sorted(found & there.keys(), key=lambda name: (-name.count("."), not name, name))
-
-    def _tried(
-        self, module: str, given: Bits, paths: Collection[str] | None = None
-    ) -> dict[str, Tensor] | None:
-        """The same; None if the work raises with such values."""
+    def _tried(self, given: Bits, paths: Collection[str] | None = None) -> dict[str, Tensor] | None:
+        """As `_made`; None if the work raises with such values."""
         try:
-            return self._made(module, given, paths)
+            return self._made(given, paths)
         except FAILURES as error:
             raise_lack_of_memory(error)
             return None
 
-    def _made(
-        self, module: str, given: Bits, paths: Collection[str] | None = None
-    ) -> dict[str, Tensor]:
-        """What the work on a module makes: at these paths, or of all that is looked at.
+    def _made(self, given: Bits, paths: Collection[str] | None = None) -> dict[str, Tensor]:
+        """What the work on the layer makes: at these paths, or of all that is looked at.
 
         That is what the live layer has too, once, without what is large or lies where routes lead.
         """
-        with self._proof.processing(module, given) as after:
+        with self._proof.processing(self._scope, given) as after:
             founds = {path: found.alias for path, found in after.tensors.items()}
             if paths is not None:
                 return {path: founds[path].clone() for path in paths if path in founds}
@@ -196,17 +173,13 @@ class _Search:
             for path, alias in founds.items():
                 is_own = identity(alias) not in made and storage_of(alias) not in routed
                 is_like = self._like.get(path) == (alias.shape, alias.dtype)
-                if is_own and is_like and _num_bytes(alias) <= self._most:
+                if is_own and is_like and alias.nbytes <= self._most:
                     made[identity(alias)] = path, alias.clone()
             return dict(made.values())
 
 
 def _owner(name: str) -> str:
     return name.rpartition(".")[0]
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _differing(one: Bits, other: Bits) -> set[str]:

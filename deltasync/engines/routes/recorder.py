@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from deltasync.delta.bits import dtype_of, extent_of, identity, storage_of
+from deltasync.delta.memory import is_lack_of_memory
 from deltasync.delta.naming import leaving_out, suggested
 from deltasync.delta.region import Region, ordered
 from deltasync.delta.route import Piece, covers, joined
@@ -82,6 +83,7 @@ class Recording:
         dtypes: What each of those has to be sent as: the dtype that the engine keeps it in.
         refused: By name as it was given, why there is no route.
         uncovered: By live name, why it does not follow the checkpoint alone.
+        written: Names of live tensors that the loader writes, with the name that it was given then.
         fixed: Names of tensors that may not change, because the engine does not keep each of them.
             Pieces of these lead to tensors beside the engine.
     """
@@ -91,6 +93,7 @@ class Recording:
     dtypes: dict[str, Dtype]
     refused: dict[str, str]
     uncovered: dict[str, str]
+    written: dict[str, str]
     fixed: frozenset[str] = frozenset()
 
 
@@ -108,7 +111,11 @@ def _no_garbage_collection() -> Iterator[None]:
 
 @_no_garbage_collection()
 def record(
-    load: Load, checkpoint: Sequence[CheckpointTensor], live: Mapping[str, Tensor]
+    load: Load,
+    checkpoint: Sequence[CheckpointTensor],
+    live: Mapping[str, Tensor],
+    *,
+    may_raise: int = 0,
 ) -> Recording:
     """Run `load` on tensors without data. Live tensors are not written, and nothing is copied.
 
@@ -119,6 +126,7 @@ def record(
         load: The engine's loader. Whatever Python state it changes, it has changed.
         checkpoint: What it is given, in order.
         live: The engine's tensors by name: parameters and buffers.
+        may_raise: At how many tensors the loader may raise. These are left out.
 
     Raises:
         ConfigError: The loader raised; the text names the checkpoint tensor it was given last.
@@ -126,25 +134,34 @@ def record(
     # Of names that lead to one tensor the first stands for all. Empty ones share the null pointer.
     first = {identity(tensor): name for name, tensor in reversed(list(live.items()))}
     live = {n: t for n, t in live.items() if not t.numel() or first[identity(t)] == n}
-    recorder = _run(load, checkpoint, live)
+    recorder = _run(load, checkpoint, live, may_raise)
     if recorder.casts:
-        again = [replace(one, dtype=recorder.cast_of(one)) for one in checkpoint]
+        again = [replace(one, dtype=recorder.cast_of(one)) for one in recorder.checkpoint]
         recorder = _run(load, again, live)
     return recorder.recording()
 
 
 def _run(
-    load: Load, checkpoint: Sequence[CheckpointTensor], live: Mapping[str, Tensor]
+    load: Load,
+    checkpoint: Sequence[CheckpointTensor],
+    live: Mapping[str, Tensor],
+    may_raise: int = 0,
 ) -> _Recorder:
     """All in one call. Raises ConfigError if the loader raises at all names of a tensor."""
     given = {one.name: list(one.names) for one in checkpoint}
     while True:
-        recorder = _Recorder(checkpoint, given, live)
+        recorder = _Recorder([one for one in checkpoint if one.name in given], given, live)
         try:
             _watch(load, recorder, live)
         except ConfigError as error:
-            if not _left_out(given, recorder.given, error):
+            if _left_out(given, recorder.given, error):
+                continue
+            why = error.__cause__
+            is_its_own = isinstance(why, Exception) and not is_lack_of_memory(why)
+            if not (may_raise and is_its_own and recorder.given in given):
                 raise
+            del given[recorder.given]
+            may_raise -= 1
         else:
             recorder.miss()
             return recorder
@@ -185,7 +202,8 @@ class _Recorder(Watching):  # type: ignore[no-untyped-call]
 
     Attributes:
         given: The checkpoint tensor that the loader was given last.
-        casts: Dtypes that checkpoint tensors were converted to.
+        checkpoint: The checkpoint tensors.
+        casts: Dtypes that they were converted to.
     """
 
     def __init__(
@@ -196,7 +214,7 @@ class _Recorder(Watching):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__()
         self.given = ""
-        self._all = tuple(checkpoint)
+        self.checkpoint = tuple(checkpoint)
         self._names = {name: tuple(given) for name, given in names.items()}
         self._given = {name: without_data(one) for one in checkpoint for name in names[one.name]}
         self.casts: dict[str, set[torch.dtype]] = defaultdict(set)
@@ -210,6 +228,7 @@ class _Recorder(Watching):  # type: ignore[no-untyped-call]
         self._checkpoint: dict[str, CheckpointTensor] = {}
         self._pieces: dict[str, list[Piece]] = defaultdict(list)
         self._padding: dict[str, list[Region]] = defaultdict(list)
+        self._written: dict[int, str] = {}  # by storage, what was given last then
         self._refused: dict[str, str] = {}
         self._uncovered: dict[str, str] = {}
         # By storage: the checkpoint tensor of which it has these elements, in its own order; or
@@ -221,7 +240,7 @@ class _Recorder(Watching):  # type: ignore[no-untyped-call]
 
     def give(self) -> Iterator[tuple[str, Tensor]]:
         """(name, meta tensor) of each, as the loader asks for them."""
-        for one in self._all:
+        for one in self.checkpoint:
             for name in self._names[one.name]:
                 tensor = self._given[name]
                 self._checkpoint[name] = one
@@ -249,7 +268,7 @@ class _Recorder(Watching):  # type: ignore[no-untyped-call]
         """What was found."""
         pieces = {
             one.name: self._pieces_of(one)
-            for one in self._all
+            for one in self.checkpoint
             if self._refused.keys().isdisjoint(self._names[one.name])
         }
         pieces = {name: found for name, found in pieces.items() if name not in self._refused}
@@ -270,6 +289,11 @@ class _Recorder(Watching):  # type: ignore[no-untyped-call]
             dtypes={name: dtype_of(self._given[self._names[name][0]]) for name in pieces},
             refused=self._refused,
             uncovered=self._uncovered,
+            written={
+                name: self._written[key]
+                for name, tensor in self._live.items()
+                if (key := storage_of(tensor)) in self._written
+            },
         )
 
     def _pieces_of(self, one: CheckpointTensor) -> tuple[Piece, ...]:
@@ -367,6 +391,7 @@ class _Recorder(Watching):  # type: ignore[no-untyped-call]
 
     def _write_live(self, func: Any, args: tuple[Any, ...], written: Sequence[Tensor]) -> None:
         """Note a write to live tensors, which is not done."""
+        self._written |= dict.fromkeys(map(storage_of, written), self.given)
         if not any(tensor.numel() for tensor in written):
             pass  # padding where there is none
         elif sources := self._sources(tensors_in(args)):
@@ -380,6 +405,7 @@ class _Recorder(Watching):  # type: ignore[no-untyped-call]
                 self._spoil(tensor, f"the loader writes other values by {func}")
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
+        self._written[storage_of(target)] = self.given
         key = storage_of(source)
         held = self._is.get(key)
         join = self._joins.get(key) if held is None else None

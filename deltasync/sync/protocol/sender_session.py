@@ -87,7 +87,7 @@ def copies(
         number = int(np.flatnonzero(rest)[0])
         raise LayoutMismatch(
             f"its ranks hold {total[number]} elements of {specs[number].name!r}, which has "
-            f"{numels[number]}"
+            f"{numels[number]}: start the engine on a checkpoint of the trainer's model"
         )
     return times.astype(np.uint64)
 
