@@ -240,6 +240,18 @@ def test_code_that_the_readme_names_exists() -> None:
     paths = re.findall(r"`(\w+/[\w/]*(?:\.py)?)`", order)
     assert len(paths) > 10
     assert [path for path in paths if not (ROOT / "deltasync" / path).exists()] == []
+    _, _, finding = order.partition("| to find | look at |")
+    names = re.findall(r"`(?:(\w+)\.)?(\w+)`", finding.split("\n\n")[0])
+    assert len(names) > 10
+    package = [path.read_text(encoding="utf-8") for path in (ROOT / "deltasync").rglob("*.py")]
+    assert [pair for pair in names if not any(defines(text, *pair) for text in package)] == []
+
+
+def defines(text: str, of: str, name: str) -> bool:
+    """Whether a module has `name`, in a class `of` if that is not empty."""
+    wanted = [rf"class {of}\b"] if of else []
+    wanted.append(rf"(?:class|def) {name}\b|{name} = ")
+    return all(re.search(rf"^\s*(?:{one})", text, re.MULTILINE) for one in wanted)
 
 
 class Page(HTMLParser):

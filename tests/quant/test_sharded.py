@@ -185,9 +185,8 @@ def following(source: nn.Module, ways: list[Boxes], form: Form) -> Iterator[Foll
 
 
 @pytest.mark.promise(
-    "Bits",
-    "A rank that is lost while ranks agree on maxima ends the sync as a failure that the next "
-    "one covers.",
+    "Engines and trainers of several ranks",
+    "A rank that fails while ranks agree on maxima ends the sync, and the next one covers it.",
 )
 def test_a_rank_whose_source_fails_as_maxima_are_exchanged_ends_the_sync() -> None:
     with following(model(), by_rows(2, up_proj=[0, 150, 288]), BlockFp8()) as here:
