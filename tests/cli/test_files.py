@@ -65,7 +65,9 @@ def test_equal_checkpoints_have_no_difference(old: Path, tmp_path: Path) -> None
 
 def test_layers_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     names = [f"layers.{number}.weight" for number in (0, 2, 10)]
-    old, new = (save({n: torch.full((2,), x) for n in names}, tmp_path / f"{x}") for x in (1.0, 2.0))
+    old, new = (
+        save({n: torch.full((2,), x) for n in names}, tmp_path / f"{x}") for x in (1.0, 2.0)
+    )
     assert re.findall(r"layers\.(\d+)", output("diff", old, new)) == ["0", "2", "10"]
 
 
