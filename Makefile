@@ -81,7 +81,7 @@ engines: $(ENGINES)/.installed
 
 test-engines: $(ENGINES)/.installed
 	OMP_NUM_THREADS=1 VLLM_LOGGING_LEVEL=ERROR $(ENGINES)/bin/python -m pytest -q -W default \
-	  -o faulthandler_timeout=600 tests/engines
+	  tests/engines
 
 # What a GPU machine without a network needs to run real engines: see tests/engines/gpu/pack.py.
 gpu-engines: $(STAMP)

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from deltasync import ModuleSource, ModuleTarget, SyncStats, WeightSender, sync_after_step
 from deltasync.integrations.ray import Rendezvous
 
-RANKS, ENGINES, STEPS = 2, 3, 8
+RANKS, ENGINES, STEPS = 2, 3, 30
 GPUS = "--gpus" in sys.argv
 DEVICE = "cuda:0" if GPUS else "cpu"  # Ray shows an actor its own GPU
 

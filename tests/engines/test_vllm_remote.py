@@ -12,13 +12,13 @@ import pytest
 from deltasync.integrations.http import Http
 from tests.engines.checkpoints import write_config, write_model
 from tests.engines.environment import ROOT, use_cpu
-from tests.engines.programs import TIMEOUT_S, Program, wait_until_up
+from tests.engines.programs import Program, wait_until_up
 from tests.worlds.ranks import free_port
 
 EXAMPLES = ROOT / "docs" / "examples"
 REMOTE = EXAMPLES / "vllm_remote.py"
 
-pytestmark = pytest.mark.timeout(2 * TIMEOUT_S)
+pytestmark = pytest.mark.timeout(900)
 
 
 def own_address() -> str:

@@ -15,7 +15,7 @@ from verl.checkpoint_engine import CheckpointEngineManager
 
 from tests.verl import rollouts
 
-pytestmark = pytest.mark.timeout(1500)  # two servers start within one of these
+pytestmark = pytest.mark.timeout(900)  # two servers start within one of these
 
 
 @pytest.fixture(scope="module")
