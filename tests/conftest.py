@@ -71,7 +71,7 @@ set_forkserver_preload(
         "torch.distributed.fsdp",
         "torch.distributed.tensor.parallel",
         "deltasync.testing.links",
-        "deltasync.files.frame_check",
+        "deltasync.files.patch_file",
         *(f"deltasync.cli.{name}" for name in COMMANDS),
     ]
 )

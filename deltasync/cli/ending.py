@@ -6,7 +6,7 @@ import sys
 import traceback
 
 from deltasync.cli.signals import INTERRUPTED, READER_LEFT, interruption, silence, tell
-from deltasync.errors import DeltaSyncError, DigestMismatch, WireError
+from deltasync.errors import DeltaSyncError, DigestMismatch
 
 FAILED, BAD_INPUT, INTERNAL_ERROR = 1, 2, 70
 
@@ -34,8 +34,7 @@ def exit_code(error: BaseException) -> int:
         tell("the command line needs typer and rich: pip install typer rich")
         return BAD_INPUT
     if isinstance(error, DeltaSyncError):
-        hint = "; deltasync verify FILE says where" if isinstance(error, WireError) else ""
-        return report(error, FAILED if isinstance(error, DigestMismatch) else BAD_INPUT, hint)
+        return report(error, FAILED if isinstance(error, DigestMismatch) else BAD_INPUT)
     if isinstance(error, OSError):  # such as a full disk, to which stdout may go
         silence(sys.stdout)
         return report(error, BAD_INPUT)

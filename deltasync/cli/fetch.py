@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from deltasync.cli.stores import Config, KeyFile, RunName, StoreUrl, store_options
+from deltasync.cli.stores import Config, KeyFile, StoreUrl, store_options
 from deltasync.cli.terminal import AsJson, phases, print_json, print_written
 from deltasync.observe.units import size
 
@@ -25,7 +25,6 @@ def fetch(
         Path | None,
         typer.Option(help="A checkpoint of another version: only what has changed is fetched."),
     ] = None,
-    run: RunName = None,
     config: Config = None,
     key_file: KeyFile = None,
     as_json: AsJson = False,
@@ -45,7 +44,6 @@ def fetch(
             url,
             out,
             to=to,
-            run=run,
             base=None if base is None else Checkpoint(base),
             options=options,
             phase=phase,
@@ -55,6 +53,6 @@ def fetch(
         return
     kinds = Counter(found.ways).items()
     ways = " + ".join(f"{number} {kind}" for kind, number in kinds) or "nothing"
-    what = f"v{found.version} of run {found.run}, "
+    what = f"v{found.version}, "
     more = f"; fetched {ways}, {size(found.fetched_bytes)}"
     print_written(out, found.num_bytes, found.num_tensors, found.digest, what=what, more=more)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from deltasync.cli.stores import Config, KeyFile, RunName, StoreUrl, store_options
+from deltasync.cli.stores import Config, KeyFile, StoreUrl, store_options
 from deltasync.cli.terminal import AsJson, count, make_console, phases, print_json
 from deltasync.observe.units import size
 
@@ -25,7 +25,6 @@ def gc(
         ),
     ] = 24.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Delete nothing, count only.")] = False,
-    run: RunName = None,
     config: Config = None,
     key_file: KeyFile = None,
     as_json: AsJson = False,
@@ -40,7 +39,6 @@ def gc(
     with phases(counts=True) as phase:
         found = collect(
             url,
-            run,
             keep=keep,
             keep_s=keep_hours * 3600,
             dry_run=dry_run,
@@ -54,5 +52,5 @@ def gc(
     verb = "would delete" if dry_run else "deleted"
     left = "no version yet" if found.oldest is None else f"v{found.oldest} to v{found.newest} stay"
     console = make_console()
-    console.print(f"run {found.run}: {verb} {what}, {size(found.num_bytes)}; {left}")
+    console.print(f"{verb} {what}, {size(found.num_bytes)}; {left}")
     console.print(f"{count(found.unfinished)} of them of no version")

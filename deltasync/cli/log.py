@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from deltasync.cli.stores import Config, KeyFile, RunName, StoreUrl, store_options
+from deltasync.cli.stores import Config, KeyFile, StoreUrl, store_options
 from deltasync.cli.terminal import (
     AsJson,
     count,
@@ -27,7 +27,6 @@ def log(
     limit: Annotated[
         int, typer.Option(min=0, help="How many versions, the newest first; 0 for all.")
     ] = 20,
-    run: RunName = None,
     config: Config = None,
     key_file: KeyFile = None,
     as_json: AsJson = False,
@@ -38,7 +37,7 @@ def log(
     """
     from deltasync.store.catalogue import Run
 
-    found = Run.open(url, run, store_options(config, key_file))
+    found = Run.open(url, store_options(config, key_file))
     versions = found.versions()
     with phases(limit, counts=True) as phase:
         advance = phase("reading")
@@ -50,14 +49,12 @@ def log(
     older = len(versions) - len(entries)
     if as_json:
         shown = [_entry_json(*entry) for entry in entries]
-        print_json({"run": found.name, "older": older, "versions": shown})
+        print_json({"older": older, "versions": shown})
         return
     console = make_console()
-    if not entries:
-        console.print(f"run {found.name}: no version yet")
-        return
-    newest, _ = entries[0]
-    console.print(f"run {found.name}: v{newest.version}, {count(newest.numel)} elements")
+    if entries:
+        newest, _ = entries[0]
+        console.print(f"run {newest.run}: v{newest.version}, {count(newest.numel)} elements")
     table = make_table("version", "ways", "changed", "written", "by", names=2)
     for manifest, ways in entries:
         table.add_row(
@@ -71,7 +68,7 @@ def log(
 
 
 def _entry_json(manifest: Manifest, ways: list[Way]) -> dict[str, Any]:
-    kept = ("version", "digest", "layout_hash", "numel", "nnz", "writer", "written_at")
+    kept = ("run", "version", "digest", "layout_hash", "numel", "nnz", "writer", "written_at")
     found = {name: getattr(manifest, name) for name in kept}
     found["ways"] = [{"kind": way.kind, "bytes": way.num_bytes} for way in ways]
     return found

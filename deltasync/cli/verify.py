@@ -1,19 +1,20 @@
-"""`deltasync verify`: equality of two checkpoints, soundness of a patch file or of a store."""
+"""`deltasync verify`: equality of two checkpoints, soundness of a store."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.text import Text
 
 from deltasync.cli.ending import FAILED
-from deltasync.cli.stores import Config, KeyFile, RunName, store_options
+from deltasync.cli.stores import Config, KeyFile, store_options
 from deltasync.cli.terminal import (
     AsJson,
     count,
+    cut,
     make_console,
     make_table,
     phases,
@@ -23,64 +24,39 @@ from deltasync.observe.units import size
 
 if TYPE_CHECKING:
     from deltasync.files.checkpoint import Checkpoint
-    from deltasync.files.comparing import Equality
     from deltasync.store.verifying import Verified
 
-_SHOWN = 10  # elements that differ
+_SHOWN = 10  # tensors that differ
 
 
 def verify(
     first: Annotated[str, typer.Argument(metavar="FIRST", show_default=False)],
     second: Annotated[Path | None, typer.Argument(show_default=False)] = None,
-    run: RunName = None,
     config: Config = None,
     key_file: KeyFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare two checkpoints bit for bit, or check a patch or a store.
+    """Compare two checkpoints bit for bit, or check a store.
 
     Exits with 1 if they differ, or if it is damaged. FIRST and SECOND are safetensors files, or
-    folders of them. FIRST alone is a patch file, whose first damaged frame is named, or the URL of
-    a store: all of its manifests and objects are read, and each version is put together.
+    folders of them. FIRST alone is the URL of a store: all of its manifests and objects are read,
+    and each version is put together.
     """
     from deltasync.files.checkpoint import Checkpoint
 
     if second is None:
         if Path(first).exists() and not Path(first).is_dir():
-            _verify_frames(Path(first), as_json=as_json)
-        else:
-            _verify_store(first, run, config, key_file, as_json=as_json)
+            raise typer.BadParameter(f"{first} is no store: to compare checkpoints, give a second")
+        _verify_store(first, config, key_file, as_json=as_json)
         return
-    if run or config or key_file:
-        raise typer.BadParameter("--run, --config and --key-file are for a store: give one URL")
+    if config or key_file:
+        raise typer.BadParameter("--config and --key-file are for a store: give one URL")
     if not _compare(Checkpoint(Path(first)), Checkpoint(second), as_json=as_json):
         raise typer.Exit(FAILED)
 
 
-def _verify_frames(path: Path, *, as_json: bool) -> None:
-    from deltasync.files.frame_check import FrameCheck
-
-    if path.suffix == ".safetensors":
-        raise typer.BadParameter(f"{path} is a checkpoint; give a second one")
-    found = FrameCheck(path)
-    if as_json:
-        fault = None if found.fault is None else asdict(found.fault)
-        print_json({"bytes": found.num_bytes, "frames": found.num_frames, "fault": fault})
-    else:
-        frames = f"{count(found.num_frames)} sound frames"
-        make_console().print(f"patch file, {size(found.num_bytes)}, {frames}", soft_wrap=True)
-    if found.fault is None:
-        return
-    if not as_json:
-        where = f"damaged frame at byte {count(found.fault.offset)}, rule {found.fault.rules}"
-        line = f"{where}: {found.fault.error}: {found.fault.reason}"
-        make_console().print(line, style="red", soft_wrap=True)
-    raise typer.Exit(FAILED)
-
-
 def _verify_store(
     url: str,
-    run: str | None,
     config: list[str] | None,
     key_file: Path | None,
     *,
@@ -89,7 +65,7 @@ def _verify_store(
     from deltasync.store.verifying import verify_run
 
     with phases(counts=True) as phase:
-        found = verify_run(url, run, options=store_options(config, key_file), phase=phase)
+        found = verify_run(url, options=store_options(config, key_file), phase=phase)
     if as_json:
         print_json(asdict(found))
     else:
@@ -102,8 +78,8 @@ def _print_faults(found: Verified) -> None:
     console = make_console()
     read = f"{size(found.num_bytes)} read"
     console.print(
-        f"run {found.run}: {count(len(found.proved))} of {count(found.versions)} versions are "
-        f"proved, {count(len(found.faults))} faults, {read}"
+        f"{count(len(found.proved))} of {count(found.versions)} versions are proved, "
+        f"{count(len(found.faults))} faults, {read}"
     )
     if found.faults:
         table = make_table("version", "what", "why", names=3)
@@ -113,34 +89,29 @@ def _print_faults(found: Verified) -> None:
 
 
 def _compare(first: Checkpoint, second: Checkpoint, *, as_json: bool) -> bool:
-    from deltasync.files.comparing import compare_bits
+    from deltasync.files.comparing import compare_checkpoints
 
     with phases(first.num_bytes) as phase:
-        found = compare_bits(first, second, limit=_SHOWN, advance=phase("comparing"))
-    equal = not found.different
+        advance = phase("comparing")
+        found = compare_checkpoints(first, second, encodings=False, advance=advance)
+    different = {name: one.changed for name, one in found.items() if one.changed}
+    numel = sum(one.numel for one in found.values())
     if as_json:
-        print_json({"equal": equal, **asdict(found)})
-    elif equal:
-        made = f"{count(found.numel)} elements in {count(len(first.specs))} tensors"
+        print_json({"equal": not different, "numel": numel, "different": different})
+    elif not different:
+        made = f"{count(numel)} elements in {count(len(first.specs))} tensors"
         make_console().print(f"equal: {made}, bit for bit")
     else:
-        _print_difference(found)
-    return equal
+        _print_difference(different, numel)
+    return not different
 
 
-def _print_difference(found: Equality) -> None:
-    console = make_console()
-    number = sum(found.different.values())
+def _print_difference(different: dict[str, int], numel: int) -> None:
+    console, total = make_console(), sum(different.values())
     console.print(
-        f"different: {count(number)} of {count(found.numel)} elements, "
-        f"in {count(len(found.different))} tensors"
+        f"different: {count(total)} of {count(numel)} elements, in {count(len(different))} tensors"
     )
-    if not found.first:
-        return
-    table = make_table("tensor", "index", "first", "second", names=2)
-    for one in found.first:
-        index = f"[{', '.join(map(str, one.index))}]"
-        table.add_row(one.name, index, *(Text("\n".join(texts)) for texts in (one.old, one.new)))
-    console.print(table)
-    if number > len(found.first):
-        console.print(f"and {count(number - len(found.first))} more")
+    table = make_table("tensor", "different elements")
+    for name, number in islice(different.items(), _SHOWN):
+        table.add_row(name, count(number))
+    console.print(cut(table, len(different) - _SHOWN, "more tensors: --json has all"))

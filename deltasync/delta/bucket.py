@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltasync.delta.bits import Live, Run, integer_dtype
-from deltasync.delta.codecs.decoding import Decoder, checked_rows, decode_payload
+from deltasync.delta.codecs.decoding import Decoder, decode_payload
 from deltasync.delta.codecs.old import LiveOld
 from deltasync.errors import LimitExceeded
-from deltasync.wire.coded import CodedPayload
 from deltasync.wire.compression import decompress
 from deltasync.wire.messages import Bucket, ParameterSpec
 from deltasync.wire.table import ALIGNMENT, ROW, RowKind, Rows, read_table
@@ -130,19 +129,6 @@ class BucketReader:
                 table = found.rows, found.index_at, found.value_at
                 return ReadBucket(self._specs, *table, found.payload)
         return self.open(self._raw(bucket, payload), bucket.num_rows, lane=lane)
-
-    def glance(self, bucket: Bucket, payload: Tensor, *, lane: int = 0) -> CodedPayload:
-        """Check the table of a coded payload, for who has no weights to decode it by.
-
-        Raises WireError. Blocks are not looked at.
-        """
-        data, raw_bytes = payload.cpu().numpy().data, bucket.raw_bytes
-        coded = CodedPayload.from_bytes(data, num_rows=bucket.num_rows, raw_bytes=raw_bytes)
-        rows, _, _ = checked_rows(
-            coded, raw_bytes, self._numels, self._item_sizes, self.reached[lane]
-        )
-        self._count(rows, lane)
-        return coded
 
     def _raw(self, bucket: Bucket, payload: Tensor | None) -> Tensor:
         if bucket.compression != "coded" or self._old is None or payload is None:

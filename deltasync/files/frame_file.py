@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import torch
@@ -25,7 +26,6 @@ class FrameFile:
         path: The file.
 
     Attributes:
-        offset: Where the last frame begins that was read, or is being read.
         num_bytes: Size of the file.
 
     Raises:
@@ -34,20 +34,17 @@ class FrameFile:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.offset = 0
         with readable(self.path) as file:
             self.num_bytes = os.fstat(file.fileno()).st_size
 
     def __iter__(self) -> Iterator[Frame]:
         """Yield the frames. Raises WireError for one that is damaged or cut off."""
         with readable(self.path) as file:
-            self.offset = 0
             while True:
                 header = self._header(file)
                 _, payload_bytes = split_header(header)
                 yield Frame(header, _payload(file, payload_bytes, self.num_bytes))
-                self.offset = file.tell()
-                if self.offset >= self.num_bytes:
+                if file.tell() >= self.num_bytes:
                     return
 
     def _header(self, file: BufferedReader) -> bytes:
@@ -85,13 +82,18 @@ def write_frames(frames: Iterable[Frame], path: Path) -> int:
         ConfigError: The file exists, or cannot be written.
     """
     with appearing(path) as made, made.open("wb") as file:
-        for frame in frames:
-            file.write(frame.header)
-            if frame.payload is not None:
-                file.write(frame.payload.numpy().data)
+        put_frames(frames, file)
         file.flush()
         os.fsync(file.fileno())
         return file.tell()
+
+
+def put_frames(frames: Iterable[Frame], file: IO[bytes]) -> None:
+    """Add frames to an open file, each as it is made."""
+    for frame in frames:
+        file.write(frame.header)
+        if frame.payload is not None:
+            file.write(frame.payload.numpy().data)
 
 
 def check_regular(path: Path) -> None:

@@ -130,7 +130,7 @@ def of(error: type[DeltaSyncError], *rows: Coded, **payload: Any) -> Lie:
 
 def blocks(error: type[DeltaSyncError], codecs: tuple[int, int], **edits: Edit) -> Lie:
     """Blocks that fit the table, whatever is in them."""
-    return Lie(error, [coded(Coded(codecs=codecs, **edits))], needs_weights=True)  # type: ignore[arg-type]
+    return Lie(error, [coded(Coded(codecs=codecs, **edits))])  # type: ignore[arg-type]
 
 
 def put(at: int, *data: int) -> Edit:
@@ -175,21 +175,14 @@ CODED: dict[str, Lie] = {
     "w30 a pair of codecs that is none": of(UnknownCodec, Coded(codecs=(3, 3))),
     "w30 a dense row with indices": of(InvalidTable, replace(DENSE_CODED, index=more(0, 0, 0, 0))),
     "w30 lengths of another sum": of(InvalidTable, Coded(lies={"index_bytes": 15})),
-    "w31 another base": replace(of(WrongBase, Coded(digest=1)), needs_weights=True),
-    "w31 another base, by gaps": replace(
-        of(WrongBase, Coded(codecs=GAP, digest=1)), needs_weights=True
-    ),
-    "w31 another base, by classes": replace(
-        of(WrongBase, Coded(codecs=CLASS, digest=1)), needs_weights=True
-    ),
-    "w31 another base of a dense row": replace(
-        of(WrongBase, replace(DENSE_CODED, digest=1)), needs_weights=True
-    ),
+    "w31 another base": of(WrongBase, Coded(digest=1)),
+    "w31 another base, by gaps": of(WrongBase, Coded(codecs=GAP, digest=1)),
+    "w31 another base, by classes": of(WrongBase, Coded(codecs=CLASS, digest=1)),
+    "w31 another base of a dense row": of(WrongBase, replace(DENSE_CODED, digest=1)),
     **{
         f"w14 raw indices {wrong} of a coded payload": Lie(
             InvalidIndices,
             [coded(Coded(codecs=RAW_CODECS, index=put(0, *struct.pack("<2i", *wrong))))],
-            needs_weights=True,
         )
         for wrong in ((5, 5), (7, 3), (-1, 5), (-(2**31), 5), (5, 2**31 - 1))
     },
@@ -207,7 +200,7 @@ CODED: dict[str, Lie] = {
     "w28 bytes behind the values": blocks(TruncatedFrame, GAP, value=more(0)),
     "w28 an escape without its element": blocks(TruncatedFrame, GAP, value=put(0, 255)),
     "w28 a dense row of fewer steps": Lie(
-        TruncatedFrame, [coded(replace(DENSE_CODED, value=lambda _: bytes(20)))], needs_weights=True
+        TruncatedFrame, [coded(replace(DENSE_CODED, value=lambda _: bytes(20)))]
     ),
     "w32 blocks of 8": blocks(InvalidTable, BLOCK, index=put(0, 3)),
     "w32 blocks of 2^17": blocks(InvalidTable, BLOCK, index=put(0, 17)),

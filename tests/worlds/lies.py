@@ -45,13 +45,11 @@ class Lie:
         error: The type that is raised; a subclass of `WireError` will do where it is that.
         frames: What is said.
         late: Whether the frames before the last one are good, and written where that is in place.
-        needs_weights: Whether nobody finds it without the weights.
     """
 
     error: type[DeltaSyncError]
     frames: Sequence[Frame]
     late: bool = False
-    needs_weights: bool = False
 
 
 # Headers, rules W1 to W9: bytes that are no frame, or carry no message.

@@ -21,7 +21,6 @@ from deltasync.errors import ProtocolViolation, TruncatedFrame
 from deltasync.sync.protocol.frames import Emitter
 from deltasync.sync.protocol.receiver_session import ReceiverSession, ReceiverState
 from deltasync.transports.base import Frame
-from deltasync.wire.coded import CodedPayload
 from deltasync.wire.frame import MAX_PAYLOAD_BYTES, decode, encode
 from deltasync.wire.messages import (
     Begin,
@@ -141,11 +140,6 @@ class OneWayReader:
             case _:
                 raise ProtocolViolation(f"{message.kind} has no place in frames that go one way")
         return None
-
-    def glance(self, message: Bucket, payload: Tensor) -> CodedPayload:
-        """Check a coded bucket without weights: all but its blocks. Raises as `take`."""
-        self._session.on(message)
-        return self._buckets.glance(message, payload)
 
     def check_sealed(self) -> None:
         """Raises TruncatedFrame unless everything has come."""
