@@ -39,8 +39,6 @@
   + StoreError                     the version held stays, and is served
     - StoreUnavailable             no answer within the limits; the next attempt covers it
     - StoreRefused                 full, forbidden, or not there: somebody must act
-    - RunUnknown                   no run of that name, or none yet
-      * SeveralRuns                there are several; the text lists them: name one
     - VersionMissing               no such version, or no way to it is left
     - ManifestInvalid(ValueError)  no record of this format; restore it, or upgrade
     - MacMismatch                  not signed with this key; do not use the store
@@ -287,14 +285,6 @@ class StoreRefused(StoreError):
     """The store answered that it will not: no space, no permission, no such bucket or folder."""
 
 
-class RunUnknown(StoreError):
-    """The URL names no run, and there is none below it."""
-
-
-class SeveralRuns(RunUnknown):
-    """There are several runs below the URL, and none is named."""
-
-
 class VersionMissing(StoreError):
     """The store does not have the version, or not enough objects to arrive at it."""
 
@@ -315,7 +305,7 @@ class WriterConflict(StoreError):
     """Another writer has published to the run. This one stops; no version has changed."""
 
 
-_PERMANENT = (ConfigError, UnsupportedVersion, LayoutMismatch, SeveralRuns, MacMismatch)
+_PERMANENT = (ConfigError, UnsupportedVersion, LayoutMismatch, MacMismatch)
 
 
 def is_permanent(error: BaseException | None) -> bool:

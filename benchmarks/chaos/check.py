@@ -8,7 +8,7 @@ from pathlib import Path
 from safetensors.torch import load
 from torch import Tensor
 
-from benchmarks.chaos.roles import RUN, Setting
+from benchmarks.chaos.roles import Setting
 from benchmarks.chaos.weights import Model, Truth, fingerprint, fingerprint_of
 from deltasync import ModuleTarget
 from deltasync.store import keys
@@ -22,7 +22,7 @@ def faults_of_versions(setting: Setting) -> Iterator[str]:
     One goes from version to version; one is new; one skips two of three versions, and so merges
     deltas. Versions before the oldest anchor are there for readers that hold the oldest version.
     """
-    run = Run.open(setting.url, RUN, setting.store)
+    run = Run.open(setting.url, setting.store)
     versions, truth = run.versions(), Truth(setting.seed)
     if versions != list(range(versions[0], setting.versions + 1)):
         yield f"the chain has gaps, or another end: {versions}"
@@ -45,7 +45,7 @@ def faults_of_versions(setting: Setting) -> Iterator[str]:
 
 def faults_of_objects(setting: Setting) -> Iterator[str]:
     """Objects that nothing names, and named ones that are not there."""
-    run = Run.open(setting.url, RUN, setting.store)
+    run = Run.open(setting.url, setting.store)
     named = set[str]()
     for version in run.versions():
         published = run.require(version)
@@ -70,7 +70,7 @@ def faults_of_folders(setting: Setting) -> Iterator[str]:
 def _fetched(model: Model, version: int, setting: Setting) -> str:
     """The fingerprint of a model after a version was fetched into it."""
     with StoreReceiver(
-        ModuleTarget(model), setting.url, run=RUN, store=setting.store, spool=setting.spool
+        ModuleTarget(model), setting.url, store=setting.store, spool=setting.spool
     ) as receiver:
         receiver.fetch(version, timeout_s=60)
     return fingerprint(model)

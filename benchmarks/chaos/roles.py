@@ -23,7 +23,13 @@ from benchmarks.chaos.weights import Model, Truth, fingerprint
 from benchmarks.descriptors import descriptors
 from deltasync import ModuleSource, ModuleTarget, ReceiverOptions, SenderOptions
 from deltasync.delta.codecs.coding import Coding
-from deltasync.errors import ObjectDamaged, RunUnknown, StoreError, TransportTimeout, WriterConflict
+from deltasync.errors import (
+    ObjectDamaged,
+    StoreError,
+    TransportTimeout,
+    VersionMissing,
+    WriterConflict,
+)
 from deltasync.store.anchors import PublishOptions
 from deltasync.store.catalogue import Run
 from deltasync.store.objects import StoreOptions
@@ -147,8 +153,8 @@ def _write(setting: Setting, diary: Diary, chance: random.Random) -> None:
 def _newest(setting: Setting) -> int:
     """The newest version of the store; 0 if there is none."""
     try:
-        newest = Run.open(setting.url, RUN, setting.store).newest()
-    except RunUnknown:
+        newest = Run.open(setting.url, setting.store).newest()
+    except VersionMissing:
         return 0
     return 0 if newest is None else newest.version
 
@@ -159,7 +165,6 @@ def _collect(setting: Setting, diary: Diary, chance: random.Random) -> None:
         try:
             stats = gc(
                 setting.url,
-                RUN,
                 keep=chance.choice((1, 1, 3, 8)),
                 keep_s=setting.keep_s,
                 options=setting.store,
@@ -188,7 +193,6 @@ class _Engine:
         self.receiver = StoreReceiver(
             ModuleTarget(self.model),
             setting.url,
-            run=RUN,
             store=setting.store,
             spool=setting.spool,
             options=ReceiverOptions(max_staged_bytes=chance.choice((None, 4096))),
@@ -221,7 +225,7 @@ class _Engine:
                 self._note(version)
 
     def _note(self, version: int) -> None:
-        published = Run.open(self.setting.url, RUN, self.setting.store).published(version)
+        published = Run.open(self.setting.url, self.setting.store).published(version)
         named = set(dict(self.model.named_parameters()))
         total = sum(v for k, v in self.receiver.digests().items() if k in named) % 2**64
         if published is not None and int(published.manifest.digest, 16) != total:
@@ -264,7 +268,7 @@ def _fetch(engine: _Engine) -> None:
             to = None
             if engine.chance.random() < 0.3:
                 setting = engine.setting
-                there = Run.open(setting.url, RUN, setting.store).versions()
+                there = Run.open(setting.url, setting.store).versions()
                 to = engine.chance.choice(there or [1])
             with engine.pause():
                 engine.receiver.fetch(to, timeout_s=_TURN_S)

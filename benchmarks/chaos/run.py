@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.chaos.actors import CONTEXT, Actor
 from benchmarks.chaos.check import faults_of_folders, faults_of_objects, faults_of_versions
-from benchmarks.chaos.roles import RUN, Setting, act
+from benchmarks.chaos.roles import Setting, act
 from deltasync.errors import DeltaSyncError
 from deltasync.store.catalogue import Run
 from deltasync.store.retention import gc
@@ -228,12 +228,12 @@ def run_chaos(
 def _checked(chaos: Chaos) -> Iterator[str]:
     """What is wrong after the end."""
     setting, seen = chaos.setting, chaos.seen
-    run = Run.open(setting.url, RUN, setting.store)
+    run = Run.open(setting.url, setting.store)
     newest = run.newest()
     if newest is None or newest.version < max(seen.published):
         yield f"v{max(seen.published)} was published, and the store has {newest}"
     for keep in (setting.versions, 3, 1):
-        gc(setting.url, RUN, keep=keep, keep_s=0, options=setting.store)
+        gc(setting.url, keep=keep, keep_s=0, options=setting.store)
         yield from faults_of_versions(setting)
         yield from faults_of_objects(setting)
     yield from faults_of_folders(setting)

@@ -57,7 +57,7 @@ class Deltas:
     ) -> None:
         self.name, self.engine = f"deltasync, {options.compression}", empty_like(trainer)
         self._sender = StoreSender(ModuleSource(trainer), url, options=options, store=store)
-        self._receiver = StoreReceiver(ModuleTarget(self.engine), self._sender.url, store=store)
+        self._receiver = StoreReceiver(ModuleTarget(self.engine), url, store=store)
 
     def publish(self) -> None:
         self._sender.publish()

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from deltasync.cli.stores import Config, KeyFile, RunName, StoreUrl, store_options
+from deltasync.cli.stores import Config, KeyFile, StoreUrl, store_options
 from deltasync.cli.terminal import phases, print_written
 from deltasync.observe.units import size
 
@@ -24,7 +24,6 @@ def fetch(
         Path | None,
         typer.Option(help="A checkpoint of another version: only what has changed is fetched."),
     ] = None,
-    run: RunName = None,
     config: Config = None,
     key_file: KeyFile = None,
 ) -> None:
@@ -42,13 +41,12 @@ def fetch(
             url,
             out,
             to=to,
-            run=run,
             base=None if base is None else Checkpoint(base),
             options=options,
             phase=phase,
         )
     kinds = Counter(done.ways).items()
     ways = " + ".join(f"{number} {kind}" for kind, number in kinds) or "nothing"
-    what = f"v{done.version} of run {done.run}, "
+    what = f"v{done.version}, "
     more = f"; fetched {ways}, {size(done.fetched_bytes)}"
     print_written(out, done.num_bytes, done.num_tensors, done.digest, what=what, more=more)

@@ -12,12 +12,7 @@ if TYPE_CHECKING:
 
 StoreUrl: TypeAlias = Annotated[
     str,
-    typer.Argument(
-        metavar="URL", show_default=False, help="A folder, s3://bucket/prefix, ...; of one run."
-    ),
-]
-RunName: TypeAlias = Annotated[
-    str | None, typer.Option("--run", help="Which run, if the store has several.")
+    typer.Argument(metavar="URL", show_default=False, help="A folder, s3://bucket/prefix, ..."),
 ]
 Config: TypeAlias = Annotated[
     list[str] | None,

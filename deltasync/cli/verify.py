@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.text import Text
 
 from deltasync.cli.ending import FAILED
-from deltasync.cli.stores import Config, KeyFile, RunName, store_options
+from deltasync.cli.stores import Config, KeyFile, store_options
 from deltasync.cli.terminal import file_argument, make_console, make_table, phases
 from deltasync.observe.units import size
 
 if TYPE_CHECKING:
     from deltasync.files.checkpoint import Checkpoint
-    from deltasync.files.comparing import Equality
     from deltasync.store.verifying import Verified
 
-_SHOWN = 10  # elements that differ
+_SHOWN = 10  # tensors that differ
 
 
 def verify(
     first: Annotated[str, file_argument("FIRST")],
     second: Annotated[Path | None, file_argument("SECOND")] = None,
-    run: RunName = None,
     config: Config = None,
     key_file: KeyFile = None,
 ) -> None:
@@ -40,10 +38,10 @@ def verify(
         if Path(first).exists() and not Path(first).is_dir():
             _verify_frames(Path(first))
         else:
-            _verify_store(first, run, config, key_file)
+            _verify_store(first, config, key_file)
         return
-    if run or config or key_file:
-        raise typer.BadParameter("--run, --config and --key-file are for a store: give one URL")
+    if config or key_file:
+        raise typer.BadParameter("--config and --key-file are for a store: give one URL")
     if not _compare(Checkpoint(Path(first)), Checkpoint(second)):
         raise typer.Exit(FAILED)
 
@@ -62,13 +60,11 @@ def _verify_frames(path: Path) -> None:
         raise typer.Exit(FAILED)
 
 
-def _verify_store(
-    url: str, run: str | None, config: list[str] | None, key_file: Path | None
-) -> None:
+def _verify_store(url: str, config: list[str] | None, key_file: Path | None) -> None:
     from deltasync.store.verifying import verify_run
 
     with phases(counts=True) as phase:
-        found = verify_run(url, run, options=store_options(config, key_file), phase=phase)
+        found = verify_run(url, options=store_options(config, key_file), phase=phase)
     _print_faults(found)
     if found.faults or len(found.proved) < found.versions:
         raise typer.Exit(FAILED)
@@ -77,8 +73,8 @@ def _verify_store(
 def _print_faults(found: Verified) -> None:
     console = make_console()
     console.print(
-        f"run {found.run}: {len(found.proved):,} of {found.versions:,} versions are "
-        f"proved, {len(found.faults):,} faults, {size(found.num_bytes)} read"
+        f"{len(found.proved):,} of {found.versions:,} versions are proved, "
+        f"{len(found.faults):,} faults, {size(found.num_bytes)} read"
     )
     if found.faults:
         table = make_table("version", "what", "why", names=3)
@@ -88,30 +84,26 @@ def _print_faults(found: Verified) -> None:
 
 
 def _compare(first: Checkpoint, second: Checkpoint) -> bool:
-    from deltasync.files.comparing import compare_bits
+    from deltasync.files.comparing import compare_checkpoints
 
     with phases(first.num_bytes) as phase:
-        found = compare_bits(first, second, limit=_SHOWN, advance=phase("comparing"))
-    if found.different:
-        _print_difference(found)
+        advance = phase("comparing")
+        found = compare_checkpoints(first, second, encodings=False, advance=advance)
+    different = {name: one.changed for name, one in found.items() if one.changed}
+    numel = sum(one.numel for one in found.values())
+    if different:
+        _print_difference(different, numel)
         return False
-    made = f"{found.numel:,} elements in {len(first.specs):,} tensors"
-    make_console().print(f"equal: {made}, bit for bit")
+    make_console().print(f"equal: {numel:,} elements in {len(found):,} tensors, bit for bit")
     return True
 
 
-def _print_difference(found: Equality) -> None:
-    console = make_console()
-    number = sum(found.different.values())
-    console.print(
-        f"different: {number:,} of {found.numel:,} elements, in {len(found.different):,} tensors"
-    )
-    if not found.first:
-        return
-    table = make_table("tensor", "index", "first", "second", names=2)
-    for one in found.first:
-        index = f"[{', '.join(map(str, one.index))}]"
-        table.add_row(one.name, index, *(Text("\n".join(texts)) for texts in (one.old, one.new)))
+def _print_difference(different: dict[str, int], numel: int) -> None:
+    console, total = make_console(), sum(different.values())
+    console.print(f"different: {total:,} of {numel:,} elements, in {len(different):,} tensors")
+    table = make_table("tensor", "different elements")
+    for name, number in islice(different.items(), _SHOWN):
+        table.add_row(name, f"{number:,}")
     console.print(table)
-    if number > len(found.first):
-        console.print(f"and {number - len(found.first):,} more")
+    if len(different) > _SHOWN:
+        console.print(f"and {len(different) - _SHOWN:,} more tensors")

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from deltasync.delta.bits import Flat, as_bits
-from deltasync.delta.digests import DigestLedger
+from deltasync.delta.bits import Flat
+from deltasync.delta.digests import DigestLedger, digest_text
 from deltasync.delta.host.backend import HostBackend
 from deltasync.delta.patch import CHUNK_NUMEL
 from deltasync.delta.shard import whole
 from deltasync.delta.sparsity import Sparsity, sparsity
+from deltasync.errors import DigestMismatch
 from deltasync.files.checkpoint import Checkpoint, check_same_tensors
 
 Advance = Callable[[int], None]
 """Called with the bytes of the (first) checkpoint that were done since the last call."""
+
+Phase = Callable[[str, int], Advance]
+"""Called with the name of a phase and its total; returns what to call with its progress."""
 
 _PIECE_BYTES = 16 << 20  # of one checkpoint
 _RELEASED = 8  # pieces after which memory is released
@@ -28,6 +31,11 @@ _THREADS = 2
 
 _Item = TypeVar("_Item")
 _Found = TypeVar("_Found")
+
+
+def no_phase(_: str, __: int) -> Advance:
+    """Report nothing."""
+    return lambda done: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,37 +46,6 @@ class Piece:
     start: int
     stop: int
     num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Mismatch:
-    """An element that differs.
-
-    Attributes:
-        name: Name of its tensor.
-        index: Its index there.
-        old, new: Its values as text, and as bits in hexadecimal.
-    """
-
-    name: str
-    index: tuple[int, ...]
-    old: tuple[str, str]
-    new: tuple[str, str]
-
-
-@dataclass(slots=True)
-class Equality:
-    """Whether two checkpoints are equal bit for bit.
-
-    Attributes:
-        numel: Elements compared.
-        different: By tensor, how many elements differ, if any.
-        first: The first of those elements.
-    """
-
-    numel: int = 0
-    different: dict[str, int] = field(default_factory=dict)
-    first: list[Mismatch] = field(default_factory=list)
 
 
 def compare_checkpoints(
@@ -103,37 +80,6 @@ def compare_checkpoints(
     return found
 
 
-def compare_bits(
-    old: Checkpoint,
-    new: Checkpoint,
-    *,
-    limit: int = 10,
-    advance: Advance = lambda num_bytes: None,
-) -> Equality:
-    """Return whether they are equal bit for bit, with the first `limit` elements that differ.
-
-    Raises:
-        LayoutMismatch: Names, shapes or dtypes differ.
-    """
-    check_same_tensors(old.specs, new.specs)
-
-    def differing(piece: Piece) -> tuple[int, list[int]]:
-        before, after = (as_bits(_elements(one, piece)).numpy() for one in (old, new))
-        if np.array_equal(before, after):
-            return 0, []
-        where = np.flatnonzero(before != after)
-        return len(where), (where[:limit] + piece.start).tolist()
-
-    found = Equality()
-    for piece, (count, first) in _by_piece(differing, (old, new), advance):
-        found.numel += piece.stop - piece.start
-        if count:
-            found.different[piece.name] = found.different.get(piece.name, 0) + count
-        for position in first[: limit - len(found.first)]:
-            found.first.append(_mismatch(old, new, piece.name, position))
-    return found
-
-
 def measure_digests(
     checkpoint: Checkpoint, *, advance: Advance = lambda num_bytes: None
 ) -> DigestLedger:
@@ -149,6 +95,17 @@ def measure_digests(
         if number % _RELEASED == 0:
             checkpoint.release()
     return ledger
+
+
+def check_digest(
+    checkpoint: Checkpoint, digest: int, fault: str, *, phase: Phase = no_phase
+) -> None:
+    """Read all of a checkpoint. Raises DigestMismatch, with the fault, for another state digest."""
+    advance = phase("verifying", checkpoint.num_bytes)
+    if (there := measure_digests(checkpoint, advance=advance).total) != digest:
+        raise DigestMismatch(
+            f"{fault}: its state digest is {digest_text(there)}, {digest_text(digest)} is expected"
+        )
 
 
 def in_threads(
@@ -181,23 +138,3 @@ def _pieces(checkpoint: Checkpoint) -> Iterator[Piece]:
 
 def _elements(checkpoint: Checkpoint, piece: Piece) -> Tensor:
     return checkpoint.tensor(piece.name).view(-1)[piece.start : piece.stop]
-
-
-def _mismatch(old: Checkpoint, new: Checkpoint, name: str, position: int) -> Mismatch:
-    index = np.unravel_index(position, old.specs[name].shape or (1,))
-    texts = [_texts(one.tensor(name).view(-1)[position : position + 1]) for one in (old, new)]
-    shape = tuple(map(int, index)) if old.specs[name].shape else ()
-    return Mismatch(name, shape, texts[0], texts[1])
-
-
-def _texts(element: Tensor) -> tuple[str, str]:
-    """(value, bits) of one element."""
-    bits = as_bits(element).numpy().view(f"u{element.element_size()}")
-    value = element if element.dtype in _PRINTED else element.to(torch.float32)
-    return str(value.item()), f"0x{int(bits[0]):0{2 * element.element_size()}x}"
-
-
-_PRINTED = frozenset(
-    {torch.bool, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64}
-    | {torch.uint16, torch.uint32, torch.uint64, torch.float64, torch.complex64}
-)

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deltasync.delta.bits import Live
-from deltasync.delta.digests import digest_text
-from deltasync.errors import ConfigError, DigestMismatch, LayoutMismatch
+from deltasync.errors import ConfigError, LayoutMismatch
 from deltasync.files.checkpoint import Checkpoint
-from deltasync.files.comparing import Advance, measure_digests
+from deltasync.files.comparing import Advance, Phase, check_digest, no_phase
 from deltasync.files.output import appearing, flush_to_disk, refuse_existing
-from deltasync.files.patch_file import Phase, no_phase
 from deltasync.files.shards import shards_of
 from deltasync.sync.receiver import WeightReceiver
 from deltasync.sync.target.base import some_of
@@ -80,15 +78,17 @@ def export_weights(
             specs, flats = held.backend.ledger.specs, held.backend.flats
             check_whole(specs, flats)
             digest = held.backend.ledger.total
-            advance = phase("writing")
+            num_bytes = sum(spec.numel * spec.dtype.item_size for spec in specs)
+            advance = phase("writing", num_bytes)
             files = _write(specs, flats, made, shard_bytes=shard_bytes, advance=advance)
             stream_id, version = held.stream_id, held.version
-        _check(made, digest, advance=phase("verifying"))
+        fault = "something else wrote the weights (call the receiver's invalidate), or the disk"
+        check_digest(Checkpoint(made), digest, fault, phase=phase)
     return Exported(
         stream_id=stream_id,
         version=version,
         digest=digest,
-        num_bytes=sum(spec.numel * spec.dtype.item_size for spec in specs),
+        num_bytes=num_bytes,
         num_tensors=len(specs),
         files=tuple(out / name for name in files),
     )
@@ -129,17 +129,6 @@ def _write_file(path: Path, pieces: Iterable[memoryview], advance: Advance) -> N
             file.write(piece)
             advance(len(piece))
     flush_to_disk(path)
-
-
-def _check(made: Path, digest: int, *, advance: Advance) -> None:
-    """Raise DigestMismatch unless a checkpoint has this state digest."""
-    found = measure_digests(Checkpoint(made), advance=advance).total
-    if found != digest:
-        raise DigestMismatch(
-            f"the checkpoint has the state digest {digest_text(found)}, the version that the "
-            f"receiver proved has {digest_text(digest)}: something else wrote the weights, or the "
-            "disk is damaged; call the receiver's invalidate"
-        )
 
 
 _ELSEWHERE = "export from an engine of one rank"

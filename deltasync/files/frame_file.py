@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import torch
@@ -85,13 +86,18 @@ def write_frames(frames: Iterable[Frame], path: Path) -> int:
         ConfigError: The file exists, or cannot be written.
     """
     with appearing(path) as made, made.open("wb") as file:
-        for frame in frames:
-            file.write(frame.header)
-            if frame.payload is not None:
-                file.write(frame.payload.numpy().data)
+        put_frames(frames, file)
         file.flush()
         os.fsync(file.fileno())
         return file.tell()
+
+
+def put_frames(frames: Iterable[Frame], file: IO[bytes]) -> None:
+    """Add frames to an open file, each as it is made."""
+    for frame in frames:
+        file.write(frame.header)
+        if frame.payload is not None:
+            file.write(frame.payload.numpy().data)
 
 
 def check_regular(path: Path) -> None:

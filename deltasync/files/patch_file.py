@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from deltasync.delta.policy import Policy
 from deltasync.delta.readers import Reader, WireReader
 from deltasync.errors import ConfigError, DigestMismatch, LayoutMismatch, ProtocolViolation
 from deltasync.files.checkpoint import Checkpoint, check_same_tensors
-from deltasync.files.comparing import Advance, measure_digests
+from deltasync.files.comparing import Advance, Phase, check_digest, measure_digests, no_phase
 from deltasync.files.frame_file import FrameFile, write_frames
 from deltasync.files.output import appearing
 from deltasync.sync.protocol.one_way import OneWayReader, one_way_frames
@@ -29,14 +29,6 @@ _BUCKET_BYTES = 16 << 20
 _HELD_BYTES = 256 << 20  # changes that are kept; others are found a second time
 _RELEASED_BYTES = 64 << 20  # read of each checkpoint before memory is released
 _BASE, _VERSION = 0, 1
-
-Phase = Callable[[str], Advance]
-"""Called with the name of a phase; returns what to call with its progress in bytes."""
-
-
-def no_phase(_: str) -> Advance:
-    """Report nothing."""
-    return lambda num_bytes: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +69,9 @@ def write_patch(
         ConfigError: This build has no such codec, or `path` exists or cannot be written.
     """
     check_same_tensors(old.specs, new.specs)
-    base = measure_digests(old, advance=phase("reading"))
+    base = measure_digests(old, advance=phase("reading", old.num_bytes))
     readers = [WireReader.of(new.tensor(one.name), one.dtype, name=one.name) for one in old.layout]
-    plan = _OldFile(old, new, base, advance=phase("comparing")).compare(
+    plan = _OldFile(old, new, base, advance=phase("comparing", old.num_bytes)).compare(
         readers,
         policy=policy_for(Policy(), codec),
         bucket_bytes=_BUCKET_BYTES,
@@ -94,7 +86,7 @@ def write_patch(
         digest=base.total,
         compression=codec,
     )
-    num_bytes = write_frames(_reported(frames, phase("writing")), Path(path))
+    num_bytes = write_frames(_reported(frames, phase("writing", old.num_bytes)), Path(path))
     return PatchSummary(num_bytes, plan.nnz, base.total, plan.ledger.total)
 
 
@@ -150,7 +142,8 @@ def apply_patch_file(
         ConfigError: `out` exists or cannot be written.
     """
     check_same_tensors(checkpoint.specs, patch.specs, called=("the checkpoint", "the patch"))
-    base = measure_digests(checkpoint, advance=phase("reading")).total
+    total = checkpoint.num_bytes
+    base = measure_digests(checkpoint, advance=phase("reading", total)).total
     if base != patch.base:
         raise DigestMismatch(
             f"{checkpoint.path} is not what the patch was made from: its state digest is "
@@ -159,15 +152,10 @@ def apply_patch_file(
     with appearing(Path(out)) as made:
         copy_checkpoint(checkpoint.path, made)
         written = Checkpoint(made, writable=True)
-        promised = apply_frames(written, patch.layout, patch.frames(phase("writing")))
+        digest = apply_frames(written, patch.layout, patch.frames(phase("writing", total)))
         written.flush()
-        found = measure_digests(written, advance=phase("verifying")).total
-        if found != promised:
-            raise DigestMismatch(
-                f"the patch is damaged: it makes weights of digest {digest_text(found)}, and "
-                f"promises {digest_text(promised)}"
-            )
-    return found
+        check_digest(written, digest, "the patch is damaged, by what it makes", phase=phase)
+    return digest
 
 
 def apply_frames(

@@ -1,18 +1,16 @@
-"""The versions of a run: finds the run, reads manifests, and checks that they belong together."""
+"""The versions of a run: reads manifests, and checks that they belong together."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
 from deltasync.errors import (
     ManifestInvalid,
     ObjectDamaged,
-    RunUnknown,
-    SeveralRuns,
     StoreUnavailable,
     UnknownDtype,
     VersionMissing,
@@ -29,11 +27,9 @@ from deltasync.store.manifest import (
     sha256_of,
 )
 from deltasync.store.objects import Objects, StoreOptions
-from deltasync.sync.target.base import some_of
 from deltasync.wire.messages import Entries, Entry, ParameterSpec, entries, parameter_specs
 
 _MAX_LAYOUT_BYTES = 256 << 20
-_NO_RUN = "there is no run here: check the URL, or wait for the first version"
 _Any = TypeVar("_Any", Manifest, Anchor)
 _ENTRIES: TypeAdapter[tuple[Entry, ...]] = TypeAdapter(Entries)
 
@@ -43,7 +39,7 @@ class Published:
     """A manifest as it lies in the store.
 
     Attributes:
-        manifest: Checked: its form, its key, its run, its MAC.
+        manifest: Checked: its form, its key, its MAC.
         sha256: Of its bytes; what children and later anchors name.
     """
 
@@ -55,8 +51,8 @@ class Published:
         return self.manifest.version
 
     def check_child(self, child: Published) -> None:
-        """Raise ManifestInvalid unless the next version names this one as it is: rule S4."""
-        if child.manifest.parent != self.sha256:
+        """Raise ManifestInvalid unless the next version is of this run, and names this: rule S4."""
+        if (child.manifest.parent, child.manifest.run) != (self.sha256, self.manifest.run):
             raise ManifestInvalid(
                 f"v{child.version} is not a child of v{self.version} as it is: one of the two "
                 "manifests was altered; restore it, or fetch a version that has an anchor"
@@ -64,42 +60,31 @@ class Published:
 
 
 class Run:
-    """One run of a store, to read.
+    """The run that a store keeps, to read.
 
     Args:
-        objects: The objects of the run.
-        name: Its id.
+        objects: Its objects.
 
     Attributes:
-        objects: As given; keys are relative to the run.
-        name: As given.
+        objects: As given.
     """
 
-    def __init__(self, objects: Objects, name: str) -> None:
-        self.objects, self.name = objects, name
+    def __init__(self, objects: Objects) -> None:
+        self.objects = objects
 
     @classmethod
-    def open(
-        cls, url: str | Path, run: str | None = None, options: StoreOptions | None = None
-    ) -> Run:
-        """The run that a URL names, or `run` below it, or the only one below it.
+    def open(cls, url: str | Path, options: StoreOptions | None = None) -> Run:
+        """The run at a URL. Raises VersionMissing if there is none, StoreError."""
+        found = cls(Objects(url, options))
+        if next(found.objects.listed(keys.MANIFESTS), None) is None:
+            found.refuse_empty()
+        return found
 
-        Raises:
-            RunUnknown: There is no such run.
-            SeveralRuns: There are several, and none is named.
-            StoreError: The store cannot be read.
-        """
-        objects = Objects(url, options)
-        here = run_of(objects)
-        if here is not None and run in (None, here):
-            return cls(objects, here)
-        runs = list(filter(keys.is_run, objects.folders())) if here is None else [here]
-        listed = f"its runs are {some_of(runs)}: name one" if runs else _NO_RUN
-        if run is not None and run not in runs:
-            raise RunUnknown(f"{url}: has no run {run!r}; {listed}")
-        if run is None and len(runs) != 1:
-            raise (SeveralRuns if runs else RunUnknown)(f"{url}: {listed}")
-        return cls(objects.under(run or runs[0]), run or runs[0])
+    def refuse_empty(self) -> NoReturn:
+        """Raise VersionMissing for a URL that is perhaps another than it should be."""
+        raise VersionMissing(
+            f"{self.objects.url}: has no version: check the URL, or wait for the first one"
+        )
 
     def published(self, version: int) -> Published | None:
         """The manifest of a version; None if there is no such version.
@@ -191,17 +176,9 @@ class Run:
     def _checked(self, data: bytes, model: type[_Any], key: str) -> _Any:
         found = decode(data, model, key=key)
         check_mac(found, self.objects.options.mac, key=key)
-        if found.run != self.name:
-            raise ManifestInvalid(f"{key}: is of run {found.run!r}, not of {self.name!r}")
         if found.version != keys.version_of(key):
             raise ManifestInvalid(f"{key}: is of version {found.version}: it was moved")
         return found
-
-
-def run_of(objects: Objects) -> str | None:
-    """The run whose folder a URL names; None if it is no folder of a run."""
-    name = objects.folder.name if objects.folder else objects.url.rstrip("/").rpartition("/")[2]
-    return name if keys.MANIFESTS in objects.folders() and keys.is_run(name) else None
 
 
 def layout_bytes(specs: tuple[ParameterSpec, ...]) -> bytes:

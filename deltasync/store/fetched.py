@@ -28,10 +28,8 @@ from deltasync.errors import (
 )
 from deltasync.files.checkpoint import Checkpoint
 from deltasync.files.frame_file import FrameFile
-from deltasync.files.patch_file import flats_of
-from deltasync.store.catalogue import Published
 from deltasync.store.manifest import StoredFile, Way
-from deltasync.store.merged import MergedDeltas, plan_of_anchor
+from deltasync.store.merged import merge_delta, of_anchor, plan_of_anchor, plan_of_deltas
 from deltasync.store.objects import ObjectFacts, Objects, started
 from deltasync.store.routes import Route, Step
 from deltasync.store.scratch import ScratchFolder
@@ -215,101 +213,66 @@ class Fetched:
         return self._objects.get_range(key, start, stop), time.monotonic() - began
 
 
-class FetchedRoute:
-    """A route whose objects are fetched.
+def frames_along(
+    route: Route,
+    folders: Sequence[Path],
+    specs: Sequence[ParameterSpec],
+    flats: Mapping[int, Live],
+) -> Iterator[Frame]:
+    """A route as one sync. Several deltas, or an anchor and deltas, are merged before.
 
     Args:
         route: At least one step.
-        objects: Where they are kept.
-        progress: Counts what comes.
+        folders: What was fetched, by step.
+        specs: The layout of the version.
+        flats: The weights by parameter, of which others are left out. Those of a version that the
+            route begins at decode deltas. Not owned.
 
-    Attributes:
-        route: The same.
-        blamed: If a call has failed: the keys of the objects that it is about.
+    Raises:
+        WireError, SyncError, ObjectDamaged: An object is not what the manifests say.
     """
-
-    def __init__(self, route: Route, objects: Fetched, progress: Progress) -> None:
-        self.route, self._objects, self._progress = route, objects, progress
-        self.blamed: frozenset[str] = frozenset()
-
-    def load(self) -> None:
-        """Fetch all objects, and check each.
-
-        Raises:
-            StoreError: An object is missing or wrong, see `blamed`; or the store did not answer.
-            ConfigError: The disk is full, or cannot be written.
-        """
-        self._progress.begin(self.route.target.version, self.route.num_bytes)
-        self._objects.keep(step.way for step in self.route.steps)
-        self._folders = [self._objects.fetch(step.way, self._progress) for step in self._steps()]
-
-    def _steps(self) -> Iterator[Step]:
-        """One step after the other, each blamed while it is used. Afterwards all may be wrong."""
-        for step in self.route.steps:
-            self.blamed = step.way.keys
-            yield step
-        self.blamed = frozenset().union(*(step.way.keys for step in self.route.steps))
-
-    def folders(self) -> Iterator[tuple[Step, Path]]:
-        """Each step with the folder of its files; whoever takes it may move that."""
-        return zip(self._steps(), self._folders, strict=True)
-
-    def frames(self, specs: Sequence[ParameterSpec], flats: Mapping[int, Live]) -> Iterator[Frame]:
-        """All of it as one sync. Several deltas, or an anchor and deltas, are merged before.
-
-        Args:
-            specs: The layout of the version.
-            flats: The weights by parameter, of which others are left out. Those of a version that
-                the route begins at decode deltas. Not owned.
-
-        Raises:
-            WireError, SyncError, ObjectDamaged: An object is not what the manifests say.
-        """
-        route, target = self.route, self.route.target.manifest
-        if route.base is not None and len(route.steps) == 1:
-            step = route.steps[0]
-            return frames_of(step.way, self._folders[0], step.base, step.to)
-        anchor, digest = None, int(target.digest, 16)
-        deltas = MergedDeltas(specs, flats)
-        for step, folder in self.folders():
-            if step.base is None:
-                anchor = checkpoint_of(folder)
-                deltas = MergedDeltas(specs, flats_of(anchor, specs))
-            else:
-                deltas.take(frames_of(step.way, folder, step.base, step.to))
-        if route.base is None:
-            assert anchor is not None
-            plan = plan_of_anchor(specs, anchor, deltas, held=flats.keys(), digest=digest)
+    target, merged = route.target.manifest, dict(flats)
+    if route.base is not None and len(route.steps) == 1:
+        return frames_of(route.steps[0], folders[0])
+    for step, folder in zip(route.steps, folders, strict=True):
+        if step.base is None:
+            anchor = checkpoint_of(folder)
+            merged = of_anchor(anchor, specs, flats.keys())
         else:
-            plan = deltas.plan(base_version=route.base.version, digest=digest)
-        return one_way_frames(
-            plan,
-            specs,
-            stream_id=target.run,
-            version=target.version,
-            digest=int((route.base or route.target).manifest.digest, 16),
-        )
+            merge_delta(merged, specs, frames_of(step, folder))
+    digest = int(target.digest, 16)
+    if route.base is None:
+        plan = plan_of_anchor(specs, merged, anchor, digest=digest)
+    else:
+        plan = plan_of_deltas(specs, merged, base_version=route.base.version, digest=digest)
+    return one_way_frames(
+        plan,
+        specs,
+        stream_id=target.run,
+        version=target.version,
+        digest=int((route.base or route.target).manifest.digest, 16),
+    )
 
 
 def take_cheapest(
     find: Callable[[set[str]], Route],
     objects: Fetched,
     progress: Progress,
-    take: Callable[[FetchedRoute], None],
+    take: Callable[[Route, list[Path]], None],
     *,
     failed: Callable[[], None],
-) -> bool:
+) -> Route:
     """Fetch a route and take it; where an object turns out to be wrong, another route.
 
     Args:
         find: Returns the cheapest route without objects of these keys. Raises StoreError.
         objects: Where they are kept.
         progress: Counts what comes.
-        take: Uses what was fetched.
+        take: Uses what was fetched: the folder of each step.
         failed: Called when a route was of no use, before another one is found.
 
     Returns:
-        False if nothing had to be fetched.
+        What was taken, of no steps if nothing had to be fetched.
 
     Raises:
         StoreError, WireError, SyncError: What was wrong with the last route there is.
@@ -317,22 +280,28 @@ def take_cheapest(
     refused = set[str]()
     route = find(refused)
     while route.steps:
-        fetched = FetchedRoute(route, objects, progress)
+        blamed = route.keys
+        progress.begin(route.target.version, route.num_bytes)
+        objects.keep(step.way for step in route.steps)
         try:
-            fetched.load()
-            take(fetched)
-            return True
+            folders = list[Path]()
+            for step in route.steps:
+                blamed = step.way.keys
+                folders.append(objects.fetch(step.way, progress))
+            blamed = route.keys
+            take(route, folders)
+            return route
         except (StoreError, WireError, SyncError) as error:
             if isinstance(error, StoreUnavailable | StoreRefused | TargetMoved):
                 raise
             failed()
-            refused |= fetched.blamed
+            refused |= blamed
             try:
                 route = find(refused)
             except StoreError:
                 raise error from None
             logger.warning("v%d by another way: %s", route.target.version, error)
-    return False
+    return route
 
 
 def checkpoint_of(folder: Path, *, writable: bool = False) -> Checkpoint:
@@ -345,16 +314,14 @@ def checkpoint_of(folder: Path, *, writable: bool = False) -> Checkpoint:
         raise ObjectDamaged(f"the anchor is no checkpoint: {error}") from error
 
 
-def frames_of(way: Way, folder: Path, base: Published | None, to: Published) -> Iterator[Frame]:
+def frames_of(step: Step, folder: Path) -> Iterator[Frame]:
     """The frames of a delta. Raises ProtocolViolation if they contradict the manifests, rule S5.
 
     Args:
-        way: The delta.
+        step: The delta.
         folder: Where its file is.
-        base: The version that it leads from; None if that is not known.
-        to: The version that it leads to.
     """
-    (file,) = way.files
+    (file,), base, to = step.way.files, step.base, step.to
     run, after, before = to.manifest.run, to.manifest, to.version - 1
     expected: dict[str, dict[str, object]] = {
         "layout": {"stream_id": run, "version": before, "hash": after.layout_hash},

@@ -1,6 +1,6 @@
 """Names of the objects of a store: docs/store.md has them in a table.
 
-A key is relative to the run, so that a run can be copied or moved as a whole. Objects that a
+A key is relative to the URL, so that a run can be copied or moved as a whole. Objects that a
 manifest names have a random part: two writers never write one object.
 """
 
@@ -15,17 +15,10 @@ from pydantic import Field
 MANIFESTS, ANCHORS, LAYOUTS, OBJECTS = "manifests", "anchors", "layouts", "objects"
 
 _DIGITS = 16  # of a version, which is below 2^53
-_RUN_ID = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 _VERSION = re.compile(r"(?:manifests|anchors)/([0-9]{16})\.json|objects/([0-9]{16})(?s:.*)")
 _KEY = r"objects/[0-9]{16}-(anchor|delta)-[0-9a-f]{16}(/[A-Za-z0-9][A-Za-z0-9._-]{0,127}|\.dsyn)"
 
-RunId = Annotated[str, Field(pattern=f"^{_RUN_ID}$")]
 ObjectKey = Annotated[str, Field(pattern=f"^{_KEY}$")]
-
-
-def is_run(name: str) -> bool:
-    """Whether a run can have this id, which is a part of keys."""
-    return re.fullmatch(_RUN_ID, name) is not None
 
 
 def manifest_key(version: int) -> str:

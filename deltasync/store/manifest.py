@@ -21,8 +21,8 @@ from pydantic import (
 )
 
 from deltasync.errors import MacMismatch, ManifestInvalid
-from deltasync.store.keys import ObjectKey, RunId
-from deltasync.wire.messages import Count, Digest, Version
+from deltasync.store.keys import ObjectKey
+from deltasync.wire.messages import Count, Digest, StreamId, Version
 
 FORMAT = 1
 MAX_MANIFEST_BYTES = 64 << 20
@@ -80,7 +80,7 @@ class Written(_Record):
     """What manifests and anchors have in common.
 
     Attributes:
-        run: The training run.
+        run: The training run: `stream_id` of the frames of its deltas.
         version: Of the weights.
         writer: Who wrote it: 32 hexadecimal digits of its own, then what people call it.
         written_at: Of the writer's clock, ISO 8601. For people: nothing depends on it.
@@ -89,7 +89,7 @@ class Written(_Record):
     """
 
     format: Literal[1] = 1
-    run: RunId
+    run: StreamId
     version: Version
     writer: Label
     written_at: Annotated[str, Field(max_length=64)]

@@ -74,7 +74,7 @@ class ObjectFacts:
     """What a store says of an object.
 
     Attributes:
-        key: Within the store or the run.
+        key: Within the store.
         num_bytes: Its length.
         modified: When it was written, by the store's clock.
     """
@@ -90,7 +90,7 @@ class Objects:
     Args:
         url: A local path, in which a leading ~ is the home folder, `file:///path`, `memory://name`
             (within this process), or what obstore knows: `s3://bucket/prefix`,
-            `gs://bucket/prefix`, `az://container/prefix`.
+            `gs://bucket/prefix`, `az://container/prefix`. Keys are relative to it.
         options: Limits, and how to reach the store.
         make: Whether a local folder is made if it does not exist.
 
@@ -110,18 +110,8 @@ class Objects:
         self.url, self.options = str(url), options or StoreOptions()
         self._obstore = _load()
         self.folder = _folder_of(self.url)
-        self._prefix = ""
         with self._answered("open"):
             self._store = self._open(make)
-
-    def under(self, name: str) -> Objects:
-        """The objects of a run, or of another part of the keys."""
-        part = Objects.__new__(Objects)
-        part.__dict__.update(self.__dict__)
-        part._prefix = f"{self._prefix}{name}/"
-        part.url = f"{self.url.rstrip('/')}/{name}"
-        part.folder = None if self.folder is None else self.folder / name
-        return part
 
     def get(self, key: str, *, max_bytes: int) -> bytes | None:
         """A small object; None if there is none.
@@ -130,7 +120,7 @@ class Objects:
         """
         self._check_no_pipe(key)
         with suppress(FileNotFoundError), self._answered(key):
-            found = self._wait(self._obstore.get, self._store, self._prefix + key)
+            found = self._wait(self._obstore.get, self._store, key)
             size = found.meta["size"]
             if size > max_bytes:
                 raise ObjectDamaged(f"{key}: {size} bytes, at most {max_bytes} are expected")
@@ -145,8 +135,8 @@ class Objects:
         self._check_no_pipe(key)
         try:
             with self._answered(key):
-                args = self._store, self._prefix + key
-                data = memoryview(self._wait(self._obstore.get_range, *args, start=start, end=stop))
+                get_range = self._obstore.get_range
+                data = memoryview(self._wait(get_range, self._store, key, start=start, end=stop))
         except FileNotFoundError:
             raise ObjectDamaged(f"{key} does not exist: it was deleted") from None
         if len(data) != stop - start:
@@ -156,7 +146,7 @@ class Objects:
     def head(self, key: str) -> ObjectFacts | None:
         """What the store says of an object; None if there is none."""
         with suppress(FileNotFoundError), self._answered(key):
-            return self._facts(self._wait(self._obstore.head, self._store, self._prefix + key))
+            return _facts(self._wait(self._obstore.head, self._store, key))
         return None
 
     def listed(self, folder: str, *, after: str | None = None) -> Iterator[ObjectFacts]:
@@ -164,24 +154,14 @@ class Objects:
 
         What is written meanwhile may be there or not.
         """
-        offset = None if after is None else self._prefix + after
         with self._answered(folder):
-            batches = self._obstore.list(
-                self._store, f"{self._prefix}{folder}", offset=offset, chunk_size=1000
-            )
+            batches = self._obstore.list(self._store, folder, offset=after, chunk_size=1000)
         while True:
             with self._answered(folder):
                 batch = self._wait(next, batches, None)
             if batch is None:
                 return
-            yield from map(self._facts, batch)
-
-    def folders(self) -> list[str]:
-        """Names of the folders right here, in order."""
-        with self._answered("folders"):
-            list_here = self._obstore.list_with_delimiter
-            found = self._wait(list_here, self._store, self._prefix or None)
-        return sorted(path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"])
+            yield from map(_facts, batch)
 
     def create(self, key: str, data: bytes) -> bool:
         """Put a small object if there is none. Returns False if there is another one.
@@ -213,7 +193,7 @@ class Objects:
         """Delete an object, if there is one. In a folder, none that a symbolic link leads to."""
         with suppress(FileNotFoundError), self._answered(key):
             if self.folder is None:
-                self._wait(self._obstore.delete, self._store, self._prefix + key)
+                self._wait(self._obstore.delete, self._store, key)
                 return
             _unlink(self.folder, key)
 
@@ -223,9 +203,7 @@ class Objects:
                 raise StoreRefused(f"{self.folder}: there is no such folder; check the path")
             return self._obstore.store.LocalStore(prefix=self.folder, mkdir=make)
         if self.url.startswith("memory:"):
-            name, _, below = self.url.removeprefix("memory:").strip("/").partition("/")
-            self._prefix = below and f"{below}/"
-            return _MEMORIES.setdefault(name, self._obstore.store.MemoryStore())
+            return _MEMORIES.setdefault(self.url, self._obstore.store.MemoryStore())
         return self._open_remote()
 
     def _open_remote(self) -> Any:
@@ -253,13 +231,12 @@ class Objects:
             raise ConfigError(f"{self.url}: obstore does not take one of: {known}") from None
 
     def _create(self, key: str, data: bytes) -> None:
-        path, put = self._prefix + key, self._obstore.put
-        self._wait(put, self._store, path, data, mode="create", use_multipart=False)
+        put = self._obstore.put
+        self._wait(put, self._store, key, data, mode="create", use_multipart=False)
         self._sync(key)
 
     def _put_parts(self, key: str, parts: Iterable[Data]) -> tuple[int, str]:
         size, parallel = self.options.part_bytes, self.options.parallel
-        path, put = self._prefix + key, self._obstore.put
         sha256, num_bytes = hashlib.sha256(), 0
 
         def hashed() -> Iterator[Data]:
@@ -269,7 +246,8 @@ class Objects:
                 num_bytes += len(part)
                 yield part
 
-        put(self._store, path, hashed(), chunk_size=size, max_concurrency=parallel)
+        put = self._obstore.put
+        put(self._store, key, hashed(), chunk_size=size, max_concurrency=parallel)
         self._sync(key)
         return num_bytes, sha256.hexdigest()
 
@@ -314,10 +292,6 @@ class Objects:
                 if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
                     raise ObjectDamaged(f"{key} is a pipe or a device, not a file: remove it")
 
-    def _facts(self, meta: Any) -> ObjectFacts:
-        key = meta["path"].removeprefix(self._prefix)
-        return ObjectFacts(key, meta["size"], meta["last_modified"])
-
     @contextmanager
     def _answered(self, what: str) -> Iterator[None]:
         """Turns what obstore raises into our errors, but for what callers look at.
@@ -355,6 +329,10 @@ class Objects:
             f"{self.url}: {what}: {_first_line(error)}; check space, permissions, credentials and "
             "the name of the bucket or folder"
         )
+
+
+def _facts(meta: Any) -> ObjectFacts:
+    return ObjectFacts(meta["path"], meta["size"], meta["last_modified"])
 
 
 def started(call: Callable[..., Result], *args: Any, **options: Any) -> Future[Result]:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from deltasync.errors import DeltaSyncError, RunUnknown, StoreError, StoreUnavailable, is_permanent
+from deltasync.errors import DeltaSyncError, StoreError, StoreUnavailable
 
 _FIRST_S, _LONGEST_S = 0.1, 5.0
 _TICK_S = 0.1
@@ -31,7 +31,7 @@ class Poll:
         """What `find` finds; None if the deadline passes before.
 
         Args:
-            find: Looks once. That there is no run yet, or no answer, counts as nothing.
+            find: Looks once. That there is no answer counts as nothing.
             deadline: By the monotonic clock.
             at_once: Whether to look at least once, in spite of the pause of an earlier call.
 
@@ -48,7 +48,7 @@ class Poll:
                 self.put_off()
             except StoreError as error:
                 self.put_off(error)
-                if not isinstance(error, RunUnknown | StoreUnavailable) or is_permanent(error):
+                if not isinstance(error, StoreUnavailable):
                     raise
         self._sleep_until(deadline)
         if self._fault is not None:

@@ -23,11 +23,11 @@ from deltasync.errors import (
     VersionMissing,
 )
 from deltasync.store.catalogue import Published, Run
-from deltasync.store.fetched import Fetched, FetchedRoute, Progress, take_cheapest
+from deltasync.store.fetched import Fetched, Progress, frames_along, take_cheapest
 from deltasync.store.manifest import sha256_of
-from deltasync.store.objects import StoreOptions
+from deltasync.store.objects import Objects, StoreOptions
 from deltasync.store.polling import Poll
-from deltasync.store.routes import find_route
+from deltasync.store.routes import Route, find_route
 from deltasync.store.staging import StoredSync, check_digests, is_version, join
 from deltasync.sync.arguments import check_options, check_target
 from deltasync.sync.options import ReceiverOptions
@@ -63,8 +63,7 @@ class StoreReceiver(BaseReceiver):
 
     Args:
         target: The live weights.
-        url: The store, or a run in it: a folder, or a URL such as "s3://bucket/prefix".
-        run: The run below `url`; needed if there are several.
+        url: The store: a folder, or a URL such as "s3://bucket/prefix".
         options: Memory, scrub.
         store: How the store is reached, and the key that manifests are signed with.
         spool: Folder for what is fetched, until it is written: the next receiver of this run and
@@ -87,7 +86,6 @@ class StoreReceiver(BaseReceiver):
         target: WeightTarget,
         url: str | Path,
         *,
-        run: str | None = None,
         options: ReceiverOptions | None = None,
         store: StoreOptions | None = None,
         spool: str | Path | None = None,
@@ -100,7 +98,7 @@ class StoreReceiver(BaseReceiver):
         check_options(store, StoreOptions)
         session = ReceiverSession("store", dirty=half_written, half_written=half_written)
         super().__init__(target, session, f"store[{rank}/{world}]", options)
-        self._url, self._run_id, self._store_options = url, run, store
+        self._url, self._store_options = url, store
         self._run: Run | None = None
         self._spool_folder, self._world = spool, world
         self._label = None if spool is None else f"{rank}of{world}"
@@ -230,7 +228,7 @@ class StoreReceiver(BaseReceiver):
 
     def _opened(self) -> Run:
         if self._run is None:
-            self._run = Run.open(self._url, self._run_id, self._store_options)
+            self._run = Run(Objects(self._url, self._store_options))
         return self._run
 
     def _stage(self, to: int | None, timeout_s: float, *, wants_newer: bool) -> bool:
@@ -310,7 +308,7 @@ class StoreReceiver(BaseReceiver):
             self.progress,
             self._take,
             failed=self._leave,
-        ):
+        ).steps:
             return True
         self._forget()
         self._join(target)
@@ -344,10 +342,10 @@ class StoreReceiver(BaseReceiver):
         self._record.joined()
         logger.info("%s holds v%d: same digest", self.name, target.version)
 
-    def _take(self, fetched: FetchedRoute) -> None:
+    def _take(self, route: Route, folders: list[Path]) -> None:
         """Stage what was fetched; if it has to be written in place, only begin."""
-        route, backend = fetched.route, self._weights.backend
-        frames = fetched.frames(backend.ledger.specs, backend.flats)
+        backend = self._weights.backend
+        frames = frames_along(route, folders, backend.ledger.specs, backend.flats)
         sync = StoredSync(route, frames)
         with self._lock, self._stream.entered() if self._stream else nullcontext():
             self._check_attached()

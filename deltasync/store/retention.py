@@ -20,7 +20,7 @@ from deltasync.errors import ConfigError
 from deltasync.store import keys
 from deltasync.store.catalogue import Run
 from deltasync.store.manifest import Way
-from deltasync.store.objects import ObjectFacts, StoreOptions
+from deltasync.store.objects import ObjectFacts, Objects, StoreOptions
 
 _LEFTOVER = re.compile(r"#\d+$")  # what obstore writes before it renames
 
@@ -33,14 +33,12 @@ class GcStats:
     """What was deleted, or would be.
 
     Attributes:
-        run: Of which run.
-        oldest, newest: Versions that are left; None if the run has none.
+        oldest, newest: Versions that are left; None if there is none.
         versions: How many versions were deleted.
         objects, num_bytes: Objects deleted, with their bytes; manifests included.
         unfinished: Of these, objects that no manifest names.
     """
 
-    run: str
     oldest: int | None
     newest: int | None
     versions: int
@@ -51,7 +49,6 @@ class GcStats:
 
 def gc(
     url: str | Path,
-    run: str | None = None,
     *,
     keep: int,
     keep_s: float = 86400.0,
@@ -66,8 +63,7 @@ def gc(
     version goes on with the newest one.
 
     Args:
-        url: As of `Run.open`.
-        run: Likewise.
+        url: Where the store is.
         keep: How many of the newest versions stay, at least 1.
         keep_s: Whatever was written less than so many seconds before the newest object stays as
             well: versions, and objects that no manifest names yet. Longer than any upload or fetch
@@ -78,6 +74,7 @@ def gc(
 
     Raises:
         ConfigError: `keep` is less than 1, or `keep_s` is no time.
+        VersionMissing: There is no version, nor what is left of one.
         StoreError: The store cannot be read, or a manifest is not what it should be: then nothing
             was deleted. If a deletion fails, call it again.
     """
@@ -85,9 +82,11 @@ def gc(
         raise ConfigError(f"keep={keep}: at least one version has to stay")
     if not (isinstance(keep_s, Real) and keep_s >= 0):
         raise ConfigError(f"keep_s={keep_s!r}: give 0 seconds or more")
-    found = Run.open(url, run, options)
+    found = Run(Objects(url, options))
     manifests = _manifests(found)
     floor, old, unnamed = _due(found, manifests, keep, keep_s)
+    if not (manifests or unnamed):
+        found.refuse_empty()
     if not dry_run:
         for facts in (*old, *unnamed):  # manifests first, the oldest one first
             version = keys.version_of(facts.key) or 0
@@ -95,7 +94,6 @@ def gc(
                 found.objects.delete(facts.key)
             advance(1)
     return GcStats(
-        run=found.name,
         oldest=floor if manifests else None,
         newest=max(manifests, default=None),
         versions=sum(version < floor for version in manifests),
@@ -116,7 +114,7 @@ def _due(
         *_leftovers(run),
     ]
     before_s = max(map(_written_s, (*manifests.values(), *objects)), default=0.0) - keep_s
-    floor = _floor(run, manifests, keep, before_s)
+    floor = _floor(run, manifests, objects, keep, before_s)
     old, unnamed = [one for v, one in manifests.items() if v < floor], list[ObjectFacts]()
     for facts in objects:
         if (version := keys.version_of(facts.key)) is None:
@@ -139,15 +137,17 @@ def _manifests(run: Run) -> dict[int, ObjectFacts]:
     return {version: found[version] for version in sorted(v for v in found if v is not None)}
 
 
-def _floor(run: Run, manifests: dict[int, ObjectFacts], keep: int, before_s: float) -> int:
+def _floor(
+    run: Run,
+    manifests: dict[int, ObjectFacts],
+    objects: list[ObjectFacts],
+    keep: int,
+    before_s: float,
+) -> int:
     """The oldest version that stays: the newest one with a whole anchor that is old enough."""
     young = (version for version, facts in manifests.items() if _written_s(facts) > before_s)
     kept = min([*list(manifests)[-keep:], *young], default=0)
-    has_anchor = {
-        keys.version_of(facts.key)
-        for facts in run.objects.listed(keys.OBJECTS)
-        if "-anchor-" in facts.key
-    }
+    has_anchor = {keys.version_of(facts.key) for facts in objects if "-anchor-" in facts.key}
     for version in sorted(manifests.keys() & has_anchor, reverse=True):
         if version > kept or (published := run.published(version)) is None:
             continue

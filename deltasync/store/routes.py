@@ -15,7 +15,7 @@ class Step:
     """One way to be taken.
 
     Attributes:
-        base: The version that it leads from; None for an anchor.
+        base: The version that it leads from; None for an anchor, or if that is not known.
         to: The version that it leads to.
         way: What to fetch.
     """
@@ -43,6 +43,11 @@ class Route:
     def num_bytes(self) -> int:
         """Bytes to fetch."""
         return sum(step.way.num_bytes for step in self.steps)
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """The objects that it takes."""
+        return frozenset().union(*(step.way.keys for step in self.steps))
 
 
 def find_route(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,13 +19,19 @@ from deltasync.delta.codecs.coding import Coding
 from deltasync.delta.digests import DigestLedger, Ints, digest_text
 from deltasync.delta.host.backend import DeltaPlan
 from deltasync.delta.modes import plain_mode
-from deltasync.errors import ConfigError, DigestMismatch, ObjectDamaged, StoreError, SyncAborted
+from deltasync.errors import (
+    DigestMismatch,
+    ObjectDamaged,
+    StoreError,
+    StoreRefused,
+    SyncAborted,
+)
+from deltasync.files.frame_file import put_frames
 from deltasync.store import keys
 from deltasync.store.anchors import PublishOptions, write_anchor
-from deltasync.store.catalogue import Published, run_of
+from deltasync.store.catalogue import Published
 from deltasync.store.manifest import Manifest, StoredFile, Way
 from deltasync.store.objects import Objects, StoreOptions
-from deltasync.store.spool import IN_MEMORY_BYTES, pieces_of, spool_frames
 from deltasync.store.writer import Changed, RunWriter
 from deltasync.sync.arguments import check_options, local_weights
 from deltasync.sync.events import Phase, SyncEvent, SyncFailed, report, reporting
@@ -39,6 +44,7 @@ from deltasync.sync.source.weights import LocalWeights, OwnWeights
 from deltasync.sync.stats import DeltaWatch
 
 logger = logging.getLogger(__name__)
+_IN_MEMORY_BYTES = 16 << 20  # of a delta; the rest is in a temporary file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,9 +127,10 @@ class StoreSender:
     Args:
         source: The trainer's parameters; read, never written. Or `StreamedWeights`, which have
             their own options.
-        url: Where the store is, see `Objects`. It may name the run, by its folder.
-        options: As of a `WeightSender`; `compression` is "gap" by default. `stream_id` names the
-            run: a trainer that is started again goes on with it by this name. None for a new run.
+        url: Where the store of this run is, see `Objects`: a trainer that is started again goes on
+            with what is there.
+        options: As of a `WeightSender`; `compression` is "gap" by default. With a `stream_id` the
+            store of a run of another name is refused.
         store: How the store is reached.
         publishing: When anchors are written.
 
@@ -146,8 +153,8 @@ class StoreSender:
         check_options(publishing, PublishOptions)
         self.publishing = publishing or PublishOptions()
         self._weights = _weights_of(source, options)
-        objects, run = _run_of(Objects(url, store, make=True), self._weights.options.stream_id)
-        self._writer = RunWriter(objects, run)
+        objects = Objects(url, store, make=True)
+        self._writer = RunWriter(objects, self._weights.options.stream_id)
         self._pending: _Pending | None = None
         self._is_started = self._holds_head = self._is_hinted = False
         self._anchor_is_due = self._is_damaged = False
@@ -158,13 +165,8 @@ class StoreSender:
 
     @property
     def run(self) -> str:
-        """The run's id, by which a trainer that is started again goes on."""
-        return self._writer.run.name
-
-    @property
-    def url(self) -> str:
-        """Of the run: readers take it as it is."""
-        return self._writer.run.objects.url
+        """The run's id, `stream_id`; without one it is empty before the first version."""
+        return self._writer.run_id or ""
 
     @property
     def version(self) -> int:
@@ -184,6 +186,7 @@ class StoreSender:
             ObjectDamaged: What was uploaded was deleted before the manifest named it. The version
                 was not published; the next call covers it.
             WriterConflict: Another writer publishes to this run. This object is of no more use.
+            ConfigError: The store has a run of another `stream_id`.
             SourceChanged: The source is no longer the same model; make a new StoreSender.
             SyncAborted: The source changed during the call. The version was not published; the next
                 call covers it.
@@ -243,12 +246,22 @@ class StoreSender:
             compression=self._weights.options.compression,
         )
         objects, key = self._writer.run.objects, keys.frames_key(version)
-        with SpooledTemporaryFile[bytes](max_size=IN_MEMORY_BYTES) as spool:
-            spool_frames(frames, spool)
+        with SpooledTemporaryFile[bytes](max_size=_IN_MEMORY_BYTES) as spool:
+            try:
+                put_frames(frames, spool)
+            except OSError as error:
+                raise StoreRefused(
+                    f"no room for what is to be uploaded: {error.strerror or error}; set TMPDIR to "
+                    "a folder with space"
+                ) from error
             self._weights.release()
             self._check_still(delta)
             self._writer.put_layout(self._layout)
-            pieces = partial(pieces_of, spool, objects.options.part_bytes)
+
+            def pieces() -> Iterator[bytes]:  # once more, if the store fails
+                spool.seek(0)
+                yield from iter(partial(spool.read, objects.options.part_bytes), b"")
+
             num_bytes, sha256 = objects.write(key, pieces)
         file = StoredFile(key=key, bytes=num_bytes, sha256=sha256)
         return Way(kind="delta", files=(file,))
@@ -419,25 +432,6 @@ def _weights_of(source: WeightSource | LocalWeights, options: SenderOptions | No
         if "compression" not in options.model_fields_set:
             options = options.model_copy(update={"compression": "gap"})
     return local_weights(source, options)
-
-
-def _run_of(objects: Objects, stream_id: str | None) -> tuple[Objects, str]:
-    """Where a run is, and its id."""
-    here = run_of(objects)
-    if here is not None:
-        if stream_id not in (None, here):
-            raise ConfigError(
-                f"{objects.url} is the folder of run {here!r}, and `stream_id` is {stream_id!r}: "
-                "give the folder above it, or no `stream_id`"
-            )
-        return objects, here
-    run = stream_id or uuid.uuid4().hex
-    if not keys.is_run(run):
-        raise ConfigError(
-            f"run {run[:80]!r}: use 1 to 128 letters, digits, '.', '_' and '-', and begin with a "
-            "letter or digit"
-        )
-    return objects.under(run), run
 
 
 def _digests_of(ledger: object, numbers: Ints) -> Changed:

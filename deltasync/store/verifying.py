@@ -10,12 +10,14 @@ from pathlib import Path
 
 from deltasync.errors import ConfigError, DeltaSyncError, StoreRefused, StoreUnavailable
 from deltasync.files.checkpoint import Checkpoint
+from deltasync.files.comparing import Phase, no_phase
 from deltasync.files.patch_file import apply_frames
 from deltasync.store.catalogue import Published, Run
-from deltasync.store.checkpoints import Phase, check_version, no_phase
+from deltasync.store.checkpoints import check_version
 from deltasync.store.fetched import Fetched, checkpoint_of, frames_of
 from deltasync.store.manifest import Way
 from deltasync.store.objects import StoreOptions
+from deltasync.store.routes import Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +40,13 @@ class Verified:
     """A run that was read from end to end.
 
     Attributes:
-        run: Its id.
         versions: Number of its manifests.
         proved: Versions to which an undamaged way leads, from an anchor of the run.
         num_bytes: Read of objects.
         faults: All that is wrong, in order of versions.
     """
 
-    run: str
-    versions: int = 0
+    versions: int
     proved: list[int] = field(default_factory=list)
     num_bytes: int = 0
     faults: list[Fault] = field(default_factory=list)
@@ -54,7 +54,6 @@ class Verified:
 
 def verify_run(
     url: str | Path,
-    run: str | None = None,
     *,
     options: StoreOptions | None = None,
     phase: Phase = no_phase,
@@ -65,18 +64,18 @@ def verify_run(
     meanwhile is no fault.
 
     Args:
-        url: The store, or a run in it.
-        run: The run below `url`; needed if there are several.
+        url: The store.
         options: How the store is reached. With a key, every manifest must be signed with it.
         phase: Called to report progress, in versions.
 
     Raises:
+        VersionMissing: There is no version.
         StoreError: The store cannot be read.
         ConfigError: The disk is full, or cannot be written.
     """
-    found = Run.open(url, run, options)
+    found = Run.open(url, options)
     versions = found.versions()
-    advance, result = phase("verifying", len(versions)), Verified(found.name, len(versions))
+    advance, result = phase("verifying", len(versions)), Verified(len(versions))
     objects = Fetched(found.objects)
     try:
         check = _Check(found, objects, result)
@@ -113,7 +112,7 @@ class _Check:
                     if way.kind == "anchor":
                         self._begin_at(published, way, folder)
                         continue
-                    frames = frames_of(way, folder, before, published)
+                    frames = frames_of(Step(before, published, way), folder)
                     if base is None:  # what the frames make of it is not known
                         deque(frames, maxlen=0)
                         continue

@@ -10,11 +10,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from deltasync.delta.digests import digest_text
-from deltasync.errors import (
-    ObjectDamaged,
-    StoreRefused,
-    WriterConflict,
-)
+from deltasync.errors import ConfigError, ObjectDamaged, StoreRefused, WriterConflict
 from deltasync.store import keys
 from deltasync.store.catalogue import Published, Run, layout_bytes
 from deltasync.store.manifest import (
@@ -41,16 +37,17 @@ class RunWriter:
 
     Args:
         objects: Of the run.
-        run: Its id.
+        run_id: Its id; None for that of the versions that are there, or a new one.
 
     Attributes:
         run: To read what is there.
+        run_id: As given until `start`, then that of the run.
         head: The version that the next one follows; None before the first.
         name: Names this writer in all that it writes: no other has it.
     """
 
-    def __init__(self, objects: Objects, run: str) -> None:
-        self.run = Run(objects, run)
+    def __init__(self, objects: Objects, run_id: str | None) -> None:
+        self.run, self.run_id = Run(objects), run_id
         self.head: Published | None = None
         self.name = f"{uuid.uuid4().hex} {socket.gethostname()[:_MAX_NAME]}:{os.getpid()}"
         self._lost: str | None = None
@@ -62,9 +59,16 @@ class RunWriter:
         return 1 if self.head is None else self.head.version + 1
 
     def start(self) -> Published | None:
-        """Find the newest version of the run, which is `head` then."""
-        self.head = self.run.newest()
-        return self.head
+        """Find the newest version, which is `head` then. Raises ConfigError if `run_id` differs."""
+        head = self.run.newest()
+        if head is not None and self.run_id not in (None, head.manifest.run):
+            raise ConfigError(
+                f"{self.run.objects.url} has run {head.manifest.run!r}, and `stream_id` is "
+                f"{self.run_id!r}: give each run a URL of its own, or no `stream_id` to go on"
+            )
+        self.run_id = head.manifest.run if head else self.run_id or uuid.uuid4().hex
+        self.head = head
+        return head
 
     def check_alone(self) -> None:
         """Raise WriterConflict if another writer was found."""
@@ -99,9 +103,10 @@ class RunWriter:
             digest: State digest of the version.
             nnz, changed: As in `Manifest`.
         """
+        assert self.run_id is not None
         return signed(
             Manifest(
-                run=self.run.name,
+                run=self.run_id,
                 version=self.next_version,
                 writer=self.name,
                 written_at=_now(),
@@ -132,8 +137,8 @@ class RunWriter:
         self._check_whole(manifest)
         if self._is_overtaken(manifest) or not self.run.objects.create(key, data):
             self._lost = (
-                f"{self.run.objects.url}: another writer has published v{manifest.version} of run "
-                f"{self.run.name!r}: let one trainer publish to a run, and start this one again"
+                f"{self.run.objects.url}: another writer has published v{manifest.version}: let "
+                "one trainer publish to a URL, and start this one again"
             )
             raise WriterConflict(self._lost)
         self.head = Published(manifest, sha256_of(data))
@@ -144,7 +149,7 @@ class RunWriter:
         assert self.head is not None
         self.check_alone()
         anchor = Anchor(
-            run=self.run.name,
+            run=self.head.manifest.run,
             version=self.head.version,
             writer=self.name,
             written_at=_now(),

@@ -46,7 +46,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Stored:
     folder = tmp_path_factory.mktemp("made") / "store"
     trainer = Publisher(local_place(folder), anchor_every=3)
     trainer.publish(6)
-    return Stored(folder / "run", trainer.states)
+    return Stored(folder, trainer.states)
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +66,8 @@ def signed_copy(signed: Stored, tmp_path: Path) -> Stored:
 
 
 def copied(stored: Stored, folder: Path) -> Stored:
-    shutil.copytree(stored.run.parent, folder / "store")
-    return Stored(folder / "store/run", stored.states)
+    shutil.copytree(stored.run, folder / "store")
+    return Stored(folder / "store", stored.states)
 
 
 @pytest.fixture

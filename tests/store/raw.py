@@ -30,10 +30,10 @@ class Stored:
 
     @property
     def place(self) -> Place:
-        return local_place(self.run.parent)
+        return local_place(self.run)
 
     def opened(self, key: bytes | None = None) -> Run:
-        return Run.open(self.run, None, keyed(self.place, key).options)
+        return Run.open(self.run, keyed(self.place, key).options)
 
     def manifest(self, version: int) -> Path:
         return self.run / f"manifests/{version:016}.json"
@@ -115,4 +115,4 @@ def signed_run(folder: Path) -> Stored:
     trainer.model.register_parameter("more", nn.Parameter(torch.randn(7)))
     trainer.start()
     trainer.publish(4)
-    return Stored(folder / "run", trainer.states)
+    return Stored(folder, trainer.states)

@@ -86,7 +86,7 @@ def test_s01_s09_the_bytes_and_the_mac_are_those_of_the_rules() -> None:
         ({"digest": "0" * 15}, "digest"),
         ({"nnz": 11}, "nnz"),
         ({"changed": [[4, "0" * 16], [4, "0" * 16]]}, "order"),
-        ({"run": "../run"}, "run"),
+        ({"run": ""}, "run"),
         ({"more": 1}, "more"),
         *((at(key), "key") for key in ("objects/../secret", "/etc/passwd", f"{FILE}/../x")),
         *((at(key), "key") for key in (FILE.upper(), f"{FILE}\n", f"{FILE[:-5]}/.hidden")),

@@ -22,11 +22,11 @@ from deltasync.delta.backend import Delta
 from deltasync.errors import (
     ConfigError,
     DeltaSyncError,
-    RunUnknown,
     StoreError,
     StoreRefused,
     SyncAborted,
     TransportClosed,
+    VersionMissing,
 )
 from deltasync.store.catalogue import Run
 from deltasync.store.manifest import Way
@@ -149,37 +149,21 @@ def test_a_store_that_vanished_is_not_continued(trainer: Publisher) -> None:
         assert_right(again, reader)
 
 
-def test_runs_of_one_prefix_do_not_meet_and_are_named(place: Place, tmp_path: Path) -> None:
+def test_a_url_has_one_run_and_a_trainer_of_another_is_refused(place: Place) -> None:
     Objects(place.url, place.options, make=True)
-    with Follower(place, run=None) as reader, pytest.raises(RunUnknown, match="no run here"):
+    with Follower(place) as reader, pytest.raises(VersionMissing, match="no version"):
         reader.receiver.fetch(timeout_s=0)
-    runs = [Publisher(place, run=None, model=small_model(seed)) for seed in range(2)]
-    runs[0].publish()
-    with Follower(place, run=None) as reader:
-        assert reader.fetch() == 1
-        assert reader.holds(runs[0].states[1])
-    runs[1].publish(3)
-    names = [one.sender.run for one in runs]
-    assert len(set(names)) == 2
-    with Follower(place, run=None) as reader, pytest.raises(RunUnknown, match=min(names)):
-        reader.receiver.fetch(timeout_s=0)
-    with pytest.raises(RunUnknown, match="no run 'none'"):
-        Run.open(place.url, "none", place.options)
-    for one in runs:
-        assert_published(one, run=one.sender.run)
-        own = Place(one.sender.url, place.options)  # the url of the run itself
-        again = Publisher(own, run=None, model=one.model)
-        assert (again.put().kind, again.sender.run) == ("unchanged", one.sender.run)
-        with pytest.raises(ConfigError, match="is the folder of run"):
-            Publisher(own, run="other")
-        with pytest.raises(RunUnknown, match="no run 'other'"):
-            Run.open(own.url, "other", place.options)
-
-
-@pytest.mark.parametrize("run", ["-", "../up", "a/b", "x" * 129])
-def test_names_of_runs_that_are_no_keys_are_refused(run: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError):
-        Publisher(local_place(tmp_path), run=run)
+    with pytest.raises(VersionMissing, match="check the URL"):
+        Run.open(place.url, place.options)
+    trainer = Publisher(place, run=None)
+    trainer.publish(2)
+    again = Publisher(place, run=None, model=trainer.model)
+    assert (again.put().kind, again.sender.run) == ("unchanged", trainer.sender.run)
+    for _ in range(2):
+        other = Publisher(place, run="other", model=small_model(2))
+        with pytest.raises(ConfigError, match="'other': give each run a URL of its own"):
+            other.put()
+    assert_published(trainer)
 
 
 def forked(act: Callable[[], object]) -> None:

@@ -25,7 +25,6 @@ from deltasync.errors import (
     ConfigError,
     DigestMismatch,
     DirtyReceiver,
-    RunUnknown,
     TargetMoved,
     TransportClosed,
     TransportTimeout,
@@ -38,7 +37,6 @@ from tests.store.raw import Stored
 from tests.worlds.bits import flipped
 from tests.worlds.links import Model, bits_equal, random_model
 from tests.worlds.published import (
-    RUN,
     Follower,
     Publisher,
     State,
@@ -132,8 +130,6 @@ def test_what_is_not_there_is_waited_for_and_then_reported() -> None:
         trainer.publish()
         assert follower.wait_staged(timeout_s=30)
         assert follower.commit() == 1
-    with Follower(place, run="other") as reader, pytest.raises(RunUnknown, match="no run"):
-        reader.receiver.fetch(timeout_s=0.05)
     with Follower(place) as reader:
         with pytest.raises(VersionMissing, match="no v7"):
             reader.receiver.fetch(7, timeout_s=0.05)
@@ -365,7 +361,7 @@ def test_few_manifests_are_read_of_versions_that_no_reader_can_hold(link: Link) 
         assert reader.holds(trainer.states[41])
     assert len([path for _, path in asked if "/manifests/" in path]) < 20
     assert {method for method, _ in asked} <= {"GET", "HEAD"}, "readers write nothing"
-    run = Run.open(link.near.url, RUN, link.near.options)
+    run = Run.open(link.near.url, link.near.options)
     for oldest in (39, 0):
         seen = list[int]()
 
@@ -403,7 +399,7 @@ def test_ranks_that_hold_parts_merge_deltas(tmp_path: Path, coding: Coding) -> N
 
     trainer.publish(3, step=step)
     assert same_bits(trainer.states[1]["q"], trainer.states[3]["q"])
-    for path in Stored(tmp_path / RUN, {}).run.glob("objects/*-anchor-*"):
+    for path in Stored(tmp_path, {}).run.glob("objects/*-anchor-*"):
         if "0000000000000001" not in path.name:  # the model is so small that anchors pay
             next(path.iterdir()).unlink()
     deltas = sum(trainer.stats[version].delta_bytes for version in (2, 3))
@@ -431,7 +427,7 @@ def test_a_change_without_bytes_is_refused_by_a_rank_that_holds_it(
     """And matters to no rank without it."""
     trainer = Publisher(local_place(tmp_path), model=random_model(SHAPES, 0).bfloat16())
     trainer.publish(2, step=lambda model: model.get_parameter("o").data.add_(1))
-    stored, engine = Stored(tmp_path / RUN, trainer.states), Rank(0)
+    stored, engine = Stored(tmp_path, trainer.states), Rank(0)
     number = [entry[0][0] for entry in stored.layout(2)].index(name)
     changed = sorted([*stored.read(2)["changed"], [number, "f" * 16]])
     assert len(changed) == 2

@@ -16,7 +16,7 @@ from deltasync.store import keys
 from deltasync.store.retention import GcStats, gc
 from tests.store.raw import Stored
 from tests.store.test_writers import keys_of, objects_of, versions_of
-from tests.worlds.published import RUN, Publisher, assert_published, odd_model
+from tests.worlds.published import Publisher, assert_published, odd_model
 from tests.worlds.stores import Place, local_place, memory_place
 
 
@@ -38,7 +38,7 @@ def local(tmp_path: Path) -> Publisher:
 
 def collect(place: Place, **more: Any) -> GcStats:
     """What is left by a collector to whom nothing is young, if `more` says nothing else."""
-    return gc(place.url, RUN, options=place.options, **{"keep_s": 0} | more)
+    return gc(place.url, options=place.options, **{"keep_s": 0} | more)
 
 
 def orphan(place: Place, key: str = keys.frames_key(9)) -> str:
@@ -75,7 +75,7 @@ def test_s11_what_is_young_stays(local: Publisher, aged: int, age_s: int, oldest
     assert local.place.folder is not None
     then = time.time() - age_s
     for version in range(1, aged + 1):
-        os.utime(local.place.folder / RUN / keys.manifest_key(version), (then, then))
+        os.utime(local.place.folder / keys.manifest_key(version), (then, then))
     assert collect(local.place, keep=1, keep_s=3600).oldest == oldest
     assert versions_of(local.place) == list(range(oldest, 11))
     assert_published(local)
@@ -115,7 +115,7 @@ def test_files_of_killed_uploads_go_and_no_folders_are_left(tmp_path: Path) -> N
     trainer = Publisher(place, anchor_every=1, publishing=files, model=odd_model())
     trainer.publish(3)
     left = [
-        tmp_path / RUN / f"{name}#1"
+        tmp_path / f"{name}#1"
         for name in (keys.frames_key(4), f"{keys.anchor_folder(3)}/model.safetensors")
     ]
     for path in left:
@@ -127,7 +127,7 @@ def test_files_of_killed_uploads_go_and_no_folders_are_left(tmp_path: Path) -> N
     assert collect(place, keep=3, keep_s=60).unfinished == 2
     assert not any(path.exists() for path in left)
     assert collect(place, keep=1).oldest == 3
-    [folder] = [path for path in (tmp_path / RUN / "objects").iterdir() if path.is_dir()]
+    [folder] = [path for path in (tmp_path / "objects").iterdir() if path.is_dir()]
     assert folder.name[:16] == f"{3:016}"
     assert len(list(folder.iterdir())) > 2
 
@@ -149,13 +149,13 @@ def test_nothing_is_deleted_behind_a_symbolic_link(local: Publisher, tmp_path: P
     (tmp_path / "home/more").mkdir(parents=True)
     for thesis in theses:
         thesis.write_text("mine")
-    link = folder.folder / "run/objects/0000000000000001-x"
+    link = folder.folder / "objects/0000000000000001-x"
     link.symlink_to(tmp_path / "home")
     with pytest.raises(StoreRefused, match="symbolic link"):
         collect(folder, keep=1)
     assert all(thesis.exists() for thesis in theses)
     link.unlink()
-    file = folder.folder / "run/objects/0000000000000001-delta-0123456789abcdef.dsyn"
+    file = folder.folder / "objects/0000000000000001-delta-0123456789abcdef.dsyn"
     file.symlink_to(theses[0])
     (tmp_path / "link").symlink_to(folder.folder)
     assert gc(tmp_path / "link", keep=1, keep_s=0).oldest == 10
@@ -174,8 +174,8 @@ def test_s11_a_collector_may_die_at_any_moment(signed: Stored, tmp_path: Path, k
     number, is_killed, anchored = 0, True, 10 if keep == 1 else 7
     while is_killed:
         number += 1
-        shutil.copytree(signed.run.parent, tmp_path / str(number))
-        left, is_killed = Stored(tmp_path / str(number) / "run", signed.states), False
+        shutil.copytree(signed.run, tmp_path / str(number))
+        left, is_killed = Stored(tmp_path / str(number), signed.states), False
 
         moments = iter(range(1, number + 1))
 

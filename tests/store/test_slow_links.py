@@ -16,7 +16,6 @@ from deltasync.errors import (
     ObjectDamaged,
     PeerLost,
     Refused,
-    SeveralRuns,
     StoreRefused,
     StoreUnavailable,
     TransportTimeout,
@@ -354,8 +353,8 @@ def test_what_depends_on_others_or_on_the_machine_is_not_permanent() -> None:
     full = ConfigError("no space")
     full.__cause__ = OSError(28, "No space left on device")
     refused = [Refused(kind=kind, message="") for kind in ("LayoutMismatch", "ConfigError")]
-    found = [ConfigError(""), SeveralRuns(""), MacMismatch(""), full, *refused, PeerLost(""), None]
-    assert list(map(is_permanent, found)) == [True] * 3 + [False, True, False, False, False]
+    found = [ConfigError(""), MacMismatch(""), full, *refused, PeerLost(""), None]
+    assert list(map(is_permanent, found)) == [True] * 2 + [False, True, False, False, False]
 
 
 def test_a_run_that_a_narrower_dtype_would_help_says_so_once(tmp_path: Path) -> None:
@@ -366,7 +365,7 @@ def test_a_run_that_a_narrower_dtype_would_help_says_so_once(tmp_path: Path) -> 
     said: list[str] = []
     for run, options in (("wide", {}), ("narrow", {"wire_dtypes": {"*": "bfloat16"}})):
         model = nn.Linear(64, 64)
-        trainer = Publisher(local_place(tmp_path), model=model, run=run, options=options)
+        trainer = Publisher(local_place(tmp_path / run), model=model, options=options)
         trainer.publish(4, step=step)
         said += [text for one in trainer.stats.values() for text in one.warnings]
     (text,) = (text for text in said if "wire_dtypes" in text)

@@ -39,11 +39,11 @@ from tests.worlds.stores import Link, Place
 def collect(place: Place, **more: object) -> GcStats:
     """What a collector does to whom nothing is too young."""
     how = {"keep": 99, "keep_s": 0} | more
-    return gc(place.url, RUN, options=place.options, **how)  # type: ignore[arg-type]
+    return gc(place.url, options=place.options, **how)  # type: ignore[arg-type]
 
 
 def objects_of(place: Place) -> Objects:
-    return Objects(place.url, place.options).under(RUN)
+    return Objects(place.url, place.options)
 
 
 def keys_of(place: Place) -> set[str]:
@@ -61,7 +61,7 @@ def collected(place: Place, path: str) -> None:
 
 
 def altered(place: Place, path: str) -> None:
-    objects_of(place).write(path.partition(f"/{RUN}/")[2], lambda: [b"half"])
+    objects_of(place).write(path.partition("/models/")[2], lambda: [b"half"])
 
 
 def passed(place: Place, path: str) -> None:
@@ -235,7 +235,7 @@ def test_s03_an_upload_that_is_named_while_gc_runs_stays(link: Link) -> None:
 def test_s02_a_manifest_comes_after_what_it_names_and_stays_as_it_is(link: Link) -> None:
     puts, trainer = list[str](), Publisher(link.far, anchor_every=2)
     link.faults.choose = lambda method, path: (
-        puts.append(path.partition(f"/{RUN}/")[2].partition("?")[0])
+        puts.append(path.partition("/models/")[2].partition("?")[0])
         if method in ("PUT", "POST")
         else None
     )
@@ -271,9 +271,7 @@ def test_s03_of_two_writers_the_second_is_told_and_changes_nothing(
         collect(place, keep=1)
     before = keys_of(place)
     for _ in range(2):
-        with pytest.raises(
-            WriterConflict, match=f"published v{held + 1} of run 'run'.* one trainer"
-        ):
+        with pytest.raises(WriterConflict, match=f"published v{held + 1}: let one trainer"):
             slept.publish()
     upload = keys_of(place) - before
     assert len(upload) == 1

@@ -145,7 +145,6 @@ class Follower:
     place: Place
     seed: int = 1
     options: Any = None
-    run: str | None = RUN
     model: nn.Module = None  # type: ignore[assignment]
     more: dict[str, Any] = field(default_factory=dict)
     holding: State | None = None
@@ -157,7 +156,6 @@ class Follower:
         self.receiver = StoreReceiver(
             ModuleTarget(self.model),
             self.place.url,
-            run=self.run,
             store=self.place.options,
             options=self.options,
             **self.more,
@@ -196,16 +194,14 @@ def blank(model: nn.Module) -> nn.Module:
     return made
 
 
-def assert_published(
-    trainer: Publisher, place: Place | None = None, *, run: str | None = RUN
-) -> None:
+def assert_published(trainer: Publisher, place: Place | None = None) -> None:
     """The store is whole, and new readers get each version that is there, bit for bit."""
     place = place or trainer.place
-    found = verify_run(place.url, run, options=place.options)
+    found = verify_run(place.url, options=place.options)
     assert found.faults == []
-    there = Run.open(place.url, run, place.options).versions()
+    there = Run.open(place.url, place.options).versions()
     assert found.proved == there
     for version in set(there) & set(trainer.states):
-        with Follower(place, model=blank(trainer.model), run=run) as reader:
+        with Follower(place, model=blank(trainer.model)) as reader:
             assert reader.fetch(version) == version
             assert reader.holds(trainer.states[version])
