@@ -91,6 +91,8 @@ class RoutedTarget(WeightTarget):
         learnt: Learnt | None = None,
     ) -> None:
         self._module, self._checkpoint = module, tuple(checkpoint)
+        if load is None and learnt is None:
+            load = module.load_weights  # type: ignore[assignment]
         self._load, self._finish = load, as_made(module, finish)
         self.learnt = learnt
         self.upkeep: Upkeep | None = None
@@ -314,10 +316,10 @@ class RoutedTarget(WeightTarget):
             )
         if self.learnt is not None:
             return self.learnt
-        load: Load = self._load or self._module.load_weights  # type: ignore[assignment]
+        assert self._load is not None
         with self._kept():
             try:
-                return record(as_made(self._module, load), self._checkpoint, self._live())
+                return record(as_made(self._module, self._load), self._checkpoint, self._live())
             except ConfigError as error:
                 if error.__cause__ is None:  # no loader raised it, and reloading meets it too
                     raise
