@@ -37,6 +37,7 @@ Calls = dict[str, tuple[str, str, Mapping[str, Any]]]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where they run")
+@pytest.mark.timeout(600)  # it fills a core
 def test_kernels_compile_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     calls, run = Calls(), InterpretedFunction.run
 
@@ -81,7 +82,7 @@ def test_kernels_compile_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=250,
+        timeout=550,
     )
     assert not program.returncode, program.stdout + program.stderr
 
