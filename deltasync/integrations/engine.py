@@ -106,6 +106,7 @@ class Engine:
         self.is_whole = True
         self._is_spoiled = False  # it does not hold its own weights, and must not generate
         self._is_abandoned = False  # it was left paused
+        self._is_asleep = False  # the sync failed for that: no worker has written
         self._connecting: Future[None] | None = None
         self._answered_s = 0.0  # when the server has answered that
         self._declined: DeltaSyncError | None = None
@@ -331,7 +332,7 @@ class Engine:
     def begin_sync(self) -> None:
         """Forget the last version and its update, which must have ended."""
         self._updates.clear()
-        self.outcome, self._holding = Future(), set()
+        self.outcome, self._holding, self._is_asleep = Future(), set(), False
 
     def follow(self, phase: SyncPhase) -> None:
         """Ask for the update as soon as workers would wait for it; when all workers hold the
@@ -370,17 +371,13 @@ class Engine:
             else:
                 self._write(version, work, outcome, is_in_place=is_in_place)
         except DeltaSyncError:
-            if not self._is_asleep(outcome):
+            with suppress(TransportTimeout):
+                self._failure(outcome)
+            if not self._is_asleep:
                 raise
             self.is_whole = was_whole
             if was_whole:
                 self.pause.end()
-
-    def _is_asleep(self, outcome: Future[object]) -> bool:
-        """Whether the sync failed because weights sleep: no worker has written."""
-        with suppress(TransportTimeout):
-            return isinstance(self._failure(outcome), ConfigError)
-        return False
 
     def _one_call(self) -> OneCallServer | None:
         """The server, if one call of it reaches all workers. Raises as the engine does."""
@@ -439,9 +436,17 @@ class Engine:
             ) from None
 
     def give_up(
-        self, error: BaseException, lost: Mapping[str, str], holders: Mapping[str, int]
+        self,
+        error: BaseException,
+        lost: Mapping[str, str],
+        holders: Mapping[str, int],
+        *,
+        were_asleep: bool,
     ) -> None:
-        """The sync has failed. `lost`: why members left. `holders`: the ranks of the others."""
+        """The sync has failed. `lost`: why members left. `holders`: the ranks of the others.
+        `were_asleep`: as of the sender.
+        """
+        self._is_asleep = were_asleep
         if not self.outcome.done():
             self.outcome.set_exception(error)
         why = self._reason(lost)

@@ -471,7 +471,7 @@ class EngineFleet(Closing):
         """No version was sent. Engines that were asked to write one learn it."""
         lost, holders = self.sender.lost(), self.sender.holders()
         for engine in engines:
-            engine.give_up(error, lost, holders)
+            engine.give_up(error, lost, holders, were_asleep=self.sender.were_asleep)
         if self.sender.were_asleep:  # no worker has written, or left
             wait([update for engine in engines for update in engine.updates], self._limit.wait_s)
 
