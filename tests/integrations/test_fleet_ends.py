@@ -361,6 +361,27 @@ def test_a_server_that_is_added_as_it_leaves_is_not_disconnected_by_that(
         here.check("0", "1")
 
 
+@pytest.mark.parametrize("hangs", ["pause", "resume"])
+def test_a_server_that_is_added_again_is_not_written_until_its_earlier_stay_has_resumed_it(
+    hangs: str, tmp_path: Path
+) -> None:
+    with fleet_of(tmp_path, 2, timeout_s=3.0) as here:
+        here.send()
+        server = here.servers["1"]
+        server.hangs = hangs
+        assert list(here.train().lost) == ["1"]
+        here.fleet.remove("1")
+        here.add(server, "1")
+        server.calls.clear()
+        assert "has not ended" in here.train().lost["1"]
+        assert server.calls == []
+        server.goes_on.set()
+        here.catch_up()
+        here.check()
+        resumed = [call for call in server.calls if call in ("connect", "resume")]
+        assert resumed.index("connect") == (hangs == "pause")
+
+
 def test_a_server_whose_workers_did_not_disconnect_connects_by_another_name(
     tmp_path: Path,
 ) -> None:
