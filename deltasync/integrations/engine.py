@@ -68,7 +68,8 @@ class Engine:
         paused: Makes the context in which generation is paused.
         terms: What its workers are told, whatever they are asked to send.
         take_over: Whether to take it from another trainer, the first time.
-        continues: The `holder` of the same server's earlier stay, whose workers may be connected.
+        stays: The same server's earlier ones, in order. Workers may be connected to the last one,
+            which this one continues, once none can resume what this one pauses.
 
     Attributes:
         holder: Its name for workers, which tell its calls from those of others by it.
@@ -94,11 +95,14 @@ class Engine:
         terms: TrainerInfo,
         *,
         take_over: bool = False,
-        continues: str = "",
+        stays: Sequence[Engine] = (),
     ) -> None:
         self.label, self.server, self.workers, self._terms = label, server, workers, terms
-        self._takes_over, self._continues = take_over, continues
-        self.stem, self._name, self.holder = new_name("engine-"), "", continues
+        self._takes_over = take_over
+        self._continues: str = stays[-1].holder if stays else ""
+        self.stem, self._name = new_name("engine-"), ""
+        self.holder: str = self._continues
+        self._stays = [stay for stay in stays if stay._may_resume]
         self.version: int | None = None
         self.error: BaseException | None = SyncAborted("it has not connected yet")
         self.pause, self.outcome = Pause(paused), Future[object]()
@@ -106,6 +110,7 @@ class Engine:
         self.is_whole = True
         self._is_spoiled = False  # it does not hold its own weights, and must not generate
         self._is_abandoned = False  # it was left paused
+        self._is_asleep = False  # the sync failed for that: no worker has written
         self._connecting: Future[None] | None = None
         self._answered_s = 0.0  # when the server has answered that
         self._declined: DeltaSyncError | None = None
@@ -149,6 +154,18 @@ class Engine:
     def _is_busy(self) -> bool:
         """Whether an update is in flight."""
         return any(not update.done() for update in self.updates)
+
+    @property
+    def _may_resume(self) -> bool:
+        """Whether what it is asked, or will be by itself, may resume it."""
+        is_leaving = self.is_removed and not self.has_left
+        return self._is_busy or (is_leaving and self.pause.is_on)
+
+    @property
+    def _is_held_up(self) -> bool:
+        """Whether it cannot be asked to connect yet."""
+        self._stays = [stay for stay in self._stays if stay._may_resume]
+        return self._is_busy or bool(self._stays)
 
     def state(self, newest: int) -> ServerState:
         """What is known of it. `newest` is the last version decided."""
@@ -196,7 +213,8 @@ class Engine:
             self.outcome.set_exception(SyncAborted("the call was interrupted"))
         now = time.monotonic()
         if self._connecting is None:
-            self._awaited_until_s = now + self._patience_s
+            grace_s = min(_GRACE_S, self._terms.timeout_s)
+            self._awaited_until_s = now + (grace_s if self._stays else self._patience_s)
         self._missing_until_s = now + _RETURN_S
         self.is_here = self.is_settled = False
 
@@ -210,7 +228,7 @@ class Engine:
 
     def look(self, ranks: Mapping[str, int]) -> bool:
         """Find out whether it is here. Returns whether it has to be asked to connect."""
-        if self.is_settled or self.is_removed or self._is_busy:
+        if self.is_settled or self.is_removed or self._is_held_up:
             return False
         self._check_updates()
         self._num_here = self.count(ranks, ranks)
@@ -317,7 +335,7 @@ class Engine:
         """The call goes on without it, unless it is here. `refusal`: why a worker was refused."""
         if self.is_here or self.is_settled:
             return
-        if self._is_busy:
+        if self._is_held_up:
             self._name = ""  # its workers leave, for they could not be asked to write
             why = "the engine's last update has not ended; check what it waits for"
             self.error = TransportTimeout(why)
@@ -331,7 +349,7 @@ class Engine:
     def begin_sync(self) -> None:
         """Forget the last version and its update, which must have ended."""
         self._updates.clear()
-        self.outcome, self._holding = Future(), set()
+        self.outcome, self._holding, self._is_asleep = Future(), set(), False
 
     def follow(self, phase: SyncPhase) -> None:
         """Ask for the update as soon as workers would wait for it; when all workers hold the
@@ -370,17 +388,13 @@ class Engine:
             else:
                 self._write(version, work, outcome, is_in_place=is_in_place)
         except DeltaSyncError:
-            if not self._is_asleep(outcome):
+            with suppress(TransportTimeout):
+                self._failure(outcome)
+            if not self._is_asleep:
                 raise
             self.is_whole = was_whole
             if was_whole:
                 self.pause.end()
-
-    def _is_asleep(self, outcome: Future[object]) -> bool:
-        """Whether the sync failed because weights sleep: no worker has written."""
-        with suppress(TransportTimeout):
-            return isinstance(self._failure(outcome), ConfigError)
-        return False
 
     def _one_call(self) -> OneCallServer | None:
         """The server, if one call of it reaches all workers. Raises as the engine does."""
@@ -439,9 +453,17 @@ class Engine:
             ) from None
 
     def give_up(
-        self, error: BaseException, lost: Mapping[str, str], holders: Mapping[str, int]
+        self,
+        error: BaseException,
+        lost: Mapping[str, str],
+        holders: Mapping[str, int],
+        *,
+        were_asleep: bool,
     ) -> None:
-        """The sync has failed. `lost`: why members left. `holders`: the ranks of the others."""
+        """The sync has failed. `lost`: why members left. `holders`: the ranks of the others.
+        `were_asleep`: as of the sender.
+        """
+        self._is_asleep = were_asleep
         if not self.outcome.done():
             self.outcome.set_exception(error)
         why = self._reason(lost)

@@ -210,7 +210,6 @@ class EngineFleet(Closing):
             if name in self._engines or twin is not None:
                 label = name if twin is None else twin.label
                 raise ConfigError(f"the fleet has {label} already: remove it first, or add another")
-            stays = [e.holder for e in self._removed if e.server is server or e.label == name]
             self._engines[name] = Engine(
                 name,
                 server,
@@ -218,17 +217,18 @@ class EngineFleet(Closing):
                 paused,
                 self._terms,
                 take_over=take_over,
-                continues=stays[-1] if stays else "",
+                stays=[e for e in self._removed if e.server is server or e.label == name],
             )
         return name
 
     def remove(self, name: str) -> Future[None]:
         """Remove a server. It keeps the weights that it has, and its workers disconnect.
 
-        Returns at once; an update in flight ends first, in its thread. If generation is paused it
-        is resumed, unless the weights may mix two versions: then an error is logged. The result is
-        there when that is done. It raises EngineTaken, which is logged too, if the server was added
-        again meanwhile, or another trainer has taken it: that one keeps it as it is.
+        Returns at once; an update in flight ends first, in its thread, and if the server is added
+        again, before it is connected. If generation is paused it is resumed, unless the weights may
+        mix two versions: then an error is logged. The result is there when that is done. It raises
+        EngineTaken, which is logged too, if the server was added again meanwhile, or another
+        trainer has taken it: that one keeps it as it is.
 
         Raises ConfigError if there is no such server.
         """
@@ -471,7 +471,7 @@ class EngineFleet(Closing):
         """No version was sent. Engines that were asked to write one learn it."""
         lost, holders = self.sender.lost(), self.sender.holders()
         for engine in engines:
-            engine.give_up(error, lost, holders)
+            engine.give_up(error, lost, holders, were_asleep=self.sender.were_asleep)
         if self.sender.were_asleep:  # no worker has written, or left
             wait([update for engine in engines for update in engine.updates], self._limit.wait_s)
 

@@ -69,7 +69,8 @@ class WeightSender(Closing):
 
     Attributes:
         source: What is sent: the source without what `leave_out` names; None of other weights.
-        were_asleep: Whether all members skipped the last sync because their weights sleep.
+        were_asleep: Whether all members skipped the last sync because their weights sleep, and
+            nobody joined.
     """
 
     def __init__(
@@ -278,6 +279,7 @@ class WeightSender(Closing):
             raise ConfigError(f"no weights were sent ({reasons(self._lost)})")
         if self.were_asleep:
             self._forget(*self._session.members.values())
+            self.were_asleep = False  # those that join are written
         if not self._session.members:
             delta = None
             if not engines or not self._capture(engines):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from deltasync import SenderOptions, SyncStats, subscribe
 from deltasync.errors import (
+    ConfigError,
     DeltaSyncError,
     EngineTaken,
     SyncAborted,
@@ -105,6 +107,53 @@ def test_a_server_that_joined_first_and_then_mixes_versions_stays_paused(
                 return
         until(lambda: any(one.message.startswith("1 was closed") for one in caplog.records))
         assert back.is_paused, back.calls
+
+
+def misuse() -> None:
+    raise ConfigError("planted")
+
+
+@pytest.mark.parametrize("kind", [Server, OneCall])
+@pytest.mark.parametrize("sync", ["full", "delta"])
+def test_a_mixture_stays_paused_when_the_trainers_configuration_is_wrong(
+    sync: str, kind: type[Server], tmp_path: Path
+) -> None:
+    """As if the weights slept, which is a ConfigError too."""
+    with fleet_of(tmp_path, 2, kind=kind, timeout_s=5.0, **MANY_BUCKETS) as here:
+        if sync == "delta":
+            here.send()
+            here.source.get_parameter("a").data.mul_(-2)
+        here.link.before = at(8, "bucket", misuse)
+        with pytest.raises(ConfigError, match="planted"):
+            here.send()
+        here.link.before = lambda kind: None
+        wait(update for engine in here.sync._engines.values() for update in engine.updates)
+        assert here.dirty() == ["0", "1"]
+        assert all(server.is_paused for server in here.servers.values())
+        here.catch_up()
+        here.check()
+
+
+@pytest.mark.parametrize("kind", [Server, OneCall])
+def test_a_mixture_stays_paused_that_joined_as_all_others_slept(
+    kind: type[Server], tmp_path: Path
+) -> None:
+    options = {**MANY_BUCKETS, "min_engines": 1}
+    with fleet_of(tmp_path, 1, kind=kind, timeout_s=5.0, **options) as here:
+        here.send()
+        here.servers["0"].workers[0].sleep()
+        here.add(kind(model(5, MANY_BUCKETS["shapes"])), "1")
+        here.source.get_parameter("a").data.mul_(-2)
+        in_full = at(8, "bucket", misuse)
+        here.link.before = at(2, "begin", lambda: setattr(here.link, "before", in_full))
+        with pytest.raises(ConfigError, match="planted"):
+            here.send()
+        here.link.before = lambda kind: None
+        wait(update for engine in here.sync._engines.values() for update in engine.updates)
+        assert (here.dirty(), here.servers["1"].is_paused) == (["1"], True)
+        here.servers["0"].workers[0].wake()
+        here.catch_up()
+        here.check()
 
 
 @pytest.mark.parametrize("max_staged_bytes", [1 << 30, 1])
@@ -310,6 +359,27 @@ def test_a_server_that_is_added_as_it_leaves_is_not_disconnected_by_that(
             left.result(60)
         assert here.train().kind == "delta"
         here.check("0", "1")
+
+
+@pytest.mark.parametrize("hangs", ["pause", "resume"])
+def test_a_server_that_is_added_again_is_not_written_until_its_earlier_stay_has_resumed_it(
+    hangs: str, tmp_path: Path
+) -> None:
+    with fleet_of(tmp_path, 2, timeout_s=3.0) as here:
+        here.send()
+        server = here.servers["1"]
+        server.hangs = hangs
+        assert list(here.train().lost) == ["1"]
+        here.fleet.remove("1")
+        here.add(server, "1")
+        server.calls.clear()
+        assert "has not ended" in here.train().lost["1"]
+        assert server.calls == []
+        server.goes_on.set()
+        here.catch_up()
+        here.check()
+        resumed = [call for call in server.calls if call in ("connect", "resume")]
+        assert resumed.index("connect") == (hangs == "pause")
 
 
 def test_a_server_whose_workers_did_not_disconnect_connects_by_another_name(

@@ -346,7 +346,7 @@ class LastOdd(Layered):
         (having(in_order), matrices(0), r"layers\.\d\.\d\.weight"),
         (having(beside), matrices(0), r"layers\.\d\.made\.sum"),
         (having(looking), matrices(0), r"scales are positive"),
-        (of(Mixed), scaled(0), r"layers\.\d\.(\d\.whole|alpha|kernel\.limit)"),
+        (of(Mixed), scaled(0), r"layers\.\d\.(alpha|kernel\.limit)' depends on more than"),
         (of(Random), scaled(0), r"layers\.\d\.(\d\.)?whole"),
         (of(Signed), codes(0), r"layers\.0\.0\.weight_packed' is computed"),
         (LastOdd, codes(0), r"layers\.2\.\d\.weight_packed"),
