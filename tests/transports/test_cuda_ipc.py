@@ -487,7 +487,7 @@ def test_memory_does_not_grow_with_what_is_sent(path: Path) -> None:
         exchange_on_gpu(sender, peers, [GRANULE_BYTES] * 4)
         # Whole slots would be 32 MiB each. Other tests take memory of the same GPU meanwhile, and
         # torch itself a block or two; what grows does so each time.
-        assert any(taken_by_payloads(sender, peers) < GRANULE_BYTES for _ in range(5))
+        assert any(taken_by_payloads(sender, peers) < GRANULE_BYTES for _ in range(30))
 
 
 def taken_by_payloads(sender: cuda_ipc.Sender, peers: list[int]) -> int:
