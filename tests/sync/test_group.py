@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from deltasync import SenderOptions
+from deltasync import SenderOptions, SyncStats
 from deltasync.delta.policy import Policy
 from deltasync.delta.shard import ShardSpec, placed
 from deltasync.engines.routed import RoutedTarget
 from deltasync.errors import PeerLost, SyncAborted, TransportTimeout
 from deltasync.sync.group import orders
+from deltasync.sync.group.rank import TrainerRank
 from deltasync.testing.links import PROMPT_S, within
 from deltasync.transports.base import Frame, ReceiveTransport, SendTransport
 from tests.delta.shards import placements
@@ -413,6 +414,38 @@ def test_a_group_goes_on_after_a_break_at_any_order(
         assert all(bits_equal(source, whole) for whole in wholes)
         for rank, part in enumerate(parts):
             assert bits_equal(part, rank_of(source, rank))
+
+
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "A trainer rank that is lost after the decision takes no version from engines.",
+)
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_rank_that_is_lost_after_the_decision_takes_no_version_from_engines(dies: bool) -> None:
+    source, target = model(1), model(1)
+    with trainer_of(source, rows_of(source, 3)) as here:
+        joined(here, target)
+        before, lost = here.sender.version, here.ranks[1]
+        assert isinstance(lost, TrainerRank)
+
+        def strike(order: orders.Said) -> None:
+            if isinstance(order, orders.Decide) and dies:
+                lost._link.disconnect()
+            elif isinstance(order, orders.Decide):
+                here.hub.drop(here.calls._peers[1])
+
+        here.hub.before = strike
+        change(here, 1)
+        found = here.outcomes(timeout_s=1.0)
+        assert isinstance(found[0], SyncStats)
+        assert isinstance(found[1], SyncAborted)
+        assert here.serving["engine/0"].receiver.version == here.sender.version == before + 1
+        assert bits_equal(source, target)
+        here.hub.before = lambda order: None
+        here.settle(1)
+        change(here, 2)
+        assert here.send().full_synced == 0
+        assert bits_equal(source, target)
 
 
 def test_a_lane_that_is_gone_is_not_waited_for() -> None:
