@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
@@ -114,9 +114,6 @@ class ModuleTarget(WeightTarget):
             moved = sorted({str(place[0]) for place in set(now) ^ set(self._places)})
             raise TargetMoved(f"storage of {some_of(moved)} was replaced; rejoin")
         self._watch = ModuleWatch(self._module)
-
-    def finish(self, changed: Collection[int] | None = None) -> None:
-        """Do nothing: nothing is derived."""
 
 
 # What must not change in a tensor, besides its identity and address. Reading sizes is slow: they

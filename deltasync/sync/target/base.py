@@ -42,10 +42,12 @@ class WeightTarget(Protocol):
     def finish(self, changed: Collection[int] | None = None) -> None:
         """Update what the engine derives from its weights. Called after they were written.
 
+        By default, nothing is derived.
+
         Args:
             changed: Numbers of the parameters written, in the bound layout; None for all.
         """
-        ...
+        return
 
 
 def match_parameters(held: Sequence[ParameterSpec], layout: Sequence[ParameterSpec]) -> list[int]:

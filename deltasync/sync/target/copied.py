@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -46,9 +46,6 @@ class CopiedTarget(WeightTarget):
 
     def check_unmoved(self) -> None:
         """The copy stays where it is."""
-
-    def finish(self, changed: Collection[int] | None = None) -> None:
-        """Nothing is derived."""
 
     def _memory(self, spec: ParameterSpec, held: Tensor | None) -> Tensor:
         dtype = torch_dtype(spec.dtype)
