@@ -263,7 +263,8 @@ class BoundWeights:
         self._writing()
         try:
             digest = staging.commit()
-            self.target.finish(None if heals or self._is_full else self._changed)
+            if self._derives:
+                self.target.finish(None if heals or self._is_full else self._changed)
             if self._is_full:
                 self._check_finished(staging.ledger)
             self._on("committed")
@@ -276,17 +277,20 @@ class BoundWeights:
     def _check_finished(self, ledger: DigestLedger) -> None:
         """Raise DigestMismatch, by name, if the target has changed what was written.
 
-        It reads everything once more, unless the target has nothing to do after a write.
+        It reads everything once more, unless the target derives nothing.
         """
-        if type(self.target).finish is WeightTarget.finish:
-            return
-        wrong = self._wrong(ledger)
+        wrong = self._wrong(ledger) if self._derives else ()
         if len(wrong):
             names = {ledger.specs[int(ledger.table.parameter[chunk])].name for chunk in wrong}
             raise DigestMismatch(
                 f"{len(names)} parameters, {min(names)!r} among them, are not what was written: "
                 "the engine changes its layout after loading"
             )
+
+    @property
+    def _derives(self) -> bool:
+        """Whether the target has something to do after a write."""
+        return type(self.target).finish is not WeightTarget.finish
 
     def undo(self) -> None:
         """Put the old version back; the weights stay dirty unless that is proved to be done."""
