@@ -54,7 +54,7 @@ def print_written(
     out: Path, num_bytes: int, num_tensors: int, digest: int, *, what: str = "", more: str = ""
 ) -> None:
     """Print which checkpoint was written."""
-    from deltasync.delta.digests import digest_text
+    from deltasync.delta.ledger import digest_text
 
     made = f"{what}{size(num_bytes)} in {num_tensors:,} tensors"
     line = f"{out}: {made}, state digest {digest_text(digest)}{more}"

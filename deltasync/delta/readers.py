@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deltasync import dtypes
 from deltasync.delta.bits import Flat, Live, as_bits, torch_dtype
-from deltasync.delta.digests import Ints
+from deltasync.delta.tiles import Ints
 from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError
 

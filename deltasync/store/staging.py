@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from deltasync.delta.digests import digest_text
+from deltasync.delta.ledger import digest_text
 from deltasync.errors import DigestMismatch, ProtocolViolation
 from deltasync.store.catalogue import Published
 from deltasync.store.routes import Route

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from deltasync.delta.digests import digest_text
+from deltasync.delta.ledger import digest_text
 from deltasync.errors import ConfigError, ObjectDamaged, StoreRefused, WriterConflict
 from deltasync.store import keys
 from deltasync.store.catalogue import Published, Run, layout_bytes

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from torch import Tensor
 
 from deltasync.delta.batched.streams import own_stream
-from deltasync.delta.digests import digest_text
+from deltasync.delta.ledger import digest_text
 from deltasync.delta.modes import plain_mode
 from deltasync.errors import (
     CallOrderError,

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from deltasync.delta.backend import Delta
 from deltasync.delta.codecs.coding import Coding
-from deltasync.delta.digests import Ints
+from deltasync.delta.tiles import Ints
 from deltasync.errors import NoReceivers, SyncAborted, TransportTimeout
 from deltasync.sync.events import Phase, SyncEvent
 from deltasync.sync.options import SenderOptions

@@ -11,11 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from deltasync.wire.changes import TILE
 from deltasync.wire.digest import GOLDEN_RATIO, MASK, MULTIPLIERS
 
 _Bits: TypeAlias = NDArray[Any]
 
 BLOCK = 1 << 14  # elements mixed at once: two uint64 temporaries stay in the L2 cache
+_PLACES = TILE.bit_length() - 1
 _COMPARED = 1 << 16  # indices compared at once
 _STEP = np.uint64(GOLDEN_RATIO)
 _M1, _M2 = (np.uint64(m) for m in MULTIPLIERS)
@@ -24,29 +26,17 @@ _WORD = np.dtype(np.int64)
 _scratch = local()
 
 
-def changed(
-    new: Tensor, old: Tensor, limit: float
-) -> tuple[int, tuple[Tensor, Tensor, Tensor] | None]:
-    """How many of int[n] `new` and `old` differ, and which.
+def changed(new: Tensor, old: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(int32[k] increasing positions, int[k] new bits, int[k] old bits) where int[n] differ.
 
-    Returns:
-        The count, and (int32[count] increasing positions, int[count] new bits, int[count] old
-        bits), or None where the count exceeds `limit`.
+    n is less than 2^31.
     """
     news, olds = new.numpy(), old.numpy()
-    end = len(news) - len(news) % (_WORD.itemsize // news.itemsize)  # of whole words
-    count, found = _differing(news[:end], olds[:end], limit)
-    if end < len(news):
-        more, rest = _differing(news[end:], olds[end:], limit)
-        count += more
-        if found is not None and rest is not None:
-            rest[0] += end
-            found = [np.concatenate(pair) for pair in zip(found, rest, strict=True)]
-    if count > limit or found is None:
-        return count, None
-    positions, news, olds = found
-    positions = positions.astype(np.int32)
-    return count, (torch.from_numpy(positions), torch.from_numpy(news), torch.from_numpy(olds))
+    positions = _positions(news, olds)
+    if positions is None:
+        positions = np.flatnonzero(_differ(news, olds))
+    found = positions.astype(np.int32), news.take(positions), olds.take(positions)
+    return tuple(map(torch.from_numpy, found))
 
 
 def is_increasing(indices: Tensor, span: int) -> bool:
@@ -78,23 +68,6 @@ def digest_run(bits: Tensor, key: int, start: int) -> int:
         _mix(x, scratch)
         total += int(x.sum())
     return total & MASK
-
-
-def digest_chunks(
-    positions: Tensor, bits: Tensor, key: int, chunk_numel: int
-) -> tuple[int, NDArray[np.uint64]]:
-    """The digests of int[n] elements at increasing int64[n] flat positions, by chunk."""
-    where = positions.numpy()
-    first, last = int(where[0]) // chunk_numel, int(where[-1]) // chunk_numel
-    if first == last:  # as in most of many small parameters
-        ends = np.array([0, len(where)])
-        return first, digest_pieces(where, bits.numpy(), np.array([key], np.uint64), ends)
-    cuts = np.searchsorted(where, np.arange(first, last + 2) * chunk_numel)
-    sums, filled = np.zeros(last + 1 - first, np.uint64), np.flatnonzero(np.diff(cuts))
-    keys = np.full(len(filled), key, np.uint64)
-    cuts = np.append(cuts[filled], len(where))
-    sums[filled] = digest_pieces(where, bits.numpy(), keys, cuts)
-    return first, sums
 
 
 def digest_pieces(
@@ -129,26 +102,59 @@ def digest_pieces(
     return sums
 
 
-def _differing(new: _Bits, old: _Bits, limit: float) -> tuple[int, list[_Bits] | None]:
-    """How many differ, and [positions, new, old] of them unless they are more than `limit`.
+def differing(new: _Bits, old: _Bits, ahead: NDArray[np.bool_]) -> tuple[_Bits, ...] | None:
+    """How tiles differ that lie one after another; only the last may be shorter than others.
+
+    Args:
+        new, old: unsigned[n] bits.
+        ahead: bool[tiles]: which go whole, whatever their bits are.
+
+    Returns:
+        None if none does. Otherwise int64[T] tiles, counts of their changes (0 for one that goes
+        whole), uint16[N] places and unsigned[N] new bits of those that do not, and int64[T]
+        elements of each tile that differ.
+    """
+    size, count = new.itemsize, len(ahead)
+    positions = _positions(new, old)
+    if positions is None:  # most words differ: count before finding
+        mask = _differ(new, old)
+        changed = np.add.reduceat(mask.view(np.uint8), np.arange(0, len(mask), TILE), dtype=np.int64)
+    elif not len(positions) and not ahead.any():
+        return None
+    else:
+        changed = np.bincount(positions >> _PLACES, minlength=count)
+    numel = np.full(count, TILE)
+    numel[-1] = len(new) - TILE * (count - 1)
+    is_whole = ahead | (changed * (2 + size) > numel * size)
+    if positions is None:
+        for tile in np.flatnonzero(is_whole).tolist():
+            mask[tile * TILE : (tile + 1) * TILE] = False
+        positions = np.flatnonzero(mask)
+    elif is_whole.any():
+        positions = positions[~is_whole[positions >> _PLACES]]
+    tiles = np.flatnonzero((changed > 0) | ahead)
+    counts = np.where(is_whole, 0, changed)[tiles]
+    places = (positions & (TILE - 1)).astype(np.uint16)
+    return tiles, counts, places, new.take(positions), changed[tiles]
+
+
+def _positions(new: _Bits, old: _Bits) -> NDArray[np.intp] | None:
+    """Where they differ; None where most words do.
 
     numpy takes longer to find positions in a mask than to make it. So words of several elements are
     compared first, where most of these are alike.
     """
-    words = _words_that_differ(new, old)
+    end = len(new) - len(new) % (_WORD.itemsize // new.itemsize)  # of whole words
+    words = _words_that_differ(new[:end], old[:end])
     if words is None:
-        mask = _differ(new, old)
-        if (count := int(np.count_nonzero(mask))) > limit:
-            return count, None
-        found = np.flatnonzero(mask)
-        return count, [found, new.take(found), old.take(found)]
-    new, old = (bits.view(_WORD).take(words).view(bits.dtype) for bits in (new, old))
-    found = np.flatnonzero(new != old)
-    if len(found) > limit:
-        return len(found), None
+        return None
+    news, olds = (bits[:end].view(_WORD).take(words).view(bits.dtype) for bits in (new, old))
+    found = np.flatnonzero(news != olds)
     shift = (_WORD.itemsize // new.itemsize).bit_length() - 1
     positions = (words.take(found >> shift) << shift) + (found & (1 << shift) - 1)
-    return len(found), [positions, new.take(found), old.take(found)]
+    if end == len(new):
+        return positions
+    return np.concatenate((positions, end + np.flatnonzero(new[end:] != old[end:])))
 
 
 def _words_that_differ(new: _Bits, old: _Bits) -> NDArray[np.intp] | None:

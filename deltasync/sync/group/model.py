@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from deltasync.delta.backend import Digests
-from deltasync.delta.digests import digest_text
+from deltasync.delta.ledger import digest_text
 from deltasync.delta.shard import ShardSpec, share_out
 from deltasync.errors import ReplicasDiffer
 from deltasync.sync.group import orders

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from deltasync.delta.backend import Delta, Digests, Plan
 from deltasync.delta.codecs.coding import Payload
-from deltasync.delta.digests import Ints
+from deltasync.delta.tiles import Ints
 from deltasync.errors import ConfigError, SourceChanged, SyncAborted
 from deltasync.sync.group import orders
 from deltasync.sync.group.agreement import NOTHING, Agreement, Replicas, Words, text_of, words_of

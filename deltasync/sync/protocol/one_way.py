@@ -16,7 +16,7 @@ from deltasync.delta.backend import Plan
 from deltasync.delta.bits import Live
 from deltasync.delta.bucket import BucketReader, ReadBucket
 from deltasync.delta.codecs.coding import Coding
-from deltasync.delta.digests import digest_text
+from deltasync.delta.ledger import digest_text
 from deltasync.errors import ProtocolViolation, TruncatedFrame
 from deltasync.sync.protocol.frames import Emitter
 from deltasync.sync.protocol.receiver_session import ReceiverSession, ReceiverState

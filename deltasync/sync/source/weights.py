@@ -20,7 +20,7 @@ from deltasync.delta.batched.streams import OwnStream, own_stream
 from deltasync.delta.bits import identity
 from deltasync.delta.bucket import MIN_BUCKET_BYTES
 from deltasync.delta.codecs.coding import policy_for
-from deltasync.delta.digests import Ints
+from deltasync.delta.tiles import Ints
 from deltasync.delta.policy import Policy
 from deltasync.delta.readers import Reader, WireReader
 from deltasync.delta.shard import (

@@ -1,0 +1,69 @@
+"""Changes: which elements of some tiles get which bits. It is the payload of a bucket itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from deltasync.delta.bits import INTEGERS
+from deltasync.wire.changes import Sizes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Changes:
+    """The columns of a payload, see `wire.changes`: tensors over its memory, on any device.
+
+    Signed types carry unsigned numbers: torch has little for others.
+
+    Attributes:
+        tiles: int32[T].
+        counts: int16[T].
+        places: int16[N].
+        values: int[N].
+        whole: int[W].
+    """
+
+    tiles: Tensor
+    counts: Tensor
+    places: Tensor
+    values: Tensor
+    whole: Tensor
+
+    @classmethod
+    def of(cls, payload: Tensor, sizes: Sizes) -> Changes:
+        """Of uint8[sizes.num_bytes], which is not copied."""
+        bits = INTEGERS[sizes.item_size]
+        types = (torch.int32, torch.int16, torch.int16, bits, bits)
+        return cls(
+            *(
+                payload[begin : begin + length].view(dtype)
+                for dtype, (begin, length) in zip(types, sizes.columns, strict=True)
+            )
+        )
+
+    @property
+    def sizes(self) -> Sizes:
+        """T, N and W."""
+        return Sizes(
+            self.values.element_size(), len(self.tiles), len(self.places), len(self.whole)
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the memory that they take."""
+        return self.sizes.num_bytes
+
+    def room(self) -> Changes:
+        """The same elements, and memory for other bits of theirs."""
+        return replace(
+            self, values=torch.empty_like(self.values), whole=torch.empty_like(self.whole)
+        )
+
+    def table(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """int64[T] each: tiles and counts on the host."""
+        tiles, counts = self.tiles.cpu().numpy(), self.counts.cpu().numpy()
+        return tiles.view(np.uint32).astype(np.int64), counts.view(np.uint16).astype(np.int64)

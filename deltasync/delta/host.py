@@ -1,0 +1,437 @@
+"""What a sync does on a host, over numpy: find changes, emit and write them, digest tiles.
+
+`delta.device` has the same for GPUs. The lanes of changes are their elements outside whole tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from deltasync.delta.bits import INTEGERS
+from deltasync.delta.changes import Changes
+from deltasync.delta.kernels import host as kernels
+from deltasync.delta.readers import Reader
+from deltasync.delta.tiles import CHUNK, Ints, Section, Space
+from deltasync.errors import InvalidIndices
+from deltasync.wire.changes import ALIGNMENT, TILE, Sizes
+from deltasync.wire.digest import MASK
+
+Bits: TypeAlias = NDArray[Any]
+
+_NULL = 16  # the first address that a view of memory has: numpy takes none at 0
+
+
+@cache
+def memory(item_size: int) -> Bits:
+    """All memory of this process as one array: element n begins at address 16 + n * item_size.
+
+    Fancy indexing alone may touch it: other functions copy what they get.
+    """
+    interface = {
+        "data": (_NULL, False),
+        "shape": ((1 << 47) // item_size,),
+        "typestr": f"<u{item_size}",
+        "version": 3,
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=interface))
+
+
+def addresses(lines: Sequence[Tensor]) -> Ints:
+    """int64[n]: where tensors begin."""
+    return np.array([line.data_ptr() for line in lines], np.int64)
+
+
+class Table:
+    """The tiles of some changes on a host, and where their lanes and whole tiles are.
+
+    Attributes:
+        tiles, counts: int64[T].
+        places: uint16[N].
+        ends: int64[T]: where the lanes of each tile end.
+    """
+
+    def __init__(self, space: Space, changes: Changes) -> None:
+        self.space, self.sizes = space, changes.sizes
+        self.tiles, self.counts = changes.table()
+        self.places = changes.places.cpu().numpy().view(np.uint16)
+        self.ends: Ints = np.cumsum(self.counts)
+
+    def check(self, after: int = -1) -> None:
+        """Raises InvalidIndices unless they are changes of this space, in order, past a tile."""
+        tiles, sizes, section = self.tiles, self.sizes, self.space.section_of(self.sizes.item_size)
+        inside = section is not None and len(tiles) > 0
+        inside = inside and max(section.first, after + 1) <= tiles[0] <= tiles[-1] < section.stop
+        if not inside or not (tiles[1:] > tiles[:-1]).all():
+            raise InvalidIndices("tiles of a payload are out of range, unsorted or repeated")
+        numel = self.space.numel[tiles]
+        whole = padded_numel(numel[self.counts == 0], sizes.item_size)
+        if int(self.ends[-1]) != sizes.places or int(whole.sum()) != sizes.whole:
+            raise InvalidIndices("the counts of a payload do not add up to what it has")
+        places, sparse = self.places, self.counts > 0
+        if not len(places):
+            return
+        ends, rises = self.ends[sparse], np.empty(len(places), np.bool_)
+        rises[0] = True
+        np.greater(places[1:], places[:-1], out=rises[1:])
+        rises[ends[:-1]] = True
+        good = places[ends - 1] < numel[sparse]
+        if rises.all() and good.all():
+            return
+        lane = int(ends[np.argmin(good)]) - 1 if rises.all() else int(np.argmin(rises))
+        share = self.space.share[tiles[self.ends.searchsorted(lane, "right")]]
+        name = self.space.shares[share].spec.name
+        raise InvalidIndices(f"{name}: places out of range, unsorted or repeated")
+
+    def at(self, begins: Ints) -> Ints:
+        """int64[N]: indices of `memory` of all lanes, if shares begin at int64[shares] addresses."""
+        size, space = self.sizes.item_size, self.space
+        first = (begins[space.share[self.tiles]] - _NULL) // size + space.start[self.tiles]
+        found: Ints = np.repeat(first, self.counts)
+        found += self.places
+        return found
+
+    def positions(self) -> Ints:
+        """int64[N]: where lanes are in their shares."""
+        found: Ints = np.repeat(self.space.start[self.tiles], self.counts)
+        found += self.places
+        return found
+
+    def pieces(self, begins: Ints) -> Pieces:
+        """The lanes cut where tiles and chunks end.
+
+        Args:
+            begins: int64[shares]: which element of all chunks the first one of each share is.
+        """
+        space, sparse = self.space, self.counts > 0
+        tiles, ends = self.tiles[sparse], self.ends[sparse]
+        low = begins[space.share[tiles]] + space.start[tiles]
+        chunk = low // CHUNK
+        border = (chunk + 1) * CHUNK - low
+        cuts = np.concatenate(([0], ends))
+        key = space.key[tiles]
+        if not (border < space.numel[tiles]).any():
+            return Pieces(self, tiles, cuts, key, chunk)
+        made = list[tuple[int, int, int]]()
+        for n in np.flatnonzero(border < space.numel[tiles]).tolist():
+            lanes = self.places[cuts[n] : cuts[n + 1]]
+            made.append((n, int(cuts[n]) + int(lanes.searchsorted(border[n])), int(chunk[n]) + 1))
+        where, extra, later = (np.array(column) for column in zip(*made, strict=True))
+        cuts = np.insert(cuts, where + 1, extra)
+        tiles, key = np.insert(tiles, where + 1, tiles[where]), np.insert(key, where + 1, key[where])
+        chunk = np.insert(chunk, where + 1, later)
+        filled = np.flatnonzero(np.diff(cuts))
+        return Pieces(self, tiles[filled], np.append(cuts[filled], cuts[-1]), key[filled], chunk[filled])
+
+    def runs(self) -> Iterator[WholeRun]:
+        """All whole tiles, in order: those together that follow each other."""
+        tiles, space = self.tiles[self.counts == 0], self.space
+        if not len(tiles):
+            return
+        lengths = padded_numel(space.numel[tiles], self.sizes.item_size)
+        at = np.cumsum(lengths) - lengths
+        share = space.share[tiles]
+        breaks = np.flatnonzero((np.diff(tiles) > 1) | (np.diff(share) > 0)) + 1
+        for low, high in pairwise([0, *breaks.tolist(), len(tiles)]):
+            first, last = tiles[low], tiles[high - 1]
+            start, stop = int(space.start[first]), int(space.start[last] + space.numel[last])
+            yield WholeRun(int(share[low]), start, stop, int(at[low]))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pieces:
+    """Lanes cut where tiles and chunks end.
+
+    Attributes:
+        table: Whose lanes they are.
+        tiles: int64[n]: the tile of each piece.
+        cuts: int64[n + 1]: where each begins, and N. None is empty.
+        key: uint64[n]: digest seeds of their tiles.
+        chunk: int64[n].
+    """
+
+    table: Table
+    tiles: Ints
+    cuts: Ints
+    key: NDArray[np.uint64]
+    chunk: Ints
+
+    def digests(self, bits: Bits) -> NDArray[np.uint64]:
+        """uint64[n]: digests of [N] bits at the lanes, by piece."""
+        table, space = self.table, self.table.space
+        if not space.gaps:
+            return kernels.digest_pieces(table.places, bits, self.key, self.cuts)
+        positions, share = table.positions(), space.share[self.tiles]
+        for number, region in space.gaps.items():
+            for n in np.flatnonzero(share == number).tolist():
+                lanes = slice(self.cuts[n], self.cuts[n + 1])
+                positions[lanes] = region.places(torch.from_numpy(positions[lanes])).numpy()
+        return kernels.digest_pieces(positions, bits, space.seeds[share], self.cuts)
+
+
+@dataclass(frozen=True, slots=True)
+class WholeRun:
+    """Whole tiles of a share that follow each other.
+
+    Attributes:
+        share, start, stop: Which elements they are.
+        at: Where their bits begin in the column of whole tiles.
+    """
+
+    share: int
+    start: int
+    stop: int
+    at: int
+
+    @property
+    def there(self) -> slice:
+        """Where they are in the column."""
+        return slice(self.at, self.at + self.stop - self.start)
+
+
+def chunks_of(begin: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """(chunk, low, high): elements [start, stop) of a share, which begins at an element of all
+    chunks, cut where chunks end."""
+    while start < stop:
+        chunk = (begin + start) // CHUNK
+        high = min(stop, (chunk + 1) * CHUNK - begin)
+        yield int(chunk), start, int(high)
+        start = int(high)
+
+
+def padded_numel(numel: NDArray[np.int32], item_size: int) -> Ints:
+    """int64[n]: elements that whole tiles take of a payload."""
+    each = ALIGNMENT // item_size
+    found: Ints = -(-numel.astype(np.int64) // each) * each
+    return found
+
+
+def digest_run(space: Space, share: int, start: int, bits: Tensor) -> int:
+    """The digest of int[n] elements of a share from `start` on."""
+    bits, key = bits.cpu(), int(space.seeds[share])
+    if (region := space.gaps.get(share)) is None:
+        return kernels.digest_run(bits, key, start)
+    positions = region.places(torch.arange(start, start + len(bits)))
+    keys, cuts = np.array([key], np.uint64), np.array([0, len(bits)])
+    return int(kernels.digest_pieces(positions.numpy(), bits.numpy(), keys, cuts).sum()) & MASK
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """Changes of a group of tiles: their table, places and values. Whole tiles stay in the source.
+
+    Attributes:
+        changed: int64[T]: elements of each tile that differ.
+    """
+
+    tiles: Ints
+    counts: Ints
+    places: NDArray[np.uint16]
+    values: Bits
+    changed: Ints
+
+
+class HostFound:
+    """Where some tiles of a source differ from a snapshot.
+
+    Attributes:
+        section: Of the tiles.
+        group: How many tiles are one group.
+        ends: int64[groups + 1, 3]: tiles, places and whole elements of all groups before.
+        counts: int64[shares]: elements that differ.
+    """
+
+    def __init__(self, detector: HostDetector, section: Section, group: int, room: int) -> None:
+        self._detector, self.section, self.group = detector, section, group
+        space = detector.space
+        self.counts = np.zeros(len(space.shares), np.int64)
+        self._parts: list[_Part | None] = []
+        rows = [(0, 0, 0)]
+        for low in range(section.first, section.stop, group):
+            part = detector.part(low, min(low + group, section.stop))
+            np.add.at(self.counts, space.share[part.tiles], part.changed)
+            whole = space.numel[part.tiles[part.counts == 0]]
+            length = int(padded_numel(whole, section.item_size).sum())
+            row = len(part.tiles), len(part.places), length
+            rows.append(row)
+            room -= Sizes(section.item_size, *row).num_bytes
+            self._parts.append(part if room >= 0 or not len(part.tiles) else None)
+        self.ends: Ints = np.cumsum(np.array(rows, np.int64), axis=0)
+
+    def emit(self, low: int, high: int, payload: Tensor, sums: NDArray[np.uint64]) -> Changes:
+        """Write the changes of groups [low, high) to a payload of their sizes.
+
+        What they change of digests is added to uint64[chunks]. Raises SourceChanged if they are
+        others than were found.
+        """
+        detector, size = self._detector, self.section.item_size
+        parts = [self._part(n) for n in range(low, high)]
+        sizes = Sizes(size, *(int(n) for n in self.ends[high] - self.ends[low]))
+        changes = Changes.of(payload, sizes)
+        columns: tuple[tuple[Tensor, list[Any]], ...] = (
+            (changes.tiles, [part.tiles for part in parts]),
+            (changes.counts, [part.counts for part in parts]),
+            (changes.places, [part.places for part in parts]),
+            (changes.values, [part.values for part in parts]),
+        )
+        for column, arrays in columns:
+            into = column.numpy().view(f"u{column.element_size()}")
+            np.concatenate(arrays, out=into, casting="unsafe")
+        detector.add_lanes(changes, sums)
+        detector.copy_whole(changes, sums)
+        return changes
+
+    def _part(self, nth: int) -> _Part:
+        """Of a group; found once more if it was not kept."""
+        part, self._parts[nth] = self._parts[nth], None
+        if part is not None:
+            return part
+        low = self.section.first + nth * self.group
+        part = self._detector.part(low, min(low + self.group, self.section.stop))
+        whole = self._detector.space.numel[part.tiles[part.counts == 0]]
+        length = int(padded_numel(whole, self.section.item_size).sum())
+        if [len(part.tiles), len(part.places), length] != np.diff(self.ends, axis=0)[nth].tolist():
+            raise SourceMoved
+        return part
+
+
+class SourceMoved(Exception):
+    """A source is not what it was when it was compared."""
+
+
+class HostDetector:
+    """A copy of a source in host memory, and how the source differs from it.
+
+    Args:
+        space: What is sent.
+
+    Attributes:
+        space: The same.
+        ahead: bool[tiles]: which have other bits here than the version that is held.
+        num_bytes: Of the copy.
+    """
+
+    device: torch.device | None = None
+
+    def __init__(self, space: Space) -> None:
+        self.space = space
+        sizes = space.share_numel * space.item_size
+        spaces = -(-sizes // ALIGNMENT) * ALIGNMENT
+        begins = np.cumsum(spaces) - spaces
+        self.num_bytes = int(sizes.sum())
+        arena = torch.zeros(int(spaces.sum()), dtype=torch.uint8, device="cpu")
+        self.lines = [
+            arena[begin : begin + length].view(INTEGERS[size])
+            for begin, length, size in zip(
+                begins.tolist(), sizes.tolist(), space.item_size.tolist(), strict=True
+            )
+        ]
+        self._begins = addresses(self.lines)
+        self._elements = space.first_chunk[:-1] * CHUNK
+        self.ahead = np.zeros(len(space), np.bool_)
+        self._readers: Sequence[Reader] = ()
+
+    def take(self, readers: Sequence[Reader]) -> None:
+        """Read from these from now on: one for each share of the space, in its order."""
+        self._readers = readers
+
+    def capture(self) -> None:
+        """Copy the source."""
+        for reader, line in zip(self._readers, self.lines, strict=True):
+            for start in range(0, len(line), CHUNK):
+                stop = min(start + CHUNK, len(line))
+                line[start:stop].copy_(reader.read(start, stop))
+        self.ahead[:] = False
+
+    def find(self, section: Section, group: int, room: int) -> HostFound:
+        """Compare the tiles of a section. Up to `room` bytes of payloads are kept."""
+        return HostFound(self, section, group, room)
+
+    def part(self, low: int, high: int) -> _Part:
+        """How the tiles [low, high) differ."""
+        space, found = self.space, list[tuple[int, list[Bits]]]()
+        for share, start, stop in space.parts(low, high):
+            for begin in range(start, stop, CHUNK):
+                end = min(begin + CHUNK, stop)
+                new = kernels.unsigned(self._readers[share].read(begin, end).cpu())
+                old = kernels.unsigned(self.lines[share][begin:end])
+                first = int(space.first[share]) + begin // TILE
+                tiles = slice(first, first - (begin - end) // TILE)
+                if columns := kernels.differing(new, old, self.ahead[tiles]):
+                    found.append((first, columns))
+        if not found:
+            none = np.zeros(0, np.int64)
+            bits = np.zeros(0, f"u{space.item_size[space.share[low]]}")
+            return _Part(none, none, none.astype(np.uint16), bits, none)
+        tiles = np.concatenate([first + columns[0] for first, columns in found])
+        rest = (np.concatenate(c) for c in zip(*(columns[1:] for _, columns in found), strict=True))
+        return _Part(tiles, *rest)
+
+    def add_lanes(self, changes: Changes, sums: NDArray[np.uint64]) -> None:
+        """Add by how much the lanes change digests."""
+        pieces = Table(self.space, changes).pieces(self._elements)
+        np.add.at(sums, pieces.chunk, pieces.digests(changes.values.numpy()))
+        np.subtract.at(sums, pieces.chunk, pieces.digests(self.old(changes)))
+
+    def copy_whole(self, changes: Changes, sums: NDArray[np.uint64]) -> None:
+        """Fill the column of whole tiles from the source, and add by how much they change digests."""
+        changes.whole.zero_()
+        for run in Table(self.space, changes).runs():
+            for chunk, low, high in chunks_of(self._elements[run.share], run.start, run.stop):
+                new = changes.whole[run.at + low - run.start : run.at + high - run.start]
+                new.copy_(self._readers[run.share].read(low, high))
+                old = self.lines[run.share][low:high]
+                gained, lost = (digest_run(self.space, run.share, low, b) for b in (new, old))
+                sums[chunk : chunk + 1] += np.uint64((gained - lost) & MASK)
+
+    def old(self, changes: Changes) -> Bits:
+        """[N]: the bits of the copy at the lanes of changes on a host."""
+        at = Table(self.space, changes).at(self._begins)
+        found: Bits = memory(changes.sizes.item_size)[at]
+        return found
+
+    def advance(self, changes: Changes) -> None:
+        """Write changes to the copy."""
+        table = Table(self.space, changes)
+        for run in table.runs():
+            self.lines[run.share][run.start : run.stop] = changes.whole[run.there]
+        values = changes.values.numpy()
+        memory(values.itemsize)[table.at(self._begins)] = values.view(f"u{values.itemsize}")
+
+    def full(self, low: int, high: int, payload: Tensor) -> None:
+        """Write all of tiles [low, high), of one section, to a payload of their sizes."""
+        space = self.space
+        size = int(space.item_size[space.share[low]])
+        sizes = full_sizes(space, low, high)
+        changes = Changes.of(payload, sizes)
+        changes.tiles.copy_(torch.arange(low, high, dtype=torch.int32))
+        changes.counts.zero_()
+        changes.whole.zero_()
+        for run in Table(space, changes).runs():
+            changes.whole[run.there] = self.lines[run.share][run.start : run.stop]
+        assert changes.values.element_size() == size
+
+    def measure(self, chunks: Ints) -> NDArray[np.uint64]:
+        """uint64[n]: the digests of int64[n] chunks of a ledger, read from the copy."""
+        space, found = self.space, np.zeros(len(chunks), np.uint64)
+        shares = space.first_chunk.searchsorted(chunks, "right") - 1
+        starts = (chunks - space.first_chunk[shares]) * CHUNK
+        for n, (share, start) in enumerate(zip(shares.tolist(), starts.tolist(), strict=True)):
+            bits = self.lines[share][start : start + CHUNK]
+            found[n] = digest_run(space, share, start, bits)
+        return found
+
+
+def full_sizes(space: Space, low: int, high: int) -> Sizes:
+    """Of a payload with all of the tiles [low, high), of one section."""
+    size = int(space.item_size[space.share[low]])
+    return Sizes(size, high - low, 0, int(padded_numel(space.numel[low:high], size).sum()))

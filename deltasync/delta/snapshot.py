@@ -1,0 +1,415 @@
+"""The sending half: a copy of a source as receivers hold it, and what brings them to another.
+
+What compares and packs is a detector: `delta.host` has one for hosts, `delta.device` for a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from deltasync.delta.changes import Changes
+from deltasync.delta.host import HostDetector, SourceMoved, full_sizes
+from deltasync.delta.ledger import Ledger
+from deltasync.delta.readers import Reader
+from deltasync.delta.shard import Share
+from deltasync.delta.tiles import Ints, Section, Space
+from deltasync.errors import ConfigError, SourceChanged
+from deltasync.wire.changes import ALIGNMENT, TILE, Sizes
+
+Kernels = Literal["auto", "triton", "torch"]
+"""What compares and writes: Triton's kernels, numpy, or what fits the device best."""
+
+MIN_BUCKET_BYTES = 1 << 16
+"""A tile of the widest elements, and more."""
+
+_MOST_TILES = 1024  # in a group: the unit in which changes are counted and distributed over buckets
+
+
+class Digests(Protocol):
+    """The digests of a version, wherever they are kept."""
+
+    @property
+    def total(self) -> int:
+        """Of the whole model."""
+        ...
+
+    def digest_of(self, copies: NDArray[np.uint64] | None) -> int:
+        """Of uint64[parameters] copies of each parameter together; None for one of each."""
+        ...
+
+
+class Found(Protocol):
+    """Where some tiles of a source differ: see `delta.host.HostFound`."""
+
+    section: Section
+    group: int
+    ends: Ints
+
+    @property
+    def counts(self) -> Ints: ...
+
+    def emit(self, low: int, high: int, payload: Tensor, sums: NDArray[np.uint64]) -> Changes: ...
+
+
+class Detector(Protocol):
+    """A copy of a source, and how the source differs from it: see `delta.host.HostDetector`."""
+
+    space: Space
+    ahead: NDArray[np.bool_]
+    num_bytes: int
+
+    @property
+    def device(self) -> torch.device | None: ...
+
+    def take(self, readers: Sequence[Reader]) -> None: ...
+
+    def capture(self) -> None: ...
+
+    def find(self, section: Section, group: int, room: int) -> Found: ...
+
+    def advance(self, changes: Changes) -> None: ...
+
+    def full(self, low: int, high: int, payload: Tensor) -> None: ...
+
+    def measure(self, chunks: Ints) -> NDArray[np.uint64]: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bucket:
+    """One payload, before it is packed.
+
+    Attributes:
+        sizes: What it has.
+        device: Where it is packed.
+        pack: Writes it to uint8[sizes.num_bytes]. Calls what is given when it stands there, before
+            anything of what it changes is overwritten.
+        old: Returns [N]: the bits that its values replace. Ask before `pack` returns.
+    """
+
+    sizes: Sizes
+    device: torch.device
+    pack: Callable[[Tensor, Callable[[], None]], None]
+
+
+class Plan(Protocol):
+    """What a round needs to know of what it sends.
+
+    Attributes:
+        base_version: The version that it fits on, or None when it fits on any.
+        payload_bytes, places: Of all payloads together.
+    """
+
+    base_version: int | None
+    payload_bytes: int
+    places: int
+
+    @property
+    def ledger(self) -> Digests:
+        """The digests that receivers arrive at. Asked for when everything is packed."""
+        ...
+
+    def buckets(self) -> Iterator[Bucket]:
+        """The payloads, in order; each is packed before the next is asked for."""
+        ...
+
+    def decided(self) -> None:
+        """The version is final: advance the snapshot."""
+        ...
+
+
+class Delta(Plan, Protocol):
+    """A plan made by comparing.
+
+    Attributes:
+        held_bytes: Memory for what is kept until the decision.
+    """
+
+    held_bytes: int
+
+    @property
+    def nnz(self) -> int:
+        """Elements that differ."""
+        ...
+
+    @property
+    def changed(self) -> Ints:
+        """int64[n], increasing: places, among what is sent, of the shares that differ."""
+        ...
+
+    def counts(self) -> Ints:
+        """int64[n]: elements that differ, of each of `changed`."""
+        ...
+
+
+class Snapshot:
+    """A copy of a source as receivers hold it.
+
+    A sync reads it, the decision writes it. To bound memory, packing may overwrite tiles early.
+    These are *ahead*: if the sync is aborted, all of each is sent the next time.
+
+    Args:
+        shares: What there is to send; `shard.whole` makes it of a layout.
+        readers: The source of these, in that order.
+        device: Where to keep the copy; None for where the source is.
+        kernels: What compares.
+
+    Attributes:
+        space: The tiles.
+        ledger: The digests of the version that receivers hold.
+        num_bytes: Of the copy.
+    """
+
+    def __init__(
+        self,
+        shares: Sequence[Share],
+        readers: Sequence[Reader],
+        *,
+        device: torch.device | None = None,
+        kernels: Kernels = "auto",
+    ) -> None:
+        self.space = Space(shares)
+        self._detector: Detector = HostDetector(self.space)
+        self.num_bytes = self._detector.num_bytes
+        self.ledger = Ledger(self.space)
+        self._sums = self.ledger.sums.copy()  # of the bits that the copy has
+        self.capture(readers)
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where kernels work on all of it together; None if there is no such device."""
+        return self._detector.device
+
+    def capture(self, readers: Sequence[Reader]) -> None:
+        """Take the source's bits as they are now, all of them."""
+        self._take(readers)
+        self._detector.capture()
+        self.ledger = Ledger(self.space)
+        self.ledger.sums[:] = self.measure(np.arange(self.space.num_chunks))
+        self._sums = self.ledger.sums.copy()
+
+    def measure(self, chunks: Ints) -> NDArray[np.uint64]:
+        """uint64[n]: the digests of int64[n] chunks of the ledger, read from memory."""
+        return self._detector.measure(chunks)
+
+    def compare(
+        self,
+        readers: Sequence[Reader],
+        *,
+        bucket_bytes: int,
+        max_held_bytes: int,
+        base_version: int,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> DeltaPlan:
+        """How a source differs from the copy.
+
+        Args:
+            readers: The source, in layout order. It must not change until its elements are packed.
+            bucket_bytes: Largest payload.
+            max_held_bytes: Of payloads, kept until the decision. Beyond that, packing overwrites
+                the copy.
+            base_version: What the copy holds.
+            meanwhile: Called before the outcome is known, while kernels run. What it raises is
+                raised.
+        """
+        self._take(readers)
+        if meanwhile is not None:
+            meanwhile()
+        found, room = list[Found](), max_held_bytes
+        for section in self.space.sections:
+            group = _tiles_of_group(bucket_bytes, section.item_size)
+            found.append(self._detector.find(section, group, room))
+            room -= _sizes(found[-1], 0, -1).num_bytes
+        ledger = self.ledger.copy()
+        ledger.sums[:] = self._sums
+        return DeltaPlan(
+            self,
+            self._detector,
+            found,
+            ledger,
+            bucket_bytes=bucket_bytes,
+            max_held_bytes=max_held_bytes,
+            base_version=base_version,
+        )
+
+    def full(self, *, bucket_bytes: int) -> FullPlan:
+        """All of the copy, in payloads of at most so many bytes."""
+        return FullPlan(self._detector, self.ledger, bucket_bytes=bucket_bytes)
+
+    def overwritten(self, changes: Changes, sums: NDArray[np.uint64]) -> None:
+        """The copy took these before they are decided, which changes its digests by `sums`."""
+        tiles, _ = changes.table()
+        self._detector.ahead[tiles] = True
+        self._sums += sums
+
+    def decided(self, ledger: Ledger) -> None:
+        """The copy is what receivers hold."""
+        self.ledger, self._sums = ledger, ledger.sums.copy()
+        self._detector.ahead[:] = False
+
+    def _take(self, readers: Sequence[Reader]) -> None:
+        self._detector.take([readers[number] for number in self.space.order.tolist()])
+
+
+class DeltaPlan:
+    """The changes since the snapshot.
+
+    Attributes:
+        nnz: Elements that differ.
+        base_version, payload_bytes, places, held_bytes: As of `Delta`.
+    """
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        detector: Detector,
+        found: Sequence[Found],
+        ledger: Ledger,
+        *,
+        bucket_bytes: int,
+        max_held_bytes: int,
+        base_version: int,
+    ) -> None:
+        self._snapshot, self._detector, self._found, self._ledger = snapshot, detector, found, ledger
+        self._kept: list[Changes] = []
+        self.base_version: int | None = base_version
+        self._buckets = [
+            (one, low, high, _sizes(one, low, high))
+            for one in found
+            for low, high in _distributed(one, bucket_bytes)
+        ]
+        self.payload_bytes = self.held_bytes = self.places = 0
+        self._num_held = 0
+        for _, _, _, sizes in self._buckets:
+            self.payload_bytes += sizes.num_bytes
+            self.places += sizes.places
+            if self.payload_bytes <= max_held_bytes:
+                self.held_bytes, self._num_held = self.payload_bytes, self._num_held + 1
+
+    @property
+    def ledger(self) -> Ledger:
+        """Digests of what was packed."""
+        return self._ledger
+
+    @property
+    def nnz(self) -> int:
+        return int(sum(one.counts.sum() for one in self._found))
+
+    @property
+    def changed(self) -> Ints:
+        return np.flatnonzero(self._by_share())
+
+    def counts(self) -> Ints:
+        return self._by_share()[self.changed]
+
+    def buckets(self) -> Iterator[Bucket]:
+        """The payloads."""
+        device = self._snapshot.device or torch.device("cpu")
+        for number, (found, low, high, sizes) in enumerate(self._buckets):
+            is_held = number < self._num_held
+            yield Bucket(sizes, device, partial(self._pack, found, low, high, is_held))
+
+    def decided(self) -> None:
+        """Advance the snapshot by what was held."""
+        for changes in self._kept:
+            self._detector.advance(changes)
+        self._kept.clear()
+        self._snapshot.decided(self._ledger)
+
+    def _by_share(self) -> Ints:
+        """int64[shares], as they were given."""
+        space = self._snapshot.space
+        counts = np.zeros(len(space.shares), np.int64)
+        for one in self._found:
+            counts[space.order] += one.counts
+        return counts
+
+    def _pack(
+        self,
+        found: Found,
+        low: int,
+        high: int,
+        is_held: bool,
+        payload: Tensor,
+        packed: Callable[[], None],
+    ) -> None:
+        sums = np.zeros_like(self._ledger.sums)
+        try:
+            changes = found.emit(low, high, payload, sums)
+        except SourceMoved:
+            raise SourceChanged(
+                "the source was written while it was sent: let nothing step or load until "
+                "send_weights returns, or has called on_source_read"
+            ) from None
+        self._ledger.sums += sums
+        packed()
+        if is_held:
+            self._kept.append(Changes.of(payload.clone(), changes.sizes))
+        else:
+            self._snapshot.overwritten(changes, sums)
+            self._detector.advance(changes)
+
+
+class FullPlan:
+    """The whole snapshot: for receivers whose weights are not known."""
+
+    base_version: int | None = None
+    places = 0
+
+    def __init__(self, detector: Detector, ledger: Ledger, *, bucket_bytes: int) -> None:
+        self._detector, self.ledger = detector, ledger
+        space = detector.space
+        self._buckets: list[tuple[int, int]] = []
+        for section in space.sections:
+            step = max(1, bucket_bytes // _tile_bytes(section.item_size))
+            for low in range(section.first, section.stop, step):
+                self._buckets.append((low, min(low + step, section.stop)))
+        self.payload_bytes = sum(full_sizes(space, *bounds).num_bytes for bounds in self._buckets)
+
+    def buckets(self) -> Iterator[Bucket]:
+        """Every tile, whole."""
+        device = self._detector.device or torch.device("cpu")
+        for low, high in self._buckets:
+            sizes = full_sizes(self._detector.space, low, high)
+            yield Bucket(sizes, device, partial(self._pack, low, high))
+
+    def decided(self) -> None:
+        """The snapshot is what was sent."""
+
+    def _pack(self, low: int, high: int, payload: Tensor, packed: Callable[[], None]) -> None:
+        self._detector.full(low, high, payload)
+        packed()
+
+
+def _tile_bytes(item_size: int) -> int:
+    """The most that one tile takes of a payload."""
+    return TILE * item_size + 4 * ALIGNMENT
+
+
+def _tiles_of_group(bucket_bytes: int, item_size: int) -> int:
+    """So many that they fit into a payload, whatever changes of them."""
+    return max(1, min(_MOST_TILES, bucket_bytes // _tile_bytes(item_size)))
+
+
+def _sizes(found: Found, low: int, high: int) -> Sizes:
+    """Of the changes in groups [low, high)."""
+    return Sizes(found.section.item_size, *(int(n) for n in found.ends[high] - found.ends[low]))
+
+
+def _distributed(found: Found, bucket_bytes: int) -> Iterator[tuple[int, int]]:
+    """[low, high): groups that go into one payload."""
+    low, last = 0, len(found.ends) - 1
+    while low < last:
+        high = low + 1
+        while high < last and _sizes(found, low, high + 1).num_bytes <= bucket_bytes:
+            high += 1
+        if _sizes(found, low, high).tiles:
+            yield low, high
+        low = high

@@ -1,0 +1,363 @@
+"""The receiving half: changes checked and kept beside live weights, then written, or taken back.
+
+Lanes of parameters that lie in host memory in one run are worked on together; the rest goes by
+parameter, through `Live`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from deltasync.delta.bits import Flat, Live, are_equal
+from deltasync.delta.changes import Changes
+from deltasync.delta.host import Pieces, Table, chunks_of, digest_run, memory
+from deltasync.delta.kernels import host as kernels
+from deltasync.delta.ledger import Ledger
+from deltasync.delta.tiles import CHUNK, Ints, Space
+from deltasync.errors import DigestMismatch, LimitExceeded
+from deltasync.wire.digest import MASK
+
+_BLOCK = 1 << 14  # elements written before they are read back: their lines fit the L2 cache
+_POSITION_BYTES = 8
+
+
+def staged_bytes_of(*, payload_bytes: int, places: int) -> int:
+    """Memory that staging takes at most: what comes, the bits before it, and an address for each
+    lane."""
+    return 2 * payload_bytes + _POSITION_BYTES * places
+
+
+class Target:
+    """Live weights, bound to the layout of a sender.
+
+    Args:
+        flats: Those that are held, by number in the layout. They must outlive this object.
+        space: All of the layout, whole.
+
+    Attributes:
+        flats, space: The same.
+        ledger: Digests of the version that they hold. Replaced by the caller.
+        num_bytes: Of the weights.
+    """
+
+    def __init__(self, flats: Mapping[int, Live], space: Space) -> None:
+        self.flats, self.space, self.ledger = flats, space, Ledger(space)
+        self.num_bytes = sum(flat.numel * flat.dtype.item_size for flat in flats.values())
+        self._share_of = np.argsort(space.parameter)  # by number in the layout
+        self.ledger.sums[:] = self.measure(np.arange(space.num_chunks))
+
+    def share_of(self, parameter: int) -> int:
+        """Its share of `space`."""
+        return int(self._share_of[parameter])
+
+    def measure(self, chunks: Ints) -> NDArray[np.uint64]:
+        """uint64[n]: the digests of int64[n] chunks of the ledger, read from memory."""
+        found = np.zeros(len(chunks), np.uint64)
+        for n, chunk in enumerate(chunks.tolist()):
+            share, start, stop = self.ledger.bounds(chunk)
+            parameter = int(self.space.parameter[share])
+            if (flat := self.flats.get(parameter)) is None:
+                continue
+            held = flat.held(start, stop)
+            if held is None:
+                found[n] = digest_run(self.space, share, start, flat.read(start, stop))
+            elif len(held):
+                found[n] = self.digests_at(share, held, flat.gather(held))[1].sum()
+        return found
+
+    def digests_at(self, share: int, positions: Tensor, bits: Tensor) -> tuple[Ints, NDArray[Any]]:
+        """(int64[k] chunks, uint64[k]): digests of int[n] bits at increasing int64[n] positions of
+        a parameter."""
+        where = positions.cpu().numpy()
+        chunk = where // CHUNK
+        cuts = np.concatenate(([0], np.flatnonzero(np.diff(chunk)) + 1, [len(where)]))
+        keys = np.full(len(cuts) - 1, self.space.seeds[share])
+        sums = kernels.digest_pieces(where, bits.cpu().numpy(), keys, cuts)
+        return self.space.first_chunk[share] + chunk[cuts[:-1]], sums
+
+
+class Lane:
+    """Where what a rank of a trainer sends is in the live weights.
+
+    Args:
+        target: The weights.
+        space: What the rank sends.
+    """
+
+    def __init__(self, target: Target, space: Space) -> None:
+        self.target, self.space = target, space
+        self._flats = [target.flats.get(share.number) for share in space.shares]
+        shares = list(zip(space.shares, self._flats, strict=True))
+        self._is_simple = np.array([_is_simple(flat) and not s.gap for s, flat in shares], np.bool_)
+        self._is_held = np.array([flat is not None for flat in self._flats], np.bool_)
+        whole = np.array([target.share_of(share.number) for share in space.shares], np.int64)
+        starts = np.array([share.region.start for share in space.shares], np.int64)
+        self._whole = whole
+        self._elements = target.space.first_chunk[whole] * CHUNK + starts
+        self._begins = np.zeros(len(shares), np.int64)
+        for number in np.flatnonzero(self._is_simple).tolist():
+            flat, share = self._flats[number], space.shares[number]
+            assert flat is not None
+            self._begins[number] = flat.line.data_ptr() + share.region.start * flat.line.itemsize
+
+    def changes(self, changes: Changes, sums: NDArray[np.uint64]) -> Iterator[Staged]:
+        """What changes that were checked write here. What it changes of digests is added to
+        `sums`. Their memory is copied."""
+        table = Table(self.space, changes)
+        kind = self._is_simple[self.space.share[table.tiles]]
+        if kind.all():
+            yield from self._lanes(table, changes.values.cpu(), sums)
+        else:
+            yield from self._by_parameter(table, changes.values, sums)
+        for run in table.runs():
+            yield from self._whole_run(run.share, run.start, changes.whole[run.there], sums)
+
+    def _lanes(self, table: Table, values: Tensor, sums: NDArray[np.uint64]) -> Iterator[Staged]:
+        if not len(values):
+            return
+        at, everything = table.at(self._begins), memory(values.element_size())
+        old, new = everything[at], kernels.unsigned(values).copy()
+        _account(sums, table.pieces(self._elements), old, new)
+        yield HostLanes(at, new, old)
+
+    def _by_parameter(
+        self, table: Table, values: Tensor, sums: NDArray[np.uint64]
+    ) -> Iterator[Staged]:
+        """Lanes, share by share."""
+        share, positions = self.space.share[table.tiles], table.positions()
+        bounds = np.flatnonzero(np.diff(share, prepend=-1, append=-1))
+        ends = np.concatenate(([0], table.ends))
+        for low, high in pairwise(bounds.tolist()):
+            number, lanes = int(share[low]), slice(int(ends[low]), int(ends[high]))
+            if lanes.start == lanes.stop:
+                continue
+            where = torch.from_numpy(positions[lanes])
+            yield from self._scattered(number, where, values[lanes], sums)
+
+    def _scattered(
+        self, share: int, where: Tensor, values: Tensor, sums: NDArray[np.uint64]
+    ) -> Iterator[Staged]:
+        """Elements at int64[n] places of a share."""
+        flat, region = self._flats[share], self.space.shares[share].region
+        if flat is None:
+            return
+        positions = region.places(where).to(flat.line.device)
+        new = values.to(flat.line.device, copy=True)
+        if (kept := flat.keeps(positions)) is not None:
+            positions, new = positions[kept], new[kept]
+        if not len(new):
+            return
+        old = flat.gather(positions)
+        for bits, add in ((new, np.add), (old, np.subtract)):
+            add.at(sums, *self.target.digests_at(int(self._whole[share]), positions, bits))
+        yield Elements(self.space.shares[share].spec.name, flat, 0, positions, new, old)
+
+    def _whole_run(
+        self, share: int, start: int, bits: Tensor, sums: NDArray[np.uint64]
+    ) -> Iterator[Staged]:
+        """A run of a share."""
+        flat, one = self._flats[share], self.space.shares[share]
+        if flat is None:
+            return
+        for chunk, low, high in chunks_of(self._elements[share], start, start + len(bits)):
+            new = bits[low - start : high - start]
+            begin = one.region.start + low
+            if one.gap or flat.held(begin, begin + len(new)) is not None:
+                yield from self._scattered(share, torch.arange(low, high), new, sums)
+                continue
+            new = new.to(flat.line.device, copy=True)
+            old = flat.read(begin, begin + len(new)).clone()
+            whole = int(self._whole[share])
+            gained, lost = (digest_run(self.target.space, whole, begin, b) for b in (new, old))
+            sums[chunk : chunk + 1] += np.uint64((gained - lost) & MASK)
+            yield Elements(one.spec.name, flat, begin, None, new, old)
+
+
+class Staged(Protocol):
+    """Elements of live weights, checked and ready to be written."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def commit(self) -> None:
+        """Write, and read back. Raises DigestMismatch."""
+        ...
+
+    def restore(self) -> None:
+        """Write the old bits."""
+        ...
+
+    def is_restored(self) -> bool:
+        """Whether they are there."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostLanes:
+    """Scattered elements in host memory.
+
+    Attributes:
+        at: int64[n]: indices of `memory`.
+        new, old: unsigned[n]: bits.
+    """
+
+    at: Ints
+    new: NDArray[Any]
+    old: NDArray[Any]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.at.nbytes + self.new.nbytes + self.old.nbytes
+
+    def commit(self) -> None:
+        everything = memory(self.new.itemsize)
+        for begin in range(0, len(self.at), _BLOCK):
+            at, new = self.at[begin : begin + _BLOCK], self.new[begin : begin + _BLOCK]
+            everything[at] = new
+            if not np.array_equal(everything[at], new):
+                raise DigestMismatch("the weights read back are not those that were written")
+
+    def restore(self) -> None:
+        memory(self.old.itemsize)[self.at] = self.old
+
+    def is_restored(self) -> bool:
+        return np.array_equal(memory(self.old.itemsize)[self.at], self.old)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Elements:
+    """Elements of one parameter, wherever it lives.
+
+    Attributes:
+        name: Of the parameter.
+        live: Where they are written.
+        start: Flat position of the first element of a run.
+        positions: int64[n] flat positions; None for a run.
+        new, old: int[n]: bits.
+    """
+
+    name: str
+    live: Live
+    start: int
+    positions: Tensor | None
+    new: Tensor
+    old: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        positions = 0 if self.positions is None else self.positions.nbytes
+        return positions + self.new.nbytes + self.old.nbytes
+
+    def commit(self) -> None:
+        self._write(self.new)
+        if not self._is_there(self.new):
+            raise DigestMismatch(
+                f"{self.name}: the weights read back are not those that were written"
+            )
+
+    def restore(self) -> None:
+        self._write(self.old)
+
+    def is_restored(self) -> bool:
+        return self._is_there(self.old)
+
+    def _write(self, bits: Tensor) -> None:
+        if self.positions is None:
+            self.live.write(self.start, bits)
+        else:
+            self.live.scatter(self.positions, bits)
+
+    def _is_there(self, bits: Tensor) -> bool:
+        if self.positions is None:
+            return are_equal(self.live.read(self.start, self.start + len(bits)), bits)
+        return torch.equal(self.live.gather(self.positions), bits)
+
+
+class Staging:
+    """The changes of one sync at a receiver, from checked bytes to written weights.
+
+    Staging checks, copies and predicts while the engine serves and writes nothing; `commit`
+    writes and reads back; `undo` restores.
+
+    With `in_place`, for receivers without that memory, what is staged is written at once and
+    nothing of it is kept. A payload is checked whole before its first element is written. The
+    engine must be paused. There is no undo: broken off after a write, the model is dirty.
+
+    Args:
+        target: The live weights.
+        max_bytes: Memory of what is staged. Beyond it `stage` raises LimitExceeded.
+        in_place: Write what is staged, at once.
+        writing: Called before `stage` writes in place.
+
+    Attributes:
+        in_place: Whether it does so.
+        ledger: The digests that the weights have after `commit`.
+        staged_bytes: Memory held.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        max_bytes: int,
+        in_place: bool = False,
+        writing: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.in_place, self._writing, self._max_bytes = in_place, writing, max_bytes
+        self._staged: list[Staged] = []
+        self.ledger = target.ledger.copy()
+        self.staged_bytes = 0
+
+    def stage(self, lane: Lane, changes: Changes) -> None:
+        """Take changes over that were checked; their memory is copied. Raises LimitExceeded."""
+        for staged in lane.changes(changes, self.ledger.sums):
+            if self.in_place:
+                self._writing()
+                staged.commit()
+                continue
+            self.staged_bytes += staged.num_bytes
+            if self.staged_bytes > self._max_bytes:
+                raise LimitExceeded("the sync is larger than its begin declared")
+            self._staged.append(staged)
+
+    def commit(self) -> int:
+        """Write everything and read it back. Returns the digest of the weights.
+
+        Raises DigestMismatch for what is not there, and whatever a write raises; the caller then
+        calls `undo`.
+        """
+        for staged in self._staged:
+            staged.commit()
+        return self.ledger.total
+
+    def undo(self) -> None:
+        """Put the old bits back and check that they are there. Raises DigestMismatch."""
+        if self.in_place:
+            raise DigestMismatch("weights that were written in place cannot be put back")
+        for staged in reversed(self._staged):
+            staged.restore()
+        if not all(staged.is_restored() for staged in self._staged):
+            raise DigestMismatch("undo failed")
+
+
+def _account(sums: NDArray[np.uint64], pieces: Pieces, old: Any, new: Any) -> None:
+    np.add.at(sums, pieces.chunk, pieces.digests(new))
+    np.subtract.at(sums, pieces.chunk, pieces.digests(old))
+
+
+def _is_simple(flat: Live | None) -> bool:
+    """Whether all elements lie in host memory in one run."""
+    return (
+        isinstance(flat, Flat)
+        and flat.is_contiguous
+        and flat.line.is_cpu
+        and not flat.line.data_ptr() % flat.line.itemsize
+    )

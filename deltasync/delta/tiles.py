@@ -1,0 +1,122 @@
+"""The flat space: all elements that one rank sends, as one row of tiles.
+
+A tile is a run of at most `TILE` elements of one share, in the order of the share; only the last
+tile of a share has fewer. Shares are ordered by the bytes of their elements, then by parameter. So
+a tile has one number at both ends, and every question of a sync is about tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltasync.delta.region import Region
+from deltasync.delta.shard import Share
+from deltasync.wire.changes import TILE
+from deltasync.wire.digest import GOLDEN_RATIO, MASK, seed
+
+Ints: TypeAlias = NDArray[np.int64]
+
+CHUNK_TILES = 64
+"""Tiles whose digests are one number in a ledger."""
+
+CHUNK = CHUNK_TILES * TILE
+"""Elements of these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """The tiles of one item size.
+
+    Attributes:
+        item_size: Bytes of an element.
+        first, stop: Its tiles.
+    """
+
+    item_size: int
+    first: int
+    stop: int
+
+
+class Space:
+    """The tiles of some shares.
+
+    Attributes:
+        given: The shares, as they were given.
+        order: int64[shares]: which of these each is, in the order of their tiles.
+        shares: The shares in that order.
+        first: int64[shares + 1]: the first tile of each.
+        share: int64[tiles]: which share each is a part of.
+        start: int64[tiles]: its first element, counted within the share.
+        numel: int32[tiles]: its elements.
+        key: uint64[tiles]: the digest seed of its first element.
+        chunk: int32[tiles]: its place in the sums of a `Ledger` of these shares.
+        sections: By item size.
+    """
+
+    def __init__(self, shares: Sequence[Share]) -> None:
+        self.given = tuple(shares)
+        sizes = np.array([share.spec.dtype.item_size for share in shares], np.int64)
+        self.order: Ints = np.argsort(sizes, kind="stable")
+        self.shares = tuple(self.given[number] for number in self.order)
+        self.item_size: Ints = sizes[self.order]
+        self.share_numel: Ints = np.array([share.numel for share in self.shares], np.int64)
+        each = -(-self.share_numel // TILE)
+        self.first: Ints = np.concatenate(([0], np.cumsum(each)))
+        self.share: Ints = np.repeat(np.arange(len(each)), each)
+        nth = np.arange(len(self.share)) - self.first[self.share]
+        self.start: Ints = nth * TILE
+        self.numel = np.minimum(TILE, self.share_numel[self.share] - self.start).astype(np.int32)
+        keys = [(seed(s.spec.name) + s.region.start * GOLDEN_RATIO) & MASK for s in self.shares]
+        self.seeds: NDArray[np.uint64] = np.array(keys, np.uint64)
+        begins = self.start.view(np.uint64) * np.uint64(GOLDEN_RATIO)
+        self.key: NDArray[np.uint64] = self.seeds[self.share] + begins
+        chunks = -(-each // CHUNK_TILES)
+        self.first_chunk: Ints = np.concatenate(([0], np.cumsum(chunks)))
+        self.chunk = (self.first_chunk[self.share] + nth // CHUNK_TILES).astype(np.int32)
+        self.sections = tuple(
+            Section(int(size), *self._bounds(self.item_size == size)) for size in np.unique(sizes)
+        )
+
+    def __len__(self) -> int:
+        return len(self.share)
+
+    @property
+    def num_chunks(self) -> int:
+        """Numbers in a ledger."""
+        return int(self.first_chunk[-1])
+
+    @cached_property
+    def gaps(self) -> dict[int, Region]:
+        """The shares that are no run in their parameter, and where their elements lie from the
+        first one on."""
+        return {n: Region(0, s.region.dims) for n, s in enumerate(self.shares) if s.gap}
+
+    @cached_property
+    def parameter(self) -> Ints:
+        """int64[shares]: the number of the parameter in the layout."""
+        return np.array([share.number for share in self.shares], np.int64)
+
+    def section_of(self, item_size: int) -> Section | None:
+        """The tiles of elements of so many bytes."""
+        return next((one for one in self.sections if one.item_size == item_size), None)
+
+    def parts(self, low: int, high: int) -> Iterator[tuple[int, int, int]]:
+        """(share, start, stop): of each share that has some of the tiles [low, high)."""
+        first, last = self.share[low], self.share[high - 1]
+        for share in range(int(first), int(last) + 1):
+            start = max(0, low - int(self.first[share])) * TILE
+            stop = min(int(self.share_numel[share]), (high - int(self.first[share])) * TILE)
+            if start < stop:
+                yield share, start, stop
+
+    def _bounds(self, these: NDArray[np.bool_]) -> tuple[int, int]:
+        """The tiles of shares that stand side by side."""
+        numbers = np.flatnonzero(these)
+        return int(self.first[numbers[0]]), int(self.first[numbers[-1] + 1])
+
