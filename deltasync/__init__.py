@@ -12,7 +12,6 @@ if TYPE_CHECKING:  # each public name, written once: what follows reads this blo
     from deltasync.delta.diff import apply_patch as apply_patch
     from deltasync.delta.diff import diff as diff
     from deltasync.delta.patch import Patch as Patch
-    from deltasync.delta.policy import Policy as Policy
     from deltasync.delta.shard import ShardSpec as ShardSpec
     from deltasync.delta.sparsity import sparsity as sparsity
     from deltasync.engines.reloaded import ReloadedTarget as ReloadedTarget

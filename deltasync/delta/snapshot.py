@@ -91,7 +91,6 @@ class Bucket:
         device: Where it is packed.
         pack: Writes it to uint8[sizes.num_bytes]. Calls what is given when it stands there, before
             anything of what it changes is overwritten.
-        old: Returns [N]: the bits that its values replace. Ask before `pack` returns.
     """
 
     sizes: Sizes
@@ -105,11 +104,13 @@ class Plan(Protocol):
     Attributes:
         base_version: The version that it fits on, or None when it fits on any.
         payload_bytes, places: Of all payloads together.
+        space: What they are of.
     """
 
     base_version: int | None
     payload_bytes: int
     places: int
+    space: Space
 
     @property
     def ledger(self) -> Digests:
@@ -165,7 +166,10 @@ class Snapshot:
         space: The tiles.
         ledger: The digests of the version that receivers hold.
         num_bytes: Of the copy.
+        bucket_bytes: The largest payload, unless the options say otherwise.
     """
+
+    bucket_bytes = 64 << 20
 
     def __init__(
         self,
@@ -278,6 +282,7 @@ class DeltaPlan:
         base_version: int,
     ) -> None:
         self._snapshot, self._detector, self._found, self._ledger = snapshot, detector, found, ledger
+        self.space = snapshot.space
         self._kept: list[Changes] = []
         self.base_version: int | None = base_version
         self._buckets = [
@@ -325,7 +330,7 @@ class DeltaPlan:
 
     def _by_share(self) -> Ints:
         """int64[shares], as they were given."""
-        space = self._snapshot.space
+        space = self.space
         counts = np.zeros(len(space.shares), np.int64)
         for one in self._found:
             counts[space.order] += one.counts
@@ -365,7 +370,7 @@ class FullPlan:
 
     def __init__(self, detector: Detector, ledger: Ledger, *, bucket_bytes: int) -> None:
         self._detector, self.ledger = detector, ledger
-        space = detector.space
+        space = self.space = detector.space
         self._buckets: list[tuple[int, int]] = []
         for section in space.sections:
             step = max(1, bucket_bytes // _tile_bytes(section.item_size))
@@ -377,7 +382,7 @@ class FullPlan:
         """Every tile, whole."""
         device = self._detector.device or torch.device("cpu")
         for low, high in self._buckets:
-            sizes = full_sizes(self._detector.space, low, high)
+            sizes = full_sizes(self.space, low, high)
             yield Bucket(sizes, device, partial(self._pack, low, high))
 
     def decided(self) -> None:

@@ -35,7 +35,7 @@ def staged_bytes_of(*, payload_bytes: int, places: int) -> int:
     return 2 * payload_bytes + _POSITION_BYTES * places
 
 
-class Target:
+class LiveWeights:
     """Live weights, bound to the layout of a sender.
 
     Args:
@@ -88,20 +88,19 @@ class Lane:
     """Where what a rank of a trainer sends is in the live weights.
 
     Args:
-        target: The weights.
+        live: The weights.
         space: What the rank sends.
     """
 
-    def __init__(self, target: Target, space: Space) -> None:
-        self.target, self.space = target, space
-        self._flats = [target.flats.get(share.number) for share in space.shares]
+    def __init__(self, live: LiveWeights, space: Space) -> None:
+        self._live, self.space = live, space
+        self._flats = [live.flats.get(share.number) for share in space.shares]
         shares = list(zip(space.shares, self._flats, strict=True))
         self._is_simple = np.array([_is_simple(flat) and not s.gap for s, flat in shares], np.bool_)
-        self._is_held = np.array([flat is not None for flat in self._flats], np.bool_)
-        whole = np.array([target.share_of(share.number) for share in space.shares], np.int64)
+        whole = np.array([live.share_of(share.number) for share in space.shares], np.int64)
         starts = np.array([share.region.start for share in space.shares], np.int64)
         self._whole = whole
-        self._elements = target.space.first_chunk[whole] * CHUNK + starts
+        self._elements = live.space.first_chunk[whole] * CHUNK + starts
         self._begins = np.zeros(len(shares), np.int64)
         for number in np.flatnonzero(self._is_simple).tolist():
             flat, share = self._flats[number], space.shares[number]
@@ -157,7 +156,7 @@ class Lane:
             return
         old = flat.gather(positions)
         for bits, add in ((new, np.add), (old, np.subtract)):
-            add.at(sums, *self.target.digests_at(int(self._whole[share]), positions, bits))
+            add.at(sums, *self._live.digests_at(int(self._whole[share]), positions, bits))
         yield Elements(self.space.shares[share].spec.name, flat, 0, positions, new, old)
 
     def _whole_run(
@@ -176,7 +175,7 @@ class Lane:
             new = new.to(flat.line.device, copy=True)
             old = flat.read(begin, begin + len(new)).clone()
             whole = int(self._whole[share])
-            gained, lost = (digest_run(self.target.space, whole, begin, b) for b in (new, old))
+            gained, lost = (digest_run(self._live.space, whole, begin, b) for b in (new, old))
             sums[chunk : chunk + 1] += np.uint64((gained - lost) & MASK)
             yield Elements(one.spec.name, flat, begin, None, new, old)
 
@@ -292,7 +291,7 @@ class Staging:
     engine must be paused. There is no undo: broken off after a write, the model is dirty.
 
     Args:
-        target: The live weights.
+        live: The live weights.
         max_bytes: Memory of what is staged. Beyond it `stage` raises LimitExceeded.
         in_place: Write what is staged, at once.
         writing: Called before `stage` writes in place.
@@ -305,7 +304,7 @@ class Staging:
 
     def __init__(
         self,
-        target: Target,
+        live: LiveWeights,
         *,
         max_bytes: int,
         in_place: bool = False,
@@ -313,7 +312,7 @@ class Staging:
     ) -> None:
         self.in_place, self._writing, self._max_bytes = in_place, writing, max_bytes
         self._staged: list[Staged] = []
-        self.ledger = target.ledger.copy()
+        self.ledger = live.ledger.copy()
         self.staged_bytes = 0
 
     def stage(self, lane: Lane, changes: Changes) -> None:

@@ -17,8 +17,11 @@ from numpy.typing import NDArray
 
 from deltasync.delta.region import Region
 from deltasync.delta.shard import Share
+from deltasync.errors import InvalidTable
 from deltasync.wire.changes import TILE
 from deltasync.wire.digest import GOLDEN_RATIO, MASK, seed
+from deltasync.wire.messages import ParameterSpec
+from deltasync.wire.shares import SHARE
 
 Ints: TypeAlias = NDArray[np.int64]
 
@@ -92,6 +95,14 @@ class Space:
         return int(self.first_chunk[-1])
 
     @cached_property
+    def is_whole(self) -> bool:
+        """Whether it has all of each parameter, in the order of the layout."""
+        return all(
+            share.number == place and share.region == Region.run(0, share.spec.numel)
+            for place, share in enumerate(self.given)
+        )
+
+    @cached_property
     def gaps(self) -> dict[int, Region]:
         """The shares that are no run in their parameter, and where their elements lie from the
         first one on."""
@@ -120,3 +131,32 @@ class Space:
         numbers = np.flatnonzero(these)
         return int(self.first[numbers[0]]), int(self.first[numbers[-1] + 1])
 
+
+
+def table_of(space: Space) -> NDArray[np.uint8]:
+    """uint8[n]: the payload of `Shares`, see `wire.shares`."""
+    rows = np.zeros(len(space.given), SHARE)
+    for row, share in zip(rows, space.given, strict=True):
+        cols, gap = share.region.rows
+        count = share.numel // cols
+        row["parameter"], row["start"] = share.number, share.region.start
+        row["rows"], row["cols"], row["stride"] = count, cols, cols + gap
+    return rows.view(np.uint8)
+
+
+def space_of(table: NDArray[np.uint8], specs: Sequence[ParameterSpec]) -> Space:
+    """What the payload of `Shares` says of a layout. Raises InvalidTable."""
+    rows = np.frombuffer(table.tobytes(), SHARE)
+    shares, before = list[Share](), (0, 0)
+    for number, row in enumerate(rows.tolist()):
+        parameter, reserved, start, count, cols, stride = row
+        stop = start + (count - 1) * stride + cols
+        good = not reserved and parameter < len(specs) and count and cols <= stride
+        if not good or (parameter, start) < before or stop > specs[parameter].numel:
+            raise InvalidTable(
+                f"share {number}: out of its parameter, or out of order", row=number
+            )
+        before = parameter, stop
+        region = Region(start, ((count, stride), (cols, 1)))
+        shares.append(Share(parameter, specs[parameter], region))
+    return Space(shares)

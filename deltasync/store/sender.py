@@ -14,8 +14,8 @@ from typing import Literal
 
 import numpy as np
 
-from deltasync.delta.backend import Delta
-from deltasync.delta.codecs.coding import Coding
+from deltasync.delta.snapshot import Delta
+from deltasync.delta.coding import Coding
 from deltasync.delta.digests import DigestLedger, Ints, digest_text
 from deltasync.delta.host.backend import DeltaPlan
 from deltasync.delta.modes import plain_mode

@@ -8,11 +8,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from deltasync.delta.backend import Kernels
-from deltasync.delta.bucket import MIN_BUCKET_BYTES
-from deltasync.delta.codecs.coding import Coding
+from deltasync.delta.coding import Coding
 from deltasync.delta.options import OptionsModel
-from deltasync.delta.policy import Policy
+from deltasync.delta.snapshot import MIN_BUCKET_BYTES, Kernels
 from deltasync.errors import ConfigError
 from deltasync.transports.control.connection import LONGEST_S
 from deltasync.wire.frame import MAX_PAYLOAD_BYTES
@@ -22,7 +20,6 @@ from deltasync.wire.messages import StreamId
 class SenderOptions(OptionsModel):
     """How a sender sends. Sizes in bytes."""
 
-    policy: Policy = Policy()
     bucket_bytes: int | None = Field(
         default=None,
         ge=MIN_BUCKET_BYTES,
@@ -81,8 +78,6 @@ _FIXED = ("kernels", "leave_out", "snapshot_device", "stream_id", "wire_dtypes")
 def check_replaceable(old: SenderOptions, new: SenderOptions) -> None:
     """Raise ConfigError, by name, for what takes effect in a new sender alone."""
     fixed = [name for name in _FIXED if getattr(old, name) != getattr(new, name)]
-    if old.policy.chunk_numel != new.policy.chunk_numel:
-        fixed.append("policy.chunk_numel")
     if fixed:
         raise ConfigError(f"{', '.join(fixed)} cannot change now: make a new WeightSender with it")
 
@@ -115,12 +110,6 @@ class ReceiverOptions(OptionsModel):
         default=64,
         ge=0,
         description="re-compute 1/scrub_every of the weights at each sync; 0 for never",
-    )
-    chunk_numel: int | None = Field(
-        default=None,
-        ge=1,
-        lt=1 << 31,
-        description="elements that one digest covers; None for what fits the device",
     )
     kernels: Kernels = Field(
         default="auto",

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 
 from torch import Tensor
 
-from deltasync.delta.batched.streams import own_stream
+from deltasync.delta.streams import own_stream
 from deltasync.delta.ledger import digest_text
 from deltasync.delta.modes import plain_mode
 from deltasync.errors import (
@@ -297,11 +297,13 @@ class WeightReceiver(BaseReceiver):
             case messages.Layout():
                 self._bind(message)
             case messages.Welcome() if self._session.state is ReceiverState.READY:
-                self._weights.proved = self._weights.backend.ledger
+                self._weights.proved = self._weights.live.ledger
             case messages.Upcoming() if not self._session.detached:
                 self._weights.check_early()
             case messages.Begin() if self._session.declined is None:
                 self._begin(message)
+            case messages.Shares() if self._session.declined is None:
+                self._weights.take_shares(message, payload, lane)
             case messages.Bucket() if self._session.declined is None:
                 self._weights.stage(message, payload, lane, progress=self._links.progress)
             case messages.Prepare() if self._session.declined is not None and not lane:
@@ -322,7 +324,7 @@ class WeightReceiver(BaseReceiver):
         """Find the weights of the layout and measure them."""
         weights, session = self._weights, self._session
         weights.bind(layout.specs(), lanes=session.lanes, is_alone=self._world == 1)
-        self._stream = own_stream(weights.backend.device, self._stream)
+        self._stream = own_stream(weights.live.device, self._stream)
         self._reply(weights.held(half_written=session.half_written))
 
     def _begin(self, begin: messages.Begin) -> None:
@@ -330,7 +332,7 @@ class WeightReceiver(BaseReceiver):
         theirs = 2 * min(begin.timeout_s, _MAX_SENDER_TIMEOUT_S)
         self._silence_s = max(self._options.stall_timeout_s, theirs)
         if subscriptions:
-            self._record.begin(begin, begin.sparse_bytes + begin.dense_bytes)
+            self._record.begin(begin, begin.payload_bytes)
         self._weights.begin(begin)
 
     def _prepared(self, prepare: messages.Prepare) -> None:
@@ -349,7 +351,7 @@ class WeightReceiver(BaseReceiver):
         with suppress(TransportError):  # the version is decided, and the next receive will tell
             self._reply(messages.Committed(version=begun.version, digest=text, commit_s=commit_s))
         kind = "full" if begun.base_version is None else "delta"
-        num_bytes = begun.sparse_bytes + begun.dense_bytes
+        num_bytes = begun.payload_bytes
         what = (self.name, begun.version, kind, num_bytes, commit_s * 1e3)
         logger.info("%s wrote v%d: %s, %d bytes of patches, %.1f ms", *what)
         return commit_s

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
-from deltasync.delta.backend import Backend
-from deltasync.delta.batched.streams import OwnStream
+from deltasync.delta.staging import LiveWeights
+from deltasync.delta.streams import OwnStream
 from deltasync.errors import CallOrderError, DirtyReceiver
 from deltasync.sync.options import ReceiverOptions
 from deltasync.sync.protocol.links import OneCaller
@@ -27,12 +27,12 @@ class Held:
 
     Attributes:
         stream_id, version: Of which training run, and which version.
-        backend: The weights and their digests. Not owned.
+        live: The weights and their digests. Not owned.
     """
 
     stream_id: str
     version: int
-    backend: Backend
+    live: LiveWeights
 
 
 class BaseReceiver(Closing):
@@ -132,7 +132,7 @@ class BaseReceiver(Closing):
             if session.state is ReceiverState.COMMITTED or not weights.are_proved:
                 raise CallOrderError(f"{self.name} is between two versions: try again after it")
             self._synchronize()
-            yield Held(session.stream_id, session.version, weights.backend)
+            yield Held(session.stream_id, session.version, weights.live)
 
     def digests(self) -> dict[str, int]:
         """Return the digest of each parameter held, by each of its names. Raises DirtyReceiver."""
@@ -180,7 +180,6 @@ class BaseReceiver(Closing):
     def _synchronize(self) -> None:
         if self._stream is not None:
             self._stream.synchronize()  # kernels of a bucket may still read
-        self._weights.backend.synchronize()
 
     def _scrub(self) -> None:
         """Raise DirtyReceiver if weights have changed that no sync has touched."""

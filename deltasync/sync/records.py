@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-from deltasync.delta.backend import Applier
+from deltasync.delta.staging import Staging
 from deltasync.errors import (
     CallOrderError,
     DirtyReceiver,
@@ -120,7 +120,7 @@ class ReceiverRecord:
         if self._sync is not None:
             self._sync.marks.append((phase, time.perf_counter()))
 
-    def committed(self, commit_s: float, staging: Applier | None) -> None:
+    def committed(self, commit_s: float, staging: Staging | None) -> None:
         """The sync has ended well; it took so long to write and to read back."""
         sync, self._sync = self._sync, None
         if sync is not None and sync.begun is not None and staging is not None:

@@ -20,6 +20,9 @@ from itertools import accumulate
 ALIGNMENT = 16
 """Bytes."""
 
+PLACE_BYTES = 2
+"""Of a place."""
+
 TILE = 4096
 """Elements of a tile."""
 

@@ -19,10 +19,11 @@ from deltasync.errors import (
     TruncatedFrame,
     UnsupportedVersion,
 )
-from deltasync.wire.messages import Bucket, Message
+from deltasync.wire.messages import Bucket, Message, Shares
+from deltasync.wire.shares import SHARE
 
 MAGIC = b"DSYN"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MAX_MESSAGE_BYTES = 256 << 20
 MAX_PAYLOAD_BYTES = 1 << 30
 MAX_FAULTS = 64  # of one message, spelled out
@@ -60,16 +61,24 @@ def decode(
         message = _MESSAGE.validate_json(data)
     except ValidationError as error:
         raise MalformedMessage(_first_fault(error)) from error
-    if not isinstance(message, Bucket):
-        if payload_bytes:
-            raise MalformedMessage(f"a {message.kind} carries no payload")
-    elif message.raw_bytes > max_payload_bytes:
-        raise LimitExceeded(f"bucket of {message.raw_bytes} bytes, {max_payload_bytes} accepted")
-    elif message.compression == "none" and message.raw_bytes != payload_bytes:
-        raise MalformedMessage(f"{payload_bytes} payload bytes, {message.raw_bytes} declared raw")
+    _check_payload(message, payload_bytes, max_payload_bytes)
     if arrived_bytes not in (None, payload_bytes):
         raise TruncatedFrame(f"payload of {arrived_bytes} bytes, {payload_bytes} were declared")
     return message, payload_bytes
+
+
+def _check_payload(message: Message, payload_bytes: int, max_payload_bytes: int) -> None:
+    """Raises WireError unless a message may carry so many bytes."""
+    if isinstance(message, Shares):
+        if payload_bytes != message.num_shares * SHARE.itemsize:
+            raise MalformedMessage(f"{payload_bytes} bytes for {message.num_shares} shares")
+    elif not isinstance(message, Bucket):
+        if payload_bytes:
+            raise MalformedMessage(f"a {message.kind} carries no payload")
+    elif (raw_bytes := message.sizes.num_bytes) > max_payload_bytes:
+        raise LimitExceeded(f"bucket of {raw_bytes} bytes, {max_payload_bytes} accepted")
+    elif message.compression == "none" and raw_bytes != payload_bytes:
+        raise MalformedMessage(f"{payload_bytes} payload bytes, {raw_bytes} declared")
 
 
 def _first_fault(error: ValidationError) -> str:

@@ -23,6 +23,7 @@ from pydantic import (
 
 from deltasync import dtypes
 from deltasync.errors import ConfigError, UnknownDtype
+from deltasync.wire.changes import Sizes
 from deltasync.wire.compression import Compression
 
 MAX_DIMENSIONS = 64
@@ -231,8 +232,8 @@ class Upcoming(_Message):
 class Begin(_Message):
     """A sync begins.
 
-    It has the most bytes that may come, from which a receiver plans its memory, and how long the
-    sender waits for receivers in each phase, so that a receiver does not give up while the sender
+    It has the most bytes and places that may come, from which a receiver plans its memory, and how
+    long the sender waits for receivers in each phase, so that a receiver does not give up while the sender
     waits for another.
     """
 
@@ -241,8 +242,8 @@ class Begin(_Message):
     version: Version
     base_version: Version | None
     layout_hash: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-    sparse_bytes: Count
-    dense_bytes: Count
+    payload_bytes: Count
+    places: Count
     timeout_s: Seconds
 
 
@@ -253,15 +254,36 @@ class Attempt(_Message):
     number: Count
 
 
+class Shares(_Message):
+    """What a rank of a trainer sends on this lane from now on: see `wire.shares`.
+
+    Without it a lane carries all of the layout. Its payload has a row for each share.
+    """
+
+    kind: Literal["shares"] = "shares"
+    version: Version
+    num_shares: Annotated[int, Field(ge=0, lt=1 << 32)]
+
+
 class Bucket(_Message):
-    """Announces one payload of patches."""
+    """Announces one payload of changes, of tiles whose elements have `item_size` bytes.
+
+    It has so many `tiles`, `places` and elements of `whole` tiles: see `wire.changes`.
+    """
 
     kind: Literal["bucket"] = "bucket"
     version: Version
     sequence: Count
-    num_rows: Annotated[int, Field(ge=1, lt=1 << 32)]
-    raw_bytes: Count
+    item_size: Literal[1, 2, 4, 8]
+    tiles: Annotated[int, Field(ge=1, lt=1 << 32)]
+    places: Annotated[int, Field(ge=0, lt=1 << 40)]
+    whole: Annotated[int, Field(ge=0, lt=1 << 40)]
     compression: Compression
+
+    @property
+    def sizes(self) -> Sizes:
+        """Of the payload, when it is inflated."""
+        return Sizes(self.item_size, self.tiles, self.places, self.whole)
 
 
 class Prepare(_Message):
@@ -347,6 +369,7 @@ Message = (
     | Upcoming
     | Begin
     | Attempt
+    | Shares
     | Bucket
     | Prepare
     | Sealed

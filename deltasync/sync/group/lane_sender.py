@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from deltasync.delta.backend import Plan
-from deltasync.delta.codecs.coding import Coding
+from deltasync.delta.coding import Coding
+from deltasync.delta.snapshot import Plan
 from deltasync.errors import TransportError
 from deltasync.sync.protocol.frames import Emitter, SentBuckets
 from deltasync.sync.protocol.links import CallTimeout, SenderLink
@@ -72,12 +72,13 @@ class LaneSender:
         emitter = Emitter(plan, version, compression=compression, buffer=self._link.buffer)
         self._link.send(Attempt(number=attempt))
         try:
-            emitter.send_buckets(self._link.send)
+            emitter.send_buckets(self._link.send, with_shares=not self._link.knows(plan.space))
         except BaseException:
             with suppress(TransportError):
                 self._link.send(Abort(version=version, reason="a rank of the trainer failed"))
             raise
         self._link.send(emitter.prepare())
+        self._link.told(plan.space)
         return emitter.sent
 
     def _absent(self, receivers: Sequence[str], timeout_s: float) -> dict[str, str]:

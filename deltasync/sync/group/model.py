@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from deltasync.delta.backend import Digests
+from deltasync.delta.snapshot import Digests
 from deltasync.delta.ledger import digest_text
 from deltasync.delta.shard import ShardSpec, share_out
 from deltasync.errors import ReplicasDiffer

@@ -119,8 +119,8 @@ class SnapshotState(_Said):
 
     kind: Literal["snapshot"] = "snapshot"
     digests: tuple[Digest, ...]
-    sparse_bytes: Count
-    dense_bytes: Count
+    payload_bytes: Count
+    places: Count
     snapshot_bytes: Count
     alike: Alike = ()
 
@@ -139,8 +139,8 @@ class Compared(_Said):
     """
 
     kind: Literal["compared"] = "compared"
-    sparse_bytes: Count
-    dense_bytes: Count
+    payload_bytes: Count
+    places: Count
     held_bytes: Count
     nnz: Count
     changed: CopyRuns

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import numpy as np
 
-from deltasync.delta.backend import Delta, Plan
+from deltasync.delta.snapshot import Delta, Plan
 from deltasync.delta.modes import plain_mode
 from deltasync.errors import (
     DeltaSyncError,
@@ -287,8 +287,8 @@ class TrainerRank(Closing):
         plan = self._weights.full()
         return orders.SnapshotState(
             digests=digests_told(self._weights.digests, copies),
-            sparse_bytes=plan.sparse_bytes,
-            dense_bytes=plan.dense_bytes,
+            payload_bytes=plan.payload_bytes,
+            places=plan.places,
             snapshot_bytes=self._weights.snapshot_bytes,
             alike=() if copies else self._replicas.digests(),  # once, after the capture
         )
@@ -305,8 +305,8 @@ class TrainerRank(Closing):
         if self._weights.options.report_density is None:
             counts = np.minimum(counts, 1)
         return orders.Compared(
-            sparse_bytes=delta.sparse_bytes,
-            dense_bytes=delta.dense_bytes,
+            payload_bytes=delta.payload_bytes,
+            places=delta.places,
             held_bytes=delta.held_bytes,
             nnz=delta.nnz,
             changed=orders.runs_of(counts),

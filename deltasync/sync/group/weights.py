@@ -9,8 +9,7 @@ from contextlib import suppress
 import numpy as np
 from numpy.typing import NDArray
 
-from deltasync.delta.backend import Delta, Digests, Plan
-from deltasync.delta.codecs.coding import Payload
+from deltasync.delta.snapshot import Bucket, Delta, Digests, Plan
 from deltasync.delta.tiles import Ints
 from deltasync.errors import ConfigError, SourceChanged, SyncAborted
 from deltasync.sync.group import orders
@@ -53,14 +52,15 @@ class GroupPlan:
     ) -> None:
         self._own, self._others, self._decide = own, others, decide
         self.base_version = own.base_version
-        self.sparse_bytes = own.sparse_bytes + sum(one.sparse_bytes for one in found)
-        self.dense_bytes = own.dense_bytes + sum(one.dense_bytes for one in found)
+        self.space = own.space
+        self.payload_bytes = own.payload_bytes + sum(one.payload_bytes for one in found)
+        self.places = own.places + sum(one.places for one in found)
 
     @property
     def ledger(self) -> Digests:
         return GroupDigests(self._own.ledger, self._others.sent)
 
-    def buckets(self) -> Iterator[Payload]:
+    def buckets(self) -> Iterator[Bucket]:
         """The payloads of this rank."""
         return self._own.buckets()
 

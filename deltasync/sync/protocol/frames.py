@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from deltasync.delta.backend import Plan
-from deltasync.delta.codecs.coding import Coder, Coding, Payload
+from deltasync.delta.coding import Coder, Coding
+from deltasync.delta.snapshot import Bucket as Packing
+from deltasync.delta.snapshot import Plan
+from deltasync.delta.tiles import Space, table_of
 from deltasync.wire.compression import Compression
-from deltasync.wire.messages import Begin, Bucket, Message, Prepare
+from deltasync.wire.messages import Begin, Bucket, Message, Prepare, Shares
 
 
 @dataclass(slots=True)
@@ -83,8 +85,8 @@ class Emitter:
             version=self._version,
             base_version=plan.base_version,
             layout_hash=layout_hash,
-            sparse_bytes=plan.sparse_bytes,
-            dense_bytes=plan.dense_bytes,
+            payload_bytes=plan.payload_bytes,
+            places=plan.places,
             timeout_s=timeout_s,
         )
 
@@ -96,11 +98,14 @@ class Emitter:
         sent = self.sent
         for bucket in self._plan.buckets():
             payload, compression = self._packed(bucket)
+            sizes = bucket.sizes
             message = Bucket(
                 version=self._version,
                 sequence=sent.num_buckets,
-                num_rows=bucket.num_rows,
-                raw_bytes=bucket.num_bytes,
+                item_size=sizes.item_size,
+                tiles=sizes.tiles,
+                places=sizes.places,
+                whole=sizes.whole,
                 compression=compression,
             )
             yield message, payload
@@ -110,30 +115,49 @@ class Emitter:
             sent.payload_bytes += len(payload)
             sent.bucket_bytes = max(sent.bucket_bytes, len(payload))
 
-    def _packed(self, bucket: Payload) -> tuple[Tensor, Compression]:
+    def _packed(self, bucket: Packing) -> tuple[Tensor, Compression]:
         """A bucket's payload as it travels, and what was done to it."""
         coder = self._coder
         if coder is None:
-            raw = self._buffer(bucket.num_bytes)
-            bucket.write(raw)
+            raw = self._buffer(bucket.sizes.num_bytes)
+            bucket.pack(raw, lambda: None)
             return raw, "none"
         raw, made = self._scratch(bucket), list[tuple[Tensor, Compression]]()
-        bucket.write(raw, lambda: made.append(coder.coded(raw, bucket)))
+        bucket.pack(raw, lambda: made.append(coder.coded(raw, bucket)))
         [(coded, compression)] = made
         return self._buffer(len(coded)).copy_(coded), compression
 
-    def _scratch(self, bucket: Payload) -> Tensor:
+    def _scratch(self, bucket: Packing) -> Tensor:
         """Memory to pack a bucket into before it is coded."""
-        raw = self._raw
-        if raw is None or len(raw) < bucket.num_bytes or raw.device != bucket.device:
+        raw, num_bytes = self._raw, bucket.sizes.num_bytes
+        if raw is None or len(raw) < num_bytes or raw.device != bucket.device:
             self._raw = None  # its memory first
-            raw = self._raw = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=bucket.device)
-        return raw[: bucket.num_bytes]
+            raw = self._raw = torch.empty(num_bytes, dtype=torch.uint8, device=bucket.device)
+        return raw[:num_bytes]
 
-    def send_buckets(self, send: Callable[[Message, Tensor], None]) -> None:
-        """Let `send` have each bucket as it is packed. Raises what that raises."""
+    def send_buckets(
+        self, send: Callable[[Message, Tensor], None], *, with_shares: bool = False
+    ) -> None:
+        """Let `send` have each bucket as it is packed. Raises what that raises.
+
+        Args:
+            send: Sends a message with its payload.
+            with_shares: Whether somebody has to be told what buckets carry, if that is not all.
+        """
+        if with_shares and (shares := self.shares()) is not None:
+            send(*shares)
         for message, payload in self.buckets():
             send(message, payload)
+
+    def shares(self) -> tuple[Shares, Tensor] | None:
+        """The message that says what buckets carry, and its payload; None if that is all of the
+        layout."""
+        space: Space = self._plan.space
+        if space.is_whole:
+            return None
+        table = torch.from_numpy(table_of(space))
+        payload = self._buffer(len(table)).copy_(table)
+        return Shares(version=self._version, num_shares=len(space.given)), payload
 
     def prepare(self) -> Prepare:
         """The message that ends the buckets."""

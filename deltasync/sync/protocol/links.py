@@ -28,7 +28,17 @@ from deltasync.transports.base import Frame, ReceiveTransport, SendTransport
 from deltasync.transports.control.connection import LONGEST_S, Deadline, Pace, busy_s
 from deltasync.wire import messages
 from deltasync.wire.frame import decode, encode
-from deltasync.wire.messages import Abort, Attempt, Begin, Bucket, Failed, Hello, Message, Prepare
+from deltasync.wire.messages import (
+    Abort,
+    Attempt,
+    Begin,
+    Bucket,
+    Failed,
+    Hello,
+    Message,
+    Prepare,
+    Shares,
+)
 
 _READING_S = 0.1
 _WAIT_SHARE = 0.8
@@ -153,6 +163,7 @@ class SenderLink:
         self._epoch: tuple[int, ...] = ()
         self._unread: deque[tuple[int, bytes]] = deque()  # greetings
         self.limit = CallTimeout(60.0)
+        self._knowing: tuple[object, set[int]] = None, set()
 
     @property
     def timeout_s(self) -> float:
@@ -191,6 +202,16 @@ class SenderLink:
         """Send to every peer of the epoch. Raises TransportError after dropping whom it lost."""
         header = encode(message, payload_bytes=0 if payload is None else len(payload))
         self._transport.send(Frame(header, payload), timeout_s=self.timeout_s)
+
+    def knows(self, shares: object) -> bool:
+        """Whether every peer of the epoch was `told` of these shares."""
+        known, peers = self._knowing
+        return known is shares and peers.issuperset(self._epoch)
+
+    def told(self, shares: object) -> None:
+        """Every peer of the epoch has been told of these shares."""
+        known, peers = self._knowing
+        self._knowing = shares, {*self._epoch, *(peers if known is shares else ())}
 
     def buffer(self, num_bytes: int) -> Tensor:
         """uint8[num_bytes] to pack the next payload into. Raises what `send` raises."""
@@ -361,8 +382,8 @@ class ReceiverLinks:
                 self._attempts[0], self._is_aborted = self._told, False
             case Abort() if lane == 0:
                 self._is_aborted = True
-            case Bucket() | Prepare() | Abort():
-                self._ended[lane] = not isinstance(message, Bucket)
+            case Bucket() | Shares() | Prepare() | Abort():
+                self._ended[lane] = isinstance(message, Prepare | Abort)
             case _ if lane:
                 raise ProtocolViolation(f"{message.kind} on lane {lane}")
         is_current = self._attempts[lane] == self._attempts[0] and not self._is_aborted

@@ -31,6 +31,7 @@ from deltasync.wire.messages import (
     Layout,
     Message,
     Prepare,
+    Shares,
     Upcoming,
     Welcome,
     as_text,
@@ -205,9 +206,13 @@ class ReceiverSession:
         """The weights are detached."""
         return self.detached
 
-    def _is_declined(self, message: Bucket | Prepare, lane: int) -> bool:
+    def _is_declined(self, message: Shares | Bucket | Prepare, lane: int) -> bool:
         """It is of the sync that the receiver sits out."""
         return message.version == self.declined
+
+    def _is_first(self, shares: Shares, lane: int) -> bool:
+        """No bucket of the sync has come on this connection."""
+        return not self._next_bucket[lane] and lane not in self._ended
 
     def _is_late(self, finish: Finish, lane: int) -> bool:
         """Its engine has one rank, which has not waited for it, and keeps the version."""
@@ -318,9 +323,11 @@ def _rules() -> list[Rule[ReceiverState]]:
         Rule((ready,), Upcoming),
         Rule((ready,), Begin, ready, r._is_detached, r._decline),
         Rule((ready, waiting), Begin, staging, do=r._begin, sets=new),
+        Rule((ready,), Shares, when=r._is_declined),
         Rule((ready,), Bucket, when=r._is_declined),
         Rule((ready,), Prepare, when=r._is_declined),
         Rule((ready, waiting), Abort, sets={"declined": None}),
+        Rule((staging,), Shares, when=r._is_first),
         Rule((staging,), Bucket, do=r._count),
         Rule((staging,), "cut off", sets={"incomplete": True}),
         Rule((staging,), Prepare, prepared, r._is_last_lane, r._end_lane),

@@ -11,9 +11,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from deltasync.delta.backend import Plan
-from deltasync.delta.bucket import staged_bytes_of
-from deltasync.delta.codecs.coding import Coding
+from deltasync.delta.coding import Coding
+from deltasync.delta.snapshot import Plan
+from deltasync.delta.staging import staged_bytes_of
 from deltasync.errors import DeltaSyncError, TransportError
 from deltasync.sync.events import Phase
 from deltasync.sync.protocol.frames import Emitter, SentBuckets
@@ -231,7 +231,8 @@ class Round:
         """
         try:
             is_plain = self._is_alone and self._on_phase is None
-            emitter.send_buckets(self._link.send if is_plain else self._send_bucket)
+            send = self._link.send if is_plain else self._send_bucket
+            emitter.send_buckets(send, with_shares=not self._link.knows(self._plan.space))
             self._has_sent_all = True
             self._is_released = self._packed()
             is_alone, is_full = self._peer_ranks is None, self._plan.base_version is None
@@ -319,6 +320,7 @@ class Round:
         began = time.perf_counter()
         self._session.decide()
         self._result.decided = True
+        self._link.told(self._plan.space)
         self._send_decided(Commit(version=self._version))
         waiting = deque(turns)
         while waiting:
@@ -435,9 +437,7 @@ class Round:
 
     def _staged_bytes(self) -> int:
         return staged_bytes_of(
-            sparse_bytes=self._plan.sparse_bytes,
-            dense_bytes=self._plan.dense_bytes,
-            part_item_size=self._layout.least_item_size,
+            payload_bytes=self._plan.payload_bytes, places=self._plan.places
         )
 
     def _writes_as_it_arrives(self) -> bool:

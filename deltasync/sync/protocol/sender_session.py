@@ -19,7 +19,7 @@ from enum import Enum, auto
 import numpy as np
 from numpy.typing import NDArray
 
-from deltasync.delta.backend import Digests
+from deltasync.delta.snapshot import Digests
 from deltasync.errors import CallOrderError, LayoutMismatch
 from deltasync.sync.protocol.table import Rule, by_state
 from deltasync.wire.digest import MASK

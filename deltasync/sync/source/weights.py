@@ -15,13 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deltasync.delta.backend import Backend, Delta, Digests, Plan, snapshot_of
-from deltasync.delta.batched.streams import OwnStream, own_stream
 from deltasync.delta.bits import identity
-from deltasync.delta.bucket import MIN_BUCKET_BYTES
-from deltasync.delta.codecs.coding import policy_for
 from deltasync.delta.tiles import Ints
-from deltasync.delta.policy import Policy
 from deltasync.delta.readers import Reader, WireReader
 from deltasync.delta.shard import (
     ShardSpec,
@@ -33,6 +28,8 @@ from deltasync.delta.shard import (
     rows_of,
     whole,
 )
+from deltasync.delta.snapshot import MIN_BUCKET_BYTES, Delta, Digests, Plan, Snapshot
+from deltasync.delta.streams import OwnStream, own_stream
 from deltasync.errors import ConfigError, SourceChanged
 from deltasync.sync.options import SenderOptions, leaves_out
 from deltasync.sync.protocol.sender_session import Copies
@@ -95,7 +92,7 @@ class Weights(Protocol):
         ...
 
     def delta(self, base_version: int) -> Delta:
-        """How the source differs from the snapshot, as `Backend.compare`. Raises SourceChanged."""
+        """How the source differs from the snapshot, as `Snapshot.compare`. Raises SourceChanged."""
         ...
 
     def full(self) -> Plan:
@@ -131,13 +128,9 @@ class LocalWeights(Weights):
     def __init__(self, options: SenderOptions) -> None:
         self.options = options
         self.stream: OwnStream | None = None
-        self._snapshot: Backend | None = None
+        self._snapshot: Snapshot | None = None
         self._on_source_read: Callable[[], None] | None = None
         self._is_looked_up = self.is_released = False
-
-    def policy(self) -> Policy:
-        """The policy to compare chunks by: that of the coding asked for."""
-        return policy_for(self.options.policy, self.options.compression)
 
     @property
     def digests(self) -> Digests:
@@ -147,7 +140,7 @@ class LocalWeights(Weights):
         """The ledger knows all."""
 
     @property
-    def snapshot(self) -> Backend:
+    def snapshot(self) -> Snapshot:
         """What the next delta is taken against. Not owned. Raises ConfigError before a capture."""
         if self._snapshot is None:
             raise ConfigError("no weights were taken yet")
@@ -185,7 +178,7 @@ class LocalWeights(Weights):
     def masters(self, number: int) -> tuple[bool, int] | None:
         return None
 
-    def _bucket_bytes(self, snapshot: Backend) -> int:
+    def _bucket_bytes(self, snapshot: Snapshot) -> int:
         return self.options.bucket_bytes or snapshot.bucket_bytes
 
 
@@ -231,7 +224,7 @@ class OwnWeights(LocalWeights):
         layout = SourceLayout(self.source, specs, boxes, agree)
         last, self._snapshot, self.layout = self._snapshot, None, None
         devices = [reader.device for reader in layout.readers]
-        if last is not None and (last.ledger.shares, self._devices) == (layout.sent, devices):
+        if last is not None and (last.space.given, self._devices) == (layout.sent, devices):
             last.capture(layout.readers)
         else:
             last = None  # its memory first
@@ -273,7 +266,6 @@ class OwnWeights(LocalWeights):
         snapshot, inflight = self.snapshot, self.options.max_inflight_bytes
         return snapshot.compare(
             readers,
-            policy=self.policy(),
             bucket_bytes=self._bucket_bytes(snapshot),
             max_held_bytes=snapshot.num_bytes // 20 if inflight is None else inflight,
             base_version=base_version,
@@ -290,7 +282,7 @@ class OwnWeights(LocalWeights):
         """int64[parameters]: elements of each parameter of the layout that differ here."""
         assert self.layout is not None
         counts = np.zeros(len(self.layout.specs), np.int64)
-        np.add.at(counts, self.snapshot.ledger.numbers[delta.changed], delta.counts())
+        np.add.at(counts, self._numbers[delta.changed], delta.counts())
         return counts
 
     @property
@@ -301,7 +293,7 @@ class OwnWeights(LocalWeights):
     def masters(self, number: int) -> tuple[bool, int] | None:
         layout, sums, is_rounded = self.layout, list[int](), False
         assert layout is not None
-        for share in np.flatnonzero(self.snapshot.ledger.numbers == number).tolist():
+        for share in np.flatnonzero(self._numbers == number).tolist():
             flat = layout.readers[share].flat
             if flat is None or not flat.dtype.is_floating or flat.dtype.item_size < 4:
                 return None
@@ -309,12 +301,16 @@ class OwnWeights(LocalWeights):
             sums.append(int(flat.line.sum(dtype=flat.line.dtype)))  # or torch would make a copy
         return (is_rounded, sum(sums)) if sums else None
 
-    def _new_snapshot(self, layout: SourceLayout) -> Backend:
+    @property
+    def _numbers(self) -> Ints:
+        """int64[shares]: numbers in the layout of what is sent here."""
+        return np.array([share.number for share in self.snapshot.space.given], np.int64)
+
+    def _new_snapshot(self, layout: SourceLayout) -> Snapshot:
         device = self.options.snapshot_device
-        return snapshot_of(
+        return Snapshot(
             layout.sent,
             layout.readers,
-            chunk_numel=self.options.policy.chunk_numel_on(*layout.device_types),
             device=None if device is None else torch.device(device),
             kernels=self.options.kernels,
         )

@@ -12,12 +12,12 @@ from contextlib import suppress
 import numpy as np
 from torch import Tensor
 
-from deltasync.delta.backend import Applier, Backend, backend_for
-from deltasync.delta.bucket import BucketReader, ReadBucket
-from deltasync.delta.digests import DigestLedger, Ints, digest_text
-from deltasync.delta.host.backend import HostBackend
-from deltasync.delta.patch import chunk_numel_on
+from deltasync.delta.changes import Changes
+from deltasync.delta.ledger import Ledger, digest_text
+from deltasync.delta.payloads import PayloadReader, Received, most_payload_bytes
 from deltasync.delta.shard import whole
+from deltasync.delta.staging import LiveWeights, Staging, staged_bytes_of
+from deltasync.delta.tiles import Ints, Space
 from deltasync.errors import (
     DeltaSyncError,
     DigestMismatch,
@@ -28,8 +28,7 @@ from deltasync.errors import (
 from deltasync.sync.options import ReceiverOptions
 from deltasync.sync.protocol.receiver_session import Event
 from deltasync.sync.target.base import WeightTarget
-from deltasync.wire.codecs import INDEX_ITEM_BYTES
-from deltasync.wire.messages import Begin, Bucket, Held, ParameterSpec
+from deltasync.wire.messages import Begin, Bucket, Held, ParameterSpec, Shares
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +49,7 @@ class BoundWeights:
 
     Attributes:
         target: The same.
-        backend: What works on the weights. Its ledger is replaced by a sync's own when that is
+        live: The weights, bound to a layout. Their ledger is replaced by a sync's own when that is
             written.
         staging: What brings the sync under way into the weights; None if there is none.
         proved: The digests of the version that was last joined or committed, over all that is held.
@@ -63,13 +62,13 @@ class BoundWeights:
         self, target: WeightTarget, options: ReceiverOptions, on: Callable[[Event], None]
     ) -> None:
         self.target, self._options, self._on = target, options, on
-        self.backend: Backend = HostBackend({}, DigestLedger((), chunk_numel=1))
-        self._before = self.backend.ledger  # what `undo` goes back to
-        self.staging: Applier | None = None
-        self.proved: DigestLedger | None = None
+        self.live = LiveWeights({}, Space(()))
+        self._before = self.live.ledger  # what `undo` goes back to
+        self.staging: Staging | None = None
+        self.proved: Ledger | None = None
         self.may_differ = False
         self._changed: set[int] = set()  # numbers of parameters, by the sync under way
-        self._buckets = BucketReader(())
+        self._payloads = PayloadReader(self.live)
         self._scrubbed = 0  # the chunk after the last one
         self._max_staged_bytes = self._max_sync_bytes = 0
         self._is_full = False  # the sync under way
@@ -88,7 +87,6 @@ class BoundWeights:
         flats, options = self.target.bind(specs), self._options
         if specs and not flats and is_alone:
             raise LayoutMismatch("the engine holds none of the parameters that are sent")
-        self.backend.synchronize()
         tensors = (tensor for flat in flats.values() for _, tensor in flat.boxes())
         is_frozen = any(getattr(one, "_is_frozen_param", False) for one in tensors)  # as of now
         if is_frozen or getattr(sys.modules.get("torch._inductor.config"), "freezing", False):
@@ -96,21 +94,14 @@ class BoundWeights:
                 "torch.compile freezes these weights (`torch._inductor.config.freezing`): its code "
                 "computes with copies, which no update reaches. Turn that off, and compile again"
             )
-        devices = {flat.line.device.type for flat in flats.values()}
-        chunk_numel = options.chunk_numel or chunk_numel_on(*devices)
-        ledger = DigestLedger(whole(specs), chunk_numel=chunk_numel, held=flats.keys())
-        self.backend = backend_for(flats, ledger, kernels=options.kernels)
-        ledger.sums[:] = self.backend.measure(np.arange(len(ledger.sums)))
+        self.live = LiveWeights(flats, Space(whole(specs)))
         self.may_differ = False
-        self._buckets = BucketReader(specs, lanes, flats, self.backend.decoder)
+        self._payloads = PayloadReader(self.live, lanes)
         limit = options.max_staged_bytes
         self._max_staged_bytes = (
-            max(_MIN_STAGED_BYTES, self.backend.num_bytes // 4) if limit is None else limit
+            max(_MIN_STAGED_BYTES, self.live.num_bytes // 4) if limit is None else limit
         )
-        # Every element once, with an index of its own.
-        self._max_sync_bytes = sum(
-            spec.numel * (INDEX_ITEM_BYTES + spec.dtype.item_size) for spec in specs
-        )
+        self._max_sync_bytes = most_payload_bytes(self.live.space)
 
     @property
     def are_proved(self) -> bool:
@@ -118,17 +109,17 @@ class BoundWeights:
 
         Not so from the moment when they are bound for another version until that is committed.
         """
-        now, then = self.backend.ledger, self.proved
+        now, then = self.live.ledger, self.proved
         if then is None or now is then:
             return then is not None
-        is_same = now.specs == then.specs and now.chunk_numel == then.chunk_numel
+        is_same = now.space.given == then.space.given
         return is_same and np.array_equal(now.sums, then.sums)
 
     def held(self, *, half_written: bool) -> Held:
         """What the sender hears of these weights."""
-        flats = self.backend.flats
+        flats = self.live.flats
         return Held(
-            digest=digest_text(self.backend.ledger.total),
+            digest=digest_text(self.live.ledger.total),
             parts=tuple((n, f.numel) for n, f in flats.items() if f.held(0, 0) is not None),
             half_written=half_written,
             max_staged_bytes=self._max_staged_bytes,
@@ -136,8 +127,8 @@ class BoundWeights:
 
     def digests(self) -> dict[str, int]:
         """The digest of each parameter held, by each of its names."""
-        specs, found = self.backend.ledger.specs, self.backend.ledger.by_parameter()
-        return {name: int(found[n]) for n in self.backend.flats for name in specs[n].names}
+        shares, found = self.live.space.given, self.live.ledger.by_share()
+        return {name: int(found[n]) for n in self.live.flats for name in shares[n].spec.names}
 
     def are_kept(self) -> bool:
         """Whether weights that `may_differ` are where they were and have the ledger's digests.
@@ -151,26 +142,31 @@ class BoundWeights:
             self.target.check_unmoved()
         except TargetMoved:
             return False
-        return not len(self._wrong(self.backend.ledger))
+        return not len(self._wrong(self.live.ledger))
 
     def scrub(self) -> str | None:
         """The name of a parameter that changed although no sync touched it, or None.
 
         Each call measures a share of the weights, the next one the share after that.
         """
-        ledger, every = self.backend.ledger, self._options.scrub_every
+        ledger, every = self.live.ledger, self._options.scrub_every
         total = len(ledger.sums)
         if not every or not total:
             return None
         chunks = (self._scrubbed + np.arange(-(-total // every))) % total
         self._scrubbed = int(chunks[-1]) + 1
         wrong = self._wrong(ledger, chunks)
-        return ledger.specs[int(ledger.table.parameter[wrong[0]])].name if len(wrong) else None
+        return self._names(wrong)[0] if len(wrong) else None
 
-    def _wrong(self, ledger: DigestLedger, chunks: Ints | None = None) -> Ints:
+    def _names(self, chunks: Ints) -> list[str]:
+        """The parameters of chunks of the ledger."""
+        shares = self.live.space.given
+        return [shares[n].spec.name for n in self.live.ledger.parameter_of(chunks).tolist()]
+
+    def _wrong(self, ledger: Ledger, chunks: Ints | None = None) -> Ints:
         """int64[n]: which of these chunks, or of all, are other in memory than a ledger says."""
         chunks = np.arange(len(ledger.sums)) if chunks is None else chunks
-        found: Ints = chunks[self.backend.measure(chunks) != ledger.sums[chunks]]
+        found: Ints = chunks[self.live.measure(chunks) != ledger.sums[chunks]]
         return found
 
     def check_early(self) -> None:
@@ -201,25 +197,29 @@ class BoundWeights:
         """
         if not self.are_kept():
             raise DigestMismatch("weights changed or moved while they were detached; rejoin")
-        num_bytes, backend = begin.sparse_bytes + begin.dense_bytes, self.backend
-        if num_bytes > self._max_sync_bytes:
+        if begin.payload_bytes > self._max_sync_bytes:
             raise LimitExceeded(f"no sync of this layout takes over {self._max_sync_bytes} bytes")
-        self._buckets.begin(num_bytes)
+        self._payloads.begin(begin)
         self._is_full = begin.base_version is None
         if self._is_full:
             self.target.check_full_sync()
-        self.staging = backend.stage(
-            sparse_bytes=begin.sparse_bytes,
-            dense_bytes=begin.dense_bytes,
-            max_bytes=self._max_staged_bytes,
+        needed = staged_bytes_of(payload_bytes=begin.payload_bytes, places=begin.places)
+        self.staging = Staging(
+            self.live,
+            max_bytes=needed,
+            in_place=needed > self._max_staged_bytes,
             writing=self._writing,
         )
         self.check_early()
 
+    def take_shares(self, shares: Shares, payload: Tensor | None, lane: int) -> None:
+        """A rank of the trainer says what it sends on a lane. Raises InvalidTable."""
+        self._payloads.take_shares(payload, lane)
+
     def stage(
         self, bucket: Bucket, payload: Tensor | None, lane: int, *, progress: Callable[[], None]
-    ) -> ReadBucket:
-        """Check a bucket and stage it; in place, write it. Returns its rows.
+    ) -> Received:
+        """Check a bucket and stage it; in place, write it. Returns what it had.
 
         Args:
             bucket: What announced the payload.
@@ -228,18 +228,18 @@ class BoundWeights:
             progress: Lets the next payload arrive meanwhile; called before staging and after it.
         """
         assert self.staging is not None
-        rows = self._buckets.unpack(bucket, payload, lane=lane)
+        received = self._payloads.read(bucket, payload, lane)
         progress()
-        self.staging.stage_bucket(rows)
+        self.staging.stage(received.lane, received.changes)
         progress()
-        return rows
+        return received
 
     def predict(self) -> tuple[int, int]:
         """(the digest that the weights will have, bytes held for that). Raises TargetMoved."""
         assert self.staging is not None
         if self._is_checked and self._moved is not None:
             raise self._moved
-        self._changed = self.staging.ledger.changed_since(self.backend.ledger)
+        self._changed = self.staging.ledger.changed_since(self.live.ledger)
         return self.staging.ledger.total, self.staging.staged_bytes
 
     def write(self, *, heals: bool) -> tuple[int, float]:
@@ -259,7 +259,7 @@ class BoundWeights:
         assert staging is not None
         if not self._is_checked:
             self.target.check_unmoved()
-        began, self._before = time.perf_counter(), self.backend.ledger
+        began, self._before = time.perf_counter(), self.live.ledger
         self._writing()
         try:
             digest = staging.commit()
@@ -271,17 +271,17 @@ class BoundWeights:
         except BaseException:
             self.undo()
             raise
-        self.backend.ledger = self.proved = staging.ledger
+        self.live.ledger = self.proved = staging.ledger
         return digest, time.perf_counter() - began
 
-    def _check_finished(self, ledger: DigestLedger) -> None:
+    def _check_finished(self, ledger: Ledger) -> None:
         """Raise DigestMismatch, by name, if the target has changed what was written.
 
         It reads everything once more, unless the target derives nothing.
         """
         wrong = self._wrong(ledger) if self._derives else ()
         if len(wrong):
-            names = {ledger.specs[int(ledger.table.parameter[chunk])].name for chunk in wrong}
+            names = set(self._names(wrong))
             raise DigestMismatch(
                 f"{len(names)} parameters, {min(names)!r} among them, are not what was written: "
                 "the engine changes its layout after loading"
@@ -300,7 +300,7 @@ class BoundWeights:
             self.target.finish()
             if self._is_full:
                 self._check_finished(self._before)
-            self.backend.ledger = self.proved = self._before
+            self.live.ledger = self.proved = self._before
             self._on("restored")
 
     def _writing(self) -> None:

@@ -1,0 +1,108 @@
+"""Payloads as they come: inflated, checked, and seen as changes of what a lane carries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deltasync.delta.changes import Changes
+from deltasync.delta.host import Table
+from deltasync.delta.staging import Lane, LiveWeights
+from deltasync.delta.tiles import Ints, Space, space_of
+from deltasync.errors import LimitExceeded
+from deltasync.wire.changes import ALIGNMENT
+from deltasync.wire.compression import decompress
+from deltasync.wire.messages import Begin, Bucket
+
+_PLACE_BYTES, _TILE_BYTES, _PAYLOAD_BYTES = 2, 6, 5 * ALIGNMENT
+
+
+def most_payload_bytes(space: Space) -> int:
+    """What a sync takes at most: every element once, each tile in a payload of its own."""
+    elements = space.share_numel * (_PLACE_BYTES + space.item_size)
+    return int(elements.sum()) + len(space) * (_TILE_BYTES + _PAYLOAD_BYTES)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Received:
+    """Changes that were checked.
+
+    Attributes:
+        lane: Where they belong.
+        changes: Over memory that is not owned.
+        table: Of them, on the host.
+    """
+
+    lane: Lane
+    changes: Changes
+    table: Table
+
+    @property
+    def parameters(self) -> Ints:
+        """int64[n]: numbers of the layout's parameters that they speak of, increasing."""
+        space = self.lane.space
+        found: Ints = np.unique(space.parameter[space.share[self.table.tiles]])
+        return found
+
+
+class PayloadReader:
+    """Takes the payloads of a sync apart, in the order of each lane, checking each bound.
+
+    Args:
+        live: The weights that they change.
+        lanes: Connections on which they come.
+    """
+
+    def __init__(self, live: LiveWeights, lanes: int = 1) -> None:
+        self._live = live
+        self._lanes = [Lane(live, live.space)] * lanes
+        self._after, self._left_bytes, self._left_places = [-1] * lanes, 0, 0
+
+    def begin(self, begin: Begin) -> None:
+        """A new sync begins: no more comes than it says."""
+        self._after = [-1] * len(self._lanes)
+        self._left_bytes, self._left_places = begin.payload_bytes, begin.places
+
+    def take_shares(self, payload: Tensor | None, lane: int) -> None:
+        """From now on a lane carries what this table says. Raises InvalidTable."""
+        table = np.zeros(0, np.uint8) if payload is None else payload.cpu().numpy()
+        specs = [share.spec for share in self._live.space.given]
+        self._lanes[lane] = Lane(self._live, space_of(table, specs))
+
+    def read(self, bucket: Bucket, payload: Tensor | None, lane: int = 0) -> Received:
+        """Check a payload as it came.
+
+        Raises:
+            WireError: A rule of the wire format is broken.
+        """
+        sizes = bucket.sizes
+        self._left_bytes -= sizes.num_bytes
+        self._left_places -= sizes.places
+        if self._left_bytes < 0 or self._left_places < 0:
+            raise LimitExceeded(
+                "the sync is larger than its begin declared: begin must count all payloads"
+            )
+        changes = Changes.of(aligned(inflated(bucket, payload)), sizes)
+        table = Table(self._lanes[lane].space, changes)
+        table.check(self._after[lane])
+        self._after[lane] = int(table.tiles[-1])
+        return Received(self._lanes[lane], changes, table)
+
+
+def aligned(payload: Tensor) -> Tensor:
+    """The same bytes at a multiple of `ALIGNMENT`: copied if they are not."""
+    return payload.clone() if payload.data_ptr() % ALIGNMENT else payload
+
+
+def inflated(bucket: Bucket, payload: Tensor | None) -> Tensor:
+    """uint8[n]: a payload as it was packed. Raises WireError."""
+    if payload is None:
+        payload = torch.empty(0, dtype=torch.uint8, device="cpu")
+    if bucket.compression == "none":
+        return payload
+    sent, raw_bytes = payload.cpu().numpy().data, bucket.sizes.num_bytes
+    data = decompress(sent, compression=bucket.compression, raw_bytes=raw_bytes)
+    return torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))
