@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
-from deltasync.delta.bits import Flat, dtype_of
-from deltasync.delta.host.backend import changed_runs, merged
-from deltasync.delta.patch import Patch, check_runs, patch_from_runs, runs_of, values_of
-from deltasync.delta.policy import Policy
+from deltasync.delta.bits import Flat, Run, dtype_of
+from deltasync.delta.kernels import KERNELS
+from deltasync.delta.patch import (
+    CHUNK_NUMEL,
+    INDEX_BYTES,
+    MAX_SPARSE_SPAN,
+    Patch,
+    check_runs,
+    patch_from_runs,
+    runs_of,
+    values_of,
+)
 from deltasync.delta.readers import WireReader
 from deltasync.errors import LayoutMismatch
 
 
-def diff(old: Tensor, new: Tensor, *, name: str = "", policy: Policy | None = None) -> Patch | None:
+def diff(old: Tensor, new: Tensor, *, name: str = "") -> Patch | None:
     """The patch that makes `old` bit-identical to `new`, or None if it is already.
+
+    It is dense where indices and values would take more bytes than all elements.
 
     Args:
         old: What the receiver holds.
         new: The parameter, of the same shape and device; of `old`'s dtype or of another floating
             dtype, which is then rounded to `old`'s. Any strides.
         name: Checkpoint name to put into the patch.
-        policy: When to go dense.
 
     Raises:
         LayoutMismatch: The shapes differ.
@@ -30,18 +40,33 @@ def diff(old: Tensor, new: Tensor, *, name: str = "", policy: Policy | None = No
     """
     if new.shape != old.shape:
         raise LayoutMismatch(f"{name}: shape {tuple(new.shape)} against {tuple(old.shape)}")
-    reader = WireReader.of(new, dtype_of(old), name=name)
-    held, policy, kind = Flat.of(old, name=name), policy or Policy(), old.device.type
-    step, crossover = policy.chunk_numel_on(kind), policy.crossover(kind)
-    found = [run for run, _ in changed_runs(reader, held, step=step, crossover=crossover)]
-    runs = merged(found, old.numel())
-    if not runs:
-        return None
-    filled = [
-        replace(run, bits=reader.read(run.start, run.stop).clone()) if run.bits is None else run
-        for run in runs
-    ]
-    return patch_from_runs(name, tuple(old.shape), filled, old.dtype)
+    reader, held = WireReader.of(new, dtype_of(old), name=name), Flat.of(old, name=name)
+    runs = merged([*_changed_runs(reader, held)], old.numel())
+    return patch_from_runs(name, tuple(old.shape), runs, old.dtype) if runs else None
+
+
+def _changed_runs(reader: WireReader, held: Flat) -> Iterator[Run]:
+    """Each chunk that differs, in order."""
+    changed, size = KERNELS[held.line.device.type].changed, held.dtype.item_size
+    for start in range(0, held.numel, CHUNK_NUMEL):
+        stop = min(start + CHUNK_NUMEL, held.numel)
+        new = reader.read(start, stop)
+        indices, bits, _ = changed(new, held.read(start, stop))
+        if len(indices) * (INDEX_BYTES + size) > (stop - start) * size:
+            yield Run(start, stop - start, None, new.clone())
+        elif len(indices):
+            yield Run(start, stop - start, indices, bits)
+
+
+def merged(runs: list[Run], numel: int) -> list[Run]:
+    """One run for the whole parameter, where all its chunks are sparse or all are dense."""
+    sparse = [run.indices + run.start for run in runs if run.indices is not None]
+    if not runs or (sparse and (len(sparse) < len(runs) or numel > MAX_SPARSE_SPAN)):
+        return runs
+    if not sparse and sum(run.span for run in runs) < numel:
+        return runs
+    bits = torch.cat([run.bits for run in runs if run.bits is not None])
+    return [Run(0, numel, torch.cat(sparse) if sparse else None, bits)]
 
 
 def apply_patch(parameter: Tensor, patch: Patch) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from deltasync.delta.bits import INTEGERS
 from deltasync.delta.changes import Changes
+from deltasync.delta.kernels import KERNELS
 from deltasync.delta.kernels import host as kernels
 from deltasync.delta.readers import Reader
 from deltasync.delta.tiles import CHUNK, Ints, Section, Space
@@ -132,6 +133,15 @@ class Table:
         filled = np.flatnonzero(np.diff(cuts))
         return Pieces(self, tiles[filled], np.append(cuts[filled], cuts[-1]), key[filled], chunk[filled])
 
+    def by_share(self) -> Iterator[tuple[int, slice]]:
+        """(share, lanes): of each share that has some."""
+        share = self.space.share[self.tiles]
+        bounds = np.flatnonzero(np.diff(share, prepend=-1, append=-1))
+        ends = np.concatenate(([0], self.ends))
+        for low, high in pairwise(bounds.tolist()):
+            if ends[low] < ends[high]:
+                yield int(share[low]), slice(int(ends[low]), int(ends[high]))
+
     def runs(self) -> Iterator[WholeRun]:
         """All whole tiles, in order: those together that follow each other."""
         tiles, space = self.tiles[self.counts == 0], self.space
@@ -217,12 +227,12 @@ def padded_numel(numel: NDArray[np.int32], item_size: int) -> Ints:
 
 def digest_run(space: Space, share: int, start: int, bits: Tensor) -> int:
     """The digest of int[n] elements of a share from `start` on."""
-    bits, key = bits.cpu(), int(space.seeds[share])
+    key = int(space.seeds[share])
     if (region := space.gaps.get(share)) is None:
-        return kernels.digest_run(bits, key, start)
+        return KERNELS[bits.device.type].digest_run(bits, key, start)
     positions = region.places(torch.arange(start, start + len(bits)))
     keys, cuts = np.array([key], np.uint64), np.array([0, len(bits)])
-    return int(kernels.digest_pieces(positions.numpy(), bits.numpy(), keys, cuts).sum()) & MASK
+    return int(kernels.digest_pieces(positions.numpy(), bits.cpu().numpy(), keys, cuts).sum()) & MASK
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -380,7 +390,7 @@ class HostDetector:
         """Add by how much the lanes change digests."""
         pieces = Table(self.space, changes).pieces(self._elements)
         np.add.at(sums, pieces.chunk, pieces.digests(changes.values.numpy()))
-        np.subtract.at(sums, pieces.chunk, pieces.digests(self.old(changes)))
+        np.subtract.at(sums, pieces.chunk, pieces.digests(self.old_lanes(pieces.table)))
 
     def copy_whole(self, changes: Changes, sums: NDArray[np.uint64]) -> None:
         """Fill the column of whole tiles from the source, and add by how much they change digests."""
@@ -393,11 +403,18 @@ class HostDetector:
                 gained, lost = (digest_run(self.space, run.share, low, b) for b in (new, old))
                 sums[chunk : chunk + 1] += np.uint64((gained - lost) & MASK)
 
-    def old(self, changes: Changes) -> Bits:
-        """[N]: the bits of the copy at the lanes of changes on a host."""
-        at = Table(self.space, changes).at(self._begins)
-        found: Bits = memory(changes.sizes.item_size)[at]
+    def old_lanes(self, table: Table) -> Bits:
+        """unsigned[N]: the bits of the copy at lanes."""
+        found: Bits = memory(table.sizes.item_size)[table.at(self._begins)]
         return found
+
+    def old(self, changes: Changes) -> tuple[Bits, Bits]:
+        """(unsigned[N], unsigned[W]): the bits of the copy at lanes and whole tiles of changes."""
+        table = Table(self.space, changes)
+        whole = np.zeros(len(changes.whole), f"u{changes.whole.element_size()}")
+        for run in table.runs():
+            whole[run.there] = kernels.unsigned(self.lines[run.share][run.start : run.stop])
+        return self.old_lanes(table), whole
 
     def advance(self, changes: Changes) -> None:
         """Write changes to the copy."""

@@ -15,15 +15,11 @@ from deltasync.delta.kernels import KERNELS
 from deltasync.errors import InvalidIndices
 
 CHUNK_NUMEL = 1 << 18
-"""Elements in a chunk: the unit of comparing, of slicing large parameters and of digests."""
+"""Elements that are compared at once, and in a chunk of a patch."""
 
-GPU_CHUNK_NUMEL = 1 << 20
-"""The same on GPUs, where a launch goes over all chunks and the host thinks about each."""
-
-
-def chunk_numel_on(*device_types: str) -> int:
-    """Elements in a chunk of weights on devices of these types ("cpu", "cuda")."""
-    return GPU_CHUNK_NUMEL if set(device_types) == {"cuda"} else CHUNK_NUMEL
+INDEX_BYTES = 4
+MAX_SPARSE_SPAN = (1 << 31) - 1
+"""Elements that int32 indices can count: a longer parameter has a list for each chunk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

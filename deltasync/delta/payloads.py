@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deltasync.delta import gap
 from deltasync.delta.changes import Changes
 from deltasync.delta.host import Table
 from deltasync.delta.staging import Lane, LiveWeights
@@ -85,11 +86,18 @@ class PayloadReader:
             raise LimitExceeded(
                 "the sync is larger than its begin declared: begin must count all payloads"
             )
-        changes = Changes.of(aligned(inflated(bucket, payload)), sizes)
-        table = Table(self._lanes[lane].space, changes)
+        opened, place = None, self._lanes[lane]
+        if bucket.compression == "gap" and payload is not None:
+            changes = Changes.of(torch.zeros(sizes.num_bytes, dtype=torch.uint8), sizes)
+            opened = gap.Opened(payload.cpu().numpy().data, sizes, changes)
+        else:
+            changes = Changes.of(aligned(inflated(bucket, payload)), sizes)
+        table = Table(place.space, changes)
         table.check(self._after[lane])
+        if opened is not None:
+            opened.fill(*place.old(table))
         self._after[lane] = int(table.tiles[-1])
-        return Received(self._lanes[lane], changes, table)
+        return Received(place, changes, table)
 
 
 def aligned(payload: Tensor) -> Tensor:

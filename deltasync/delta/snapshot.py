@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltasync.delta.changes import Changes
-from deltasync.delta.host import HostDetector, SourceMoved, full_sizes
+from deltasync.delta.host import Bits, HostDetector, SourceMoved, full_sizes
 from deltasync.delta.ledger import Ledger
 from deltasync.delta.readers import Reader
 from deltasync.delta.shard import Share
@@ -75,6 +75,8 @@ class Detector(Protocol):
 
     def find(self, section: Section, group: int, room: int) -> Found: ...
 
+    def old(self, changes: Changes) -> tuple[Bits, Bits]: ...
+
     def advance(self, changes: Changes) -> None: ...
 
     def full(self, low: int, high: int, payload: Tensor) -> None: ...
@@ -91,11 +93,14 @@ class Bucket:
         device: Where it is packed.
         pack: Writes it to uint8[sizes.num_bytes]. Calls what is given when it stands there, before
             anything of what it changes is overwritten.
+        old: Returns the bits that values and whole tiles of changes replace, unsigned[N] and
+            unsigned[W]. Ask after it was packed, before that is called. None if there are none.
     """
 
     sizes: Sizes
     device: torch.device
     pack: Callable[[Tensor, Callable[[], None]], None]
+    old: Callable[[Changes], tuple[Bits, Bits]] | None = None
 
 
 class Plan(Protocol):
@@ -319,7 +324,8 @@ class DeltaPlan:
         device = self._snapshot.device or torch.device("cpu")
         for number, (found, low, high, sizes) in enumerate(self._buckets):
             is_held = number < self._num_held
-            yield Bucket(sizes, device, partial(self._pack, found, low, high, is_held))
+            pack = partial(self._pack, found, low, high, is_held)
+            yield Bucket(sizes, device, pack, self._detector.old)
 
     def decided(self) -> None:
         """Advance the snapshot by what was held."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from deltasync.delta.bits import Flat, Live, are_equal
 from deltasync.delta.changes import Changes
-from deltasync.delta.host import Pieces, Table, chunks_of, digest_run, memory
+from deltasync.delta.host import Bits, Pieces, Table, chunks_of, digest_run, memory
 from deltasync.delta.kernels import host as kernels
 from deltasync.delta.ledger import Ledger
 from deltasync.delta.tiles import CHUNK, Ints, Space
@@ -119,6 +118,35 @@ class Lane:
         for run in table.runs():
             yield from self._whole_run(run.share, run.start, changes.whole[run.there], sums)
 
+    def old(self, table: Table) -> tuple[Bits, Bits]:
+        """(unsigned[N], unsigned[W]): live bits at lanes and whole tiles that were checked.
+
+        Of what is not held they are 0.
+        """
+        size = table.sizes.item_size
+        lanes, whole = (np.zeros(n, f"u{size}") for n in (table.sizes.places, table.sizes.whole))
+        is_simple = self._is_simple[self.space.share[table.tiles]]
+        if is_simple.all():
+            lanes[:] = memory(size)[table.at(self._begins)]
+        else:
+            for number, there in table.by_share():
+                where = torch.from_numpy(table.positions()[there])
+                lanes[there] = self._read(number, where)
+        for run in table.runs():
+            whole[run.there] = self._read(run.share, torch.arange(run.start, run.stop))
+        return lanes, whole
+
+    def _read(self, share: int, where: Tensor) -> Bits:
+        """unsigned[n]: live bits at int64[n] places of a share; 0 where they are not held."""
+        flat, region = self._flats[share], self.space.shares[share].region
+        found = np.zeros(len(where), f"u{self.space.item_size[share]}")
+        if flat is not None:
+            positions = region.places(where).to(flat.line.device)
+            kept = flat.keeps(positions)
+            bits = flat.gather(positions if kept is None else positions[kept])
+            found[... if kept is None else kept.cpu().numpy()] = kernels.unsigned(bits.cpu())
+        return found
+
     def _lanes(self, table: Table, values: Tensor, sums: NDArray[np.uint64]) -> Iterator[Staged]:
         if not len(values):
             return
@@ -131,15 +159,10 @@ class Lane:
         self, table: Table, values: Tensor, sums: NDArray[np.uint64]
     ) -> Iterator[Staged]:
         """Lanes, share by share."""
-        share, positions = self.space.share[table.tiles], table.positions()
-        bounds = np.flatnonzero(np.diff(share, prepend=-1, append=-1))
-        ends = np.concatenate(([0], table.ends))
-        for low, high in pairwise(bounds.tolist()):
-            number, lanes = int(share[low]), slice(int(ends[low]), int(ends[high]))
-            if lanes.start == lanes.stop:
-                continue
+        positions = table.positions()
+        for share, lanes in table.by_share():
             where = torch.from_numpy(positions[lanes])
-            yield from self._scattered(number, where, values[lanes], sums)
+            yield from self._scattered(share, where, values[lanes], sums)
 
     def _scattered(
         self, share: int, where: Tensor, values: Tensor, sums: NDArray[np.uint64]

@@ -12,8 +12,8 @@ import zstandard
 
 from deltasync.errors import LimitExceeded, TruncatedFrame, UnknownCodec, WireError
 
-Compression = Literal["none", "zstd", "coded"]
-"""Of a payload that travels. What is coded is taken apart by `wire.coded`."""
+Compression = Literal["none", "zstd", "gap"]
+"""Of a payload that travels. Codecs of changes are in `delta`."""
 
 
 def compress(data: bytes | memoryview) -> bytes:
@@ -35,8 +35,6 @@ def decompress(data: bytes | memoryview, *, compression: str, raw_bytes: int) ->
             inflated: bytes | memoryview = data
         case "zstd":
             inflated = _inflate(data, raw_bytes)
-        case "coded":
-            raise UnknownCodec("a coded payload needs the weights that it was made from")
         case _:
             raise UnknownCodec(f"compression {compression!r} is not one of ['none', 'zstd']")
     if len(inflated) != raw_bytes:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
+
 import torch
-from numpy.typing import NDArray
+
 from torch import Tensor
 
 from deltasync.wire.digest import GOLDEN_RATIO, MASK, MULTIPLIERS
@@ -12,20 +12,10 @@ from deltasync.wire.digest import GOLDEN_RATIO, MASK, MULTIPLIERS
 _BLOCK = 1 << 20  # elements mixed at once
 
 
-def changed(
-    new: Tensor, old: Tensor, limit: float
-) -> tuple[int, tuple[Tensor, Tensor, Tensor] | None]:
-    """How many of int[n] `new` and `old` differ, and which.
-
-    Returns:
-        The count, and (int32[count] increasing positions, int[count] new bits, int[count] old
-        bits), or None where the count exceeds `limit`.
-    """
-    mask = new != old
-    if (count := int(mask.sum())) > limit:
-        return count, None
-    found = mask.nonzero().squeeze(1)
-    return count, (found.to(torch.int32), new[found], old[found])
+def changed(new: Tensor, old: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(int32[k] increasing positions, int[k] new bits, int[k] old bits) where int[n] differ."""
+    found = (new != old).nonzero().squeeze(1)
+    return found.to(torch.int32), new[found], old[found]
 
 
 def is_increasing(indices: Tensor, span: int) -> bool:
@@ -45,17 +35,6 @@ def digest_run(bits: Tensor, key: int, start: int) -> int:
         positions = torch.arange(first, first + len(block), device=bits.device)
         total += int(_mix(positions, block, key).sum())
     return total & MASK
-
-
-def digest_chunks(
-    positions: Tensor, bits: Tensor, key: int, chunk_numel: int
-) -> tuple[int, NDArray[np.uint64]]:
-    """The digests of int[n] elements at increasing int64[n] flat positions, by chunk."""
-    chunks = positions.div(chunk_numel, rounding_mode="floor")
-    first, last = int(chunks[0]), int(chunks[-1])
-    sums = torch.zeros(last - first + 1, dtype=torch.int64, device=bits.device)
-    sums.index_add_(0, chunks - first, _mix(positions, bits, key))
-    return first, sums.cpu().numpy().view(np.uint64)
 
 
 def _mix(positions: Tensor, bits: Tensor, key: int) -> Tensor:

@@ -1,0 +1,241 @@
+"""Codec `gap`: gaps between changed elements, and distances from the old bits, in bytes.
+
+docs/wire-format.md, section 4. All is made for an entropy coder to follow: most bytes are small
+numbers of one distribution. A distance is that of two bit patterns as integers, modulo 2^bits: of
+floats of one sign it counts neighbours.
+"""
+
+from __future__ import annotations
+
+import struct
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltasync.delta.changes import Changes
+from deltasync.delta.tiles import Ints
+from deltasync.errors import InvalidIndices, LimitExceeded, TruncatedFrame, WireError
+from deltasync.wire.changes import TILE, Sizes
+from deltasync.wire.compression import compress, decompress
+
+Bits: TypeAlias = NDArray[Any]
+Block: TypeAlias = NDArray[np.uint8]
+
+_HEADER = struct.Struct("<8Q")  # of each stream its length, and how many bytes it takes here
+_LEAST_COMPRESSED = 64  # bytes: shorter streams are stored
+_BLOCK = 1 << 15  # elements worked on at once: temporaries stay in the L2 cache
+_ESCAPE = 255  # of steps: the new bits follow
+_WIDE = 2  # bytes of a gap
+_ESCAPES = {1: 0xFF, _WIDE: 0xFFFF}  # of gaps, by their width: so many more follow
+_NARROW_UP_TO = 368  # mean gap from which two bytes are shorter than one and its escapes
+
+
+def encode(changes: Changes, old: Bits, old_whole: Bits) -> bytes:
+    """The coded form of changes on a host.
+
+    Args:
+        changes: What is sent.
+        old: unsigned[N]: the bits that its values replace.
+        old_whole: unsigned[W]: those that its whole tiles replace; anything in the padding.
+    """
+    tiles, counts = changes.table()
+    places = changes.places.numpy().view(np.uint16)
+    whole = tiles[counts == 0].astype("<u4").tobytes()
+    codes = np.repeat(tiles * TILE, counts) + places
+    gaps = _encode_gaps(codes) if len(codes) else b""
+    steps = (
+        _encode_steps(_unsigned(new.numpy()), before)
+        for new, before in ((changes.values, old), (changes.whole, old_whole))
+    )
+    streams = [whole, gaps, *steps]
+    stored = list(map(_shortest, streams))
+    lengths = (len(one) for pair in zip(streams, stored, strict=True) for one in pair)
+    return b"".join((_HEADER.pack(*lengths), *stored))
+
+
+class Opened:
+    """A coded payload of which the table was decoded. Nothing of it was checked.
+
+    Args:
+        data: As it came.
+        sizes: Of what it stands for.
+        changes: Over memory of these sizes, zeroed: tiles, counts and places are written there.
+
+    Raises:
+        WireError: It is not what `encode` makes of any changes. Never another error.
+    """
+
+    def __init__(self, data: memoryview, sizes: Sizes, changes: Changes) -> None:
+        whole, gaps, self._steps, self._whole_steps = _streams(data, sizes.num_bytes)
+        if len(whole) % 4:
+            raise TruncatedFrame("numbers of whole tiles in an odd number of bytes")
+        goes_whole = whole.view("<u4").astype(np.int64)
+        codes = _decode_gaps(gaps, sizes.places) if sizes.places else np.zeros(0, np.int64)
+        tiles, counts = np.unique(codes // TILE, return_counts=True)
+        if len(tiles) + len(goes_whole) != sizes.tiles:
+            raise InvalidIndices("a coded payload has not as many tiles as its bucket says")
+        both = np.concatenate((tiles, goes_whole))
+        order = np.argsort(both, kind="stable")
+        if both[order[-1]] >= 1 << 32:
+            raise InvalidIndices("a coded payload names a tile beyond any layout")
+        counts = np.concatenate((counts, np.zeros_like(goes_whole)))[order]
+        changes.tiles.numpy().view(np.uint32)[:] = both[order]
+        changes.counts.numpy().view(np.uint16)[:] = counts
+        changes.places.numpy().view(np.uint16)[:] = codes % TILE
+        self._changes = changes
+
+    def fill(self, old: Bits, old_whole: Bits) -> None:
+        """Write values and whole tiles, by the bits that they replace. Raises WireError."""
+        for steps, before, into in (
+            (self._steps, old, self._changes.values),
+            (self._whole_steps, old_whole, self._changes.whole),
+        ):
+            _unsigned(into.numpy())[:] = _decode_steps(steps, before)
+
+
+def _streams(data: memoryview, raw_bytes: int) -> list[Block]:
+    """The streams of a payload, inflated to no more than it stands for. Raises WireError."""
+    if len(data) < _HEADER.size:
+        raise TruncatedFrame(f"coded payload of {len(data)} bytes has no header")
+    lengths = _HEADER.unpack(data[: _HEADER.size])
+    if _HEADER.size + sum(lengths[1::2]) != len(data):
+        raise TruncatedFrame(f"coded payload of {len(data)} bytes, its streams have others")
+    if sum(lengths[::2]) > 4 * raw_bytes:
+        raise LimitExceeded(f"coded streams of over four times the {raw_bytes} they stand for")
+    found, at = list[Block](), _HEADER.size
+    for full, stored in zip(lengths[::2], lengths[1::2], strict=True):
+        kind = "none" if full == stored else "zstd"
+        stream = decompress(data[at : at + stored], compression=kind, raw_bytes=full)
+        found.append(np.frombuffer(stream, np.uint8))
+        at += stored
+    return found
+
+
+def _shortest(stream: bytes) -> bytes:
+    if len(stream) < _LEAST_COMPRESSED:
+        return stream
+    frame = compress(stream)
+    return frame if len(frame) < len(stream) else stream
+
+
+def _encode_gaps(codes: Ints) -> bytes:
+    """Of int64[n] strictly increasing numbers, n at least 1, how many lie between each two."""
+    is_narrow = int(codes[-1] - codes[0]) < _NARROW_UP_TO * len(codes)
+    kind = np.dtype(np.uint8 if is_narrow else "<u2")
+    gaps = b"".join(
+        _gap_codes(codes[begin : begin + _BLOCK], int(codes[begin - 1]) if begin else None, kind)
+        for begin in range(0, len(codes), _BLOCK)
+    )
+    if not is_narrow:  # all low bytes, then all high ones: they look different
+        gaps = np.frombuffer(gaps, np.uint8).reshape(-1, _WIDE).T.tobytes()
+    return struct.pack("<BQ", kind.itemsize, int(codes[0])) + gaps
+
+
+def _gap_codes(codes: Ints, before: int | None, kind: np.dtype[Any]) -> bytes:
+    """The largest number says: so many more; the first gap of all is 0."""
+    gaps = np.empty_like(codes)
+    np.subtract(codes[1:], codes[:-1], out=gaps[1:])
+    gaps[0] = 1 if before is None else codes[0] - before
+    gaps -= 1
+    most = _ESCAPES[kind.itemsize]
+    if gaps.max() < most:
+        return gaps.astype(kind).tobytes()
+    skipped = gaps // most
+    gaps -= skipped * most
+    skipped += 1
+    skipped[0] -= 1
+    ends = skipped.cumsum()
+    made = np.full(int(ends[-1]) + 1, most, kind)
+    made[ends] = gaps.astype(kind)
+    return made.tobytes()
+
+
+def _decode_gaps(block: Block, count: int) -> Ints:
+    """int64[count]: strictly increasing numbers. Raises WireError."""
+    head = struct.calcsize("<BQ")
+    if len(block) < head or block[0] not in _ESCAPES:
+        raise WireError("gaps that do not begin with their width")
+    width, first = struct.unpack("<BQ", block[:head].tobytes())
+    codes = block[head:]
+    if width == _WIDE:
+        if len(codes) % _WIDE:
+            raise TruncatedFrame("gaps of 2 bytes in an odd number of bytes")
+        codes = codes.reshape(_WIDE, -1).T.copy().view("<u2")[:, 0]
+    ends = _ends(codes, count)
+    if first + int(codes.sum(dtype=np.int64)) + count > 1 << 48:
+        raise InvalidIndices("gaps lead beyond any layout")
+    sums = np.cumsum(codes, dtype=np.int64)
+    found: Ints = (sums if ends is None else sums[ends]) + np.arange(first, first + count)
+    return found
+
+
+def _ends(codes: NDArray[Any], count: int) -> NDArray[np.intp] | None:
+    """int64[count]: where the code of each number ends; None if each has one code."""
+    escape = _ESCAPES[codes.itemsize]
+    if len(codes) == count and codes.max() < escape:
+        return None
+    ends = np.flatnonzero(codes != escape)
+    if len(ends) != count or ends[-1] != len(codes) - 1:
+        raise InvalidIndices(f"gaps that do not lead to {count} elements")
+    return ends
+
+
+def _encode_steps(new: Bits, old: Bits) -> bytes:
+    """How far each of unsigned[n] is from the other one: a byte each; those that are far, after."""
+    codes, far = np.empty(len(new), np.uint8), list[bytes]()
+    for begin in range(0, len(new), _BLOCK):
+        block = slice(begin, begin + _BLOCK)
+        steps = _zigzag(new[block], old[block])
+        if new.itemsize > 1 and steps.max() >= _ESCAPE:
+            far.append(new[block][steps >= _ESCAPE].tobytes())
+            np.minimum(steps, _ESCAPE, out=steps)
+        codes[block] = steps
+    return codes.tobytes() + b"".join(far)
+
+
+def _decode_steps(block: Block, old: Bits) -> Bits:
+    """unsigned[n]: what is so far from the other one. Raises WireError."""
+    codes, rest = block[: len(old)], block[len(old) :]
+    far = np.flatnonzero(codes == _ESCAPE) if old.itemsize > 1 else np.empty(0, np.intp)
+    needed = len(old) + len(far) * old.itemsize
+    if len(block) != needed:
+        raise TruncatedFrame(f"{len(block)} bytes of steps, {needed} are needed")
+    new = np.empty_like(old)
+    for begin in range(0, len(old), _BLOCK):
+        part = slice(begin, begin + _BLOCK)
+        new[part] = _stepped(codes[part].astype(old.dtype), old[part])
+    new[far] = np.frombuffer(rest.tobytes(), old.dtype)
+    return new
+
+
+def _zigzag(new: Bits, old: Bits) -> Bits:
+    """unsigned[n]: distances 0, -1, 1, -2 ... become 0, 1, 2, 3 ..."""
+    steps = new - old
+    negative = (steps.view(f"i{steps.itemsize}") >> (8 * steps.itemsize - 1)).view(steps.dtype)
+    steps <<= _one(steps)
+    steps ^= negative
+    return steps
+
+
+def _stepped(zigzagged: Bits, old: Bits) -> Bits:
+    """unsigned[n]: the inverse of `_zigzag`."""
+    steps = zigzagged & _one(old)
+    np.negative(steps, out=steps)
+    steps ^= zigzagged >> _one(old)
+    steps += old
+    return steps
+
+
+@lru_cache
+def _number(dtype: np.dtype[Any]) -> Any:
+    return dtype.type(1)
+
+
+def _one(like: Bits) -> Any:
+    return _number(like.dtype)
+
+
+def _unsigned(bits: Bits) -> Bits:
+    return bits.view(f"u{bits.itemsize}")
