@@ -255,32 +255,37 @@ class HostFound:
 
     Attributes:
         section: Of the tiles.
-        group: How many tiles are one group.
         ends: int64[groups + 1, 3]: tiles, places and whole elements of all groups before.
         counts: int64[shares]: elements that differ.
     """
 
-    def __init__(self, detector: HostDetector, section: Section, group: int, room: int) -> None:
-        self._detector, self.section, self.group = detector, section, group
-        space = detector.space
-        self.counts = np.zeros(len(space.shares), np.int64)
+    def __init__(self, detector: HostDetector, section: Section) -> None:
+        self._detector, self.section = detector, section
+        self.counts = np.zeros(len(detector.space.shares), np.int64)
+        self._groups: list[tuple[int, int]] = []
         self._parts: list[_Part | None] = []
-        rows = [(0, 0, 0)]
-        for low in range(section.first, section.stop, group):
-            part = detector.part(low, min(low + group, section.stop))
-            np.add.at(self.counts, space.share[part.tiles], part.changed)
-            whole = space.numel[part.tiles[part.counts == 0]]
-            length = int(padded_numel(whole, section.item_size).sum())
-            row = len(part.tiles), len(part.places), length
-            rows.append(row)
-            room -= Sizes(section.item_size, *row).num_bytes
-            self._parts.append(part if room >= 0 or not len(part.tiles) else None)
-        self.ends: Ints = np.cumsum(np.array(rows, np.int64), axis=0)
+        self.ends: Ints = np.zeros((1, 3), np.int64)
+
+    def add(self, low: int, high: int, room: int) -> int:
+        """Compare the tiles [low, high), which follow those before, as one more group.
+
+        Returns the bytes that their changes take of payloads. They are kept if that is no more than
+        `room`, or found once more when they are emitted.
+        """
+        part, space = self._detector.part(low, high), self._detector.space
+        np.add.at(self.counts, space.share[part.tiles], part.changed)
+        sizes = self._sizes(part)
+        row = sizes.tiles, sizes.places, sizes.whole
+        self.ends = np.concatenate((self.ends, self.ends[-1:] + np.array([row], np.int64)))
+        self._groups.append((low, high))
+        is_kept = sizes.num_bytes <= room or not sizes.tiles
+        self._parts.append(part if is_kept else None)
+        return sizes.num_bytes
 
     def emit(self, low: int, high: int, payload: Tensor, sums: NDArray[np.uint64]) -> Changes:
         """Write the changes of groups [low, high) to a payload of their sizes.
 
-        What they change of digests is added to uint64[chunks]. Raises SourceChanged if they are
+        What they change of digests is added to uint64[chunks]. Raises SourceMoved if they are
         others than were found.
         """
         detector, size = self._detector, self.section.item_size
@@ -300,17 +305,19 @@ class HostFound:
         detector.copy_whole(changes, sums)
         return changes
 
+    def _sizes(self, part: _Part) -> Sizes:
+        size = self.section.item_size
+        whole = padded_numel(self._detector.space.numel[part.tiles[part.counts == 0]], size)
+        return Sizes(size, len(part.tiles), len(part.places), int(whole.sum()))
+
     def _part(self, nth: int) -> _Part:
         """Of a group; found once more if it was not kept."""
         part, self._parts[nth] = self._parts[nth], None
-        if part is not None:
-            return part
-        low = self.section.first + nth * self.group
-        part = self._detector.part(low, min(low + self.group, self.section.stop))
-        whole = self._detector.space.numel[part.tiles[part.counts == 0]]
-        length = int(padded_numel(whole, self.section.item_size).sum())
-        if [len(part.tiles), len(part.places), length] != np.diff(self.ends, axis=0)[nth].tolist():
-            raise SourceMoved
+        if part is None:
+            part = self._detector.part(*self._groups[nth])
+            sizes, row = self._sizes(part), self.ends[nth + 1] - self.ends[nth]
+            if [sizes.tiles, sizes.places, sizes.whole] != row.tolist():
+                raise SourceMoved
         return part
 
 
@@ -323,6 +330,7 @@ class HostDetector:
 
     Args:
         space: What is sent.
+        lines: int[numel] of each share: where the copy is, if it is there already. Not owned.
 
     Attributes:
         space: The same.
@@ -332,20 +340,12 @@ class HostDetector:
 
     device: torch.device | None = None
 
-    def __init__(self, space: Space) -> None:
+    def __init__(self, space: Space, lines: Sequence[Tensor] | None = None) -> None:
         self.space = space
-        sizes = space.share_numel * space.item_size
-        spaces = -(-sizes // ALIGNMENT) * ALIGNMENT
-        begins = np.cumsum(spaces) - spaces
-        self.num_bytes = int(sizes.sum())
-        arena = torch.zeros(int(spaces.sum()), dtype=torch.uint8, device="cpu")
-        self.lines = [
-            arena[begin : begin + length].view(INTEGERS[size])
-            for begin, length, size in zip(
-                begins.tolist(), sizes.tolist(), space.item_size.tolist(), strict=True
-            )
-        ]
+        self.lines = _arena(space) if lines is None else list(lines)
+        self.num_bytes = int((space.share_numel * space.item_size).sum())
         self._begins = addresses(self.lines)
+        self._is_aligned = not (self._begins % space.item_size).any()
         self._elements = space.first_chunk[:-1] * CHUNK
         self.ahead = np.zeros(len(space), np.bool_)
         self._readers: Sequence[Reader] = ()
@@ -363,8 +363,11 @@ class HostDetector:
         self.ahead[:] = False
 
     def find(self, section: Section, group: int, room: int) -> HostFound:
-        """Compare the tiles of a section. Up to `room` bytes of payloads are kept."""
-        return HostFound(self, section, group, room)
+        """Compare the tiles of a section, so many at once. Up to `room` bytes of payloads are kept."""
+        found = HostFound(self, section)
+        for low in range(section.first, section.stop, group):
+            room -= found.add(low, min(low + group, section.stop), room)
+        return found
 
     def part(self, low: int, high: int) -> _Part:
         """How the tiles [low, high) differ."""
@@ -405,7 +408,13 @@ class HostDetector:
 
     def old_lanes(self, table: Table) -> Bits:
         """unsigned[N]: the bits of the copy at lanes."""
-        found: Bits = memory(table.sizes.item_size)[table.at(self._begins)]
+        size = table.sizes.item_size
+        if self._is_aligned:
+            found: Bits = memory(size)[table.at(self._begins)]
+            return found
+        found, positions = np.empty(table.sizes.places, f"u{size}"), table.positions()
+        for share, lanes in table.by_share():
+            found[lanes] = kernels.unsigned(self.lines[share])[positions[lanes]]
         return found
 
     def old(self, changes: Changes) -> tuple[Bits, Bits]:
@@ -446,6 +455,19 @@ class HostDetector:
             bits = self.lines[share][start : start + CHUNK]
             found[n] = digest_run(space, share, start, bits)
         return found
+
+
+def _arena(space: Space) -> list[Tensor]:
+    """int[numel] for each share, side by side."""
+    sizes = space.share_numel * space.item_size
+    spaces = -(-sizes // ALIGNMENT) * ALIGNMENT
+    begins = np.cumsum(spaces) - spaces
+    arena = torch.zeros(int(spaces.sum()), dtype=torch.uint8, device="cpu")
+    columns = begins.tolist(), sizes.tolist(), space.item_size.tolist()
+    return [
+        arena[begin : begin + length].view(INTEGERS[size])
+        for begin, length, size in zip(*columns, strict=True)
+    ]
 
 
 def full_sizes(space: Space, low: int, high: int) -> Sizes:

@@ -50,7 +50,6 @@ class Found(Protocol):
     """Where some tiles of a source differ: see `delta.host.HostFound`."""
 
     section: Section
-    group: int
     ends: Ints
 
     @property
@@ -162,10 +161,8 @@ class Snapshot:
     These are *ahead*: if the sync is aborted, all of each is sent the next time.
 
     Args:
-        shares: What there is to send; `shard.whole` makes it of a layout.
-        readers: The source of these, in that order.
-        device: Where to keep the copy; None for where the source is.
-        kernels: What compares.
+        detector: Has the copy. Owned.
+        ledger: The digests of it, if they are known.
 
     Attributes:
         space: The tiles.
@@ -176,20 +173,10 @@ class Snapshot:
 
     bucket_bytes = 64 << 20
 
-    def __init__(
-        self,
-        shares: Sequence[Share],
-        readers: Sequence[Reader],
-        *,
-        device: torch.device | None = None,
-        kernels: Kernels = "auto",
-    ) -> None:
-        self.space = Space(shares)
-        self._detector: Detector = HostDetector(self.space)
-        self.num_bytes = self._detector.num_bytes
-        self.ledger = Ledger(self.space)
+    def __init__(self, detector: Detector, ledger: Ledger | None = None) -> None:
+        self.space, self._detector, self.num_bytes = detector.space, detector, detector.num_bytes
+        self.ledger = Ledger(self.space) if ledger is None else ledger
         self._sums = self.ledger.sums.copy()  # of the bits that the copy has
-        self.capture(readers)
 
     @property
     def device(self) -> torch.device | None:
@@ -233,10 +220,26 @@ class Snapshot:
             meanwhile()
         found, room = list[Found](), max_held_bytes
         for section in self.space.sections:
-            group = _tiles_of_group(bucket_bytes, section.item_size)
+            group = tiles_of_group(bucket_bytes, section.item_size)
             found.append(self._detector.find(section, group, room))
             room -= _sizes(found[-1], 0, -1).num_bytes
-        ledger = self.ledger.copy()
+        return self.plan(
+            found,
+            bucket_bytes=bucket_bytes,
+            max_held_bytes=max_held_bytes,
+            base_version=base_version,
+        )
+
+    def plan(
+        self,
+        found: Sequence[Found],
+        *,
+        bucket_bytes: int,
+        max_held_bytes: int,
+        base_version: int,
+    ) -> DeltaPlan:
+        """What brings the copy to a source, by what was found of each section."""
+        ledger = Ledger(self.space)
         ledger.sums[:] = self._sums
         return DeltaPlan(
             self,
@@ -265,6 +268,26 @@ class Snapshot:
 
     def _take(self, readers: Sequence[Reader]) -> None:
         self._detector.take([readers[number] for number in self.space.order.tolist()])
+
+
+def snapshot_of(
+    shares: Sequence[Share],
+    readers: Sequence[Reader],
+    *,
+    device: torch.device | None = None,
+    kernels: Kernels = "auto",
+) -> Snapshot:
+    """A copy of a source as it is now: what the next delta is taken against.
+
+    Args:
+        shares: What there is to send; `shard.whole` makes it of a layout.
+        readers: The source of these, in that order.
+        device: Where to keep the copy; None for where the source is.
+        kernels: What compares.
+    """
+    snapshot = Snapshot(HostDetector(Space(shares)))
+    snapshot.capture(readers)
+    return snapshot
 
 
 class DeltaPlan:
@@ -404,7 +427,7 @@ def _tile_bytes(item_size: int) -> int:
     return TILE * item_size + 4 * ALIGNMENT
 
 
-def _tiles_of_group(bucket_bytes: int, item_size: int) -> int:
+def tiles_of_group(bucket_bytes: int, item_size: int) -> int:
     """So many that they fit into a payload, whatever changes of them."""
     return max(1, min(_MOST_TILES, bucket_bytes // _tile_bytes(item_size)))
 

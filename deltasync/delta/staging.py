@@ -43,7 +43,7 @@ class LiveWeights:
 
     Attributes:
         flats, space: The same.
-        ledger: Digests of the version that they hold. Replaced by the caller.
+        ledger: Digests of the version that they hold. The caller measures and replaces it.
         num_bytes: Of the weights.
     """
 
@@ -51,7 +51,6 @@ class LiveWeights:
         self.flats, self.space, self.ledger = flats, space, Ledger(space)
         self.num_bytes = sum(flat.numel * flat.dtype.item_size for flat in flats.values())
         self._share_of = np.argsort(space.parameter)  # by number in the layout
-        self.ledger.sums[:] = self.measure(np.arange(space.num_chunks))
 
     def share_of(self, parameter: int) -> int:
         """Its share of `space`."""

@@ -20,7 +20,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deltasync.delta.digests import DigestLedger, digest_text
+from deltasync.delta.host import digest_run
+from deltasync.delta.ledger import Ledger, digest_text
+from deltasync.delta.tiles import CHUNK, Space
 from deltasync.errors import ConfigError, MalformedMessage, SourceChanged
 from deltasync.sync.group import orders
 from deltasync.sync.group.model import Declaration, share_of_rank
@@ -33,8 +35,7 @@ Words: TypeAlias = NDArray[np.uint16]
 
 NOTHING = np.zeros(0, np.uint16)
 
-_CHUNK_NUMEL = 1 << 22
-_CHUNKS_AT_ONCE = 16  # about, of a warm sync
+_CHUNKS_AT_ONCE = 256  # about, of a warm sync
 
 
 class Agreement:
@@ -144,19 +145,21 @@ class Replicas:
         numbers = np.flatnonzero(orders.copies_of(order.alike[rank]))
         alike = {name: declared.boxes[name] for name in (specs[n].name for n in numbers)}
         self._alike = SourceLayout(weights.source, specs, alike, agree)
-        self._ledger = DigestLedger(self._alike.sent, chunk_numel=_CHUNK_NUMEL)
-        chunks = sum(-(-spec.numel // _CHUNK_NUMEL) for spec in specs)  # the same on all ranks
+        self._ledger = Ledger(Space(self._alike.sent))
+        chunks = sum(-(-spec.numel // CHUNK) for spec in specs)  # the same on all ranks
         self._parts = -(-chunks // _CHUNKS_AT_ONCE)
 
     def digests(self, part: int | None = None) -> orders.Alike:
         """Of what was looked up last: of all, or of a part that is another one for each `part`."""
         self._alike.read(self._sent.tensors)
-        ledger, table, found = self._ledger, self._ledger.table, Counter[str]()
-        turns = ledger.numbers[table.parameter] + table.start // _CHUNK_NUMEL - (part or 0)
+        ledger, found = self._ledger, Counter[str]()
+        space, chunks = ledger.space, np.arange(ledger.space.num_chunks)
+        nth = chunks - space.first_chunk[ledger.share]
+        turns = ledger.parameter_of(chunks) + nth - (part or 0)
         for chunk in np.flatnonzero(turns % (1 if part is None else self._parts) == 0).tolist():
-            place, start = int(table.parameter[chunk]), int(table.start[chunk])
-            bits = self._alike.readers[place].read(start, start + int(table.numel[chunk]))
-            found[ledger.specs[place].name] += ledger.digest_run(place, bits, start)
+            share, start, stop = ledger.bounds(chunk)
+            bits = self._alike.readers[int(space.order[share])].read(start, stop)
+            found[space.shares[share].spec.name] += digest_run(space, share, start, bits)
         return tuple((name, digest_text(digest & MASK)) for name, digest in found.items())
 
 

@@ -7,21 +7,23 @@ they are after. docs/wire-format.md, section 7.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from deltasync.delta.backend import Plan
 from deltasync.delta.bits import Live
-from deltasync.delta.bucket import BucketReader, ReadBucket
-from deltasync.delta.codecs.coding import Coding
+from deltasync.delta.coding import Coding
 from deltasync.delta.ledger import digest_text
+from deltasync.delta.payloads import PayloadReader, Received
+from deltasync.delta.shard import whole
+from deltasync.delta.snapshot import Plan
+from deltasync.delta.staging import LiveWeights
+from deltasync.delta.tiles import Space
 from deltasync.errors import ProtocolViolation, TruncatedFrame
 from deltasync.sync.protocol.frames import Emitter
 from deltasync.sync.protocol.receiver_session import ReceiverSession, ReceiverState
 from deltasync.transports.base import Frame
-from deltasync.wire.coded import CodedPayload
 from deltasync.wire.frame import MAX_PAYLOAD_BYTES, decode, encode
 from deltasync.wire.messages import (
     Begin,
@@ -84,12 +86,13 @@ class OneWayReader:
 
     Args:
         max_payload_bytes: The largest payload accepted.
-        flats: The weights that the sync changes, by their number in its layout, before a bucket is
-            applied; None to refuse coded payloads, which need them. Not owned.
+        flats_of: Returns the weights that a layout of the sync speaks of, by their number there:
+            what a coded payload says depends on them. Without weights its values mean nothing.
 
     Attributes:
         layout: What the weights must be before; None until it has come.
         specs: Its parameters.
+        live: Weights of these.
         begin: What the sync is; None until it has come.
         sealed: What the weights must be after; None until all has come.
     """
@@ -98,19 +101,20 @@ class OneWayReader:
         self,
         *,
         max_payload_bytes: int = MAX_PAYLOAD_BYTES,
-        flats: Mapping[int, Live] | None = None,
+        flats_of: Callable[[tuple[ParameterSpec, ...]], Mapping[int, Live]] = lambda specs: {},
     ) -> None:
-        self._max_payload_bytes, self._flats = max_payload_bytes, flats
+        self._max_payload_bytes, self._flats_of = max_payload_bytes, flats_of
         self._session = ReceiverSession("file")
         self._session.on("greeted")
-        self._buckets = BucketReader(())
+        self.live = LiveWeights({}, Space(()))
+        self._payloads = PayloadReader(self.live)
         self.layout: Layout | None = None
         self.specs: tuple[ParameterSpec, ...] = ()
         self.begin: Begin | None = None
         self.sealed: Sealed | None = None
 
-    def take(self, frame: Frame) -> tuple[Message, ReadBucket | None]:
-        """The message in a frame, and its rows if it has any. Their indices were not looked at.
+    def take(self, frame: Frame) -> tuple[Message, Received | None]:
+        """The message in a frame, and what it has of changes.
 
         Raises:
             WireError: The frame is damaged.
@@ -123,7 +127,7 @@ class OneWayReader:
         )
         return message, self.accept(message, frame.payload)
 
-    def accept(self, message: Message, payload: Tensor | None) -> ReadBucket | None:
+    def accept(self, message: Message, payload: Tensor | None) -> Received | None:
         """The same, of a frame that was opened."""
         match message:
             case Layout():
@@ -133,7 +137,7 @@ class OneWayReader:
                 self._begin(message)
             case Bucket():
                 self._session.on(message)
-                return self._buckets.unpack(message, payload)
+                return self._payloads.read(message, payload)
             case Prepare():
                 self._session.on(message)
             case Sealed():
@@ -142,17 +146,12 @@ class OneWayReader:
                 raise ProtocolViolation(f"{message.kind} has no place in frames that go one way")
         return None
 
-    def glance(self, message: Bucket, payload: Tensor) -> CodedPayload:
-        """Check a coded bucket without weights: all but its blocks. Raises as `take`."""
-        self._session.on(message)
-        return self._buckets.glance(message, payload)
-
     def check_sealed(self) -> None:
         """Raises TruncatedFrame unless everything has come."""
         if self.sealed is None:
             raise TruncatedFrame("the frames end before `sealed`: a part is missing")
 
-    def read(self, frames: Iterable[Frame]) -> Iterator[ReadBucket]:
+    def read(self, frames: Iterable[Frame]) -> Iterator[Received]:
         """The buckets of the sync, one after another; `sealed` is there after the last."""
         for frame in frames:
             _, bucket = self.take(frame)
@@ -162,7 +161,8 @@ class OneWayReader:
 
     def _bind(self, layout: Layout) -> None:
         self.layout, self.specs = layout, layout.specs()
-        self._buckets = BucketReader(self.specs, flats=self._flats)
+        self.live = LiveWeights(self._flats_of(self.specs), Space(whole(self.specs)))
+        self._payloads = PayloadReader(self.live)
 
     def _begin(self, begin: Begin) -> None:
         if self.layout is None or self.begin is not None:
@@ -171,6 +171,7 @@ class OneWayReader:
         full = () if begin.base_version is not None else (self._session.engine,)
         self._session.on(Welcome(full_sync=full))
         self._session.on(begin)
+        self._payloads.begin(begin)
         self.begin = begin
 
     def _seal(self, sealed: Sealed) -> None:

@@ -28,7 +28,7 @@ from deltasync.delta.shard import (
     rows_of,
     whole,
 )
-from deltasync.delta.snapshot import MIN_BUCKET_BYTES, Delta, Digests, Plan, Snapshot
+from deltasync.delta.snapshot import MIN_BUCKET_BYTES, Delta, Digests, Plan, Snapshot, snapshot_of
 from deltasync.delta.streams import OwnStream, own_stream
 from deltasync.errors import ConfigError, SourceChanged
 from deltasync.sync.options import SenderOptions, leaves_out
@@ -308,7 +308,7 @@ class OwnWeights(LocalWeights):
 
     def _new_snapshot(self, layout: SourceLayout) -> Snapshot:
         device = self.options.snapshot_device
-        return Snapshot(
+        return snapshot_of(
             layout.sent,
             layout.readers,
             device=None if device is None else torch.device(device),

@@ -95,6 +95,7 @@ class BoundWeights:
                 "computes with copies, which no update reaches. Turn that off, and compile again"
             )
         self.live = LiveWeights(flats, Space(whole(specs)))
+        self.live.ledger.sums[:] = self.live.measure(np.arange(self.live.space.num_chunks))
         self.may_differ = False
         self._payloads = PayloadReader(self.live, lanes)
         limit = options.max_staged_bytes
