@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -56,6 +57,11 @@ class Changes:
     def num_bytes(self) -> int:
         """Of the memory that they take."""
         return self.sizes.num_bytes
+
+    def join(self, parts: Sequence[Changes]) -> None:
+        """Write those of parts here, one after another."""
+        for name in ("tiles", "counts", "places", "values", "whole"):
+            torch.cat([getattr(part, name) for part in parts], out=getattr(self, name))
 
     def room(self) -> Changes:
         """The same elements, and memory for other bits of theirs."""

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -255,7 +255,6 @@ class HostFound:
 
     Attributes:
         section: Of the tiles.
-        ends: int64[groups + 1, 3]: tiles, places and whole elements of all groups before.
         counts: int64[shares]: elements that differ.
     """
 
@@ -264,7 +263,13 @@ class HostFound:
         self.counts = np.zeros(len(detector.space.shares), np.int64)
         self._groups: list[tuple[int, int]] = []
         self._parts: list[_Part | None] = []
-        self.ends: Ints = np.zeros((1, 3), np.int64)
+        self._rows = [(0, 0, 0)]
+
+    @cached_property
+    def ends(self) -> Ints:
+        """int64[groups + 1, 3]: tiles, places and whole elements of all groups before. Asked for
+        when all groups are there."""
+        return np.cumsum(np.array(self._rows, np.int64), axis=0)
 
     def add(self, low: int, high: int, room: int) -> int:
         """Compare the tiles [low, high), which follow those before, as one more group.
@@ -275,8 +280,7 @@ class HostFound:
         part, space = self._detector.part(low, high), self._detector.space
         np.add.at(self.counts, space.share[part.tiles], part.changed)
         sizes = self._sizes(part)
-        row = sizes.tiles, sizes.places, sizes.whole
-        self.ends = np.concatenate((self.ends, self.ends[-1:] + np.array([row], np.int64)))
+        self._rows.append((sizes.tiles, sizes.places, sizes.whole))
         self._groups.append((low, high))
         is_kept = sizes.num_bytes <= room or not sizes.tiles
         self._parts.append(part if is_kept else None)
@@ -288,21 +292,15 @@ class HostFound:
         What they change of digests is added to uint64[chunks]. Raises SourceMoved if they are
         others than were found.
         """
-        detector, size = self._detector, self.section.item_size
         parts = [self._part(n) for n in range(low, high)]
-        sizes = Sizes(size, *(int(n) for n in self.ends[high] - self.ends[low]))
+        sizes = Sizes(self.section.item_size, *(int(n) for n in self.ends[high] - self.ends[low]))
         changes = Changes.of(payload, sizes)
-        columns: tuple[tuple[Tensor, list[Any]], ...] = (
-            (changes.tiles, [part.tiles for part in parts]),
-            (changes.counts, [part.counts for part in parts]),
-            (changes.places, [part.places for part in parts]),
-            (changes.values, [part.values for part in parts]),
-        )
-        for column, arrays in columns:
+        for name in ("tiles", "counts", "places", "values"):
+            column = getattr(changes, name)
             into = column.numpy().view(f"u{column.element_size()}")
-            np.concatenate(arrays, out=into, casting="unsafe")
-        detector.add_lanes(changes, sums)
-        detector.copy_whole(changes, sums)
+            np.concatenate([getattr(part, name) for part in parts], out=into, casting="unsafe")
+        self._detector.add_lanes(changes, sums)
+        self._detector.copy_whole(changes, sums)
         return changes
 
     def _sizes(self, part: _Part) -> Sizes:
@@ -315,8 +313,8 @@ class HostFound:
         part, self._parts[nth] = self._parts[nth], None
         if part is None:
             part = self._detector.part(*self._groups[nth])
-            sizes, row = self._sizes(part), self.ends[nth + 1] - self.ends[nth]
-            if [sizes.tiles, sizes.places, sizes.whole] != row.tolist():
+            sizes = self._sizes(part)
+            if (sizes.tiles, sizes.places, sizes.whole) != self._rows[nth + 1]:
                 raise SourceMoved
         return part
 
@@ -348,15 +346,20 @@ class HostDetector:
         self._is_aligned = not (self._begins % space.item_size).any()
         self._elements = space.first_chunk[:-1] * CHUNK
         self.ahead = np.zeros(len(space), np.bool_)
-        self._readers: Sequence[Reader] = ()
+        self._readers: Mapping[int, Reader] = {}
 
     def take(self, readers: Sequence[Reader]) -> None:
         """Read from these from now on: one for each share of the space, in its order."""
-        self._readers = readers
+        self._readers = dict(enumerate(readers))
+
+    def take_one(self, share: int, reader: Reader) -> None:
+        """The same of one share: the others are not there."""
+        self._readers = {share: reader}
 
     def capture(self) -> None:
         """Copy the source."""
-        for reader, line in zip(self._readers, self.lines, strict=True):
+        for share, line in enumerate(self.lines):
+            reader = self._readers[share]
             for start in range(0, len(line), CHUNK):
                 stop = min(start + CHUNK, len(line))
                 line[start:stop].copy_(reader.read(start, stop))
@@ -427,24 +430,33 @@ class HostDetector:
 
     def advance(self, changes: Changes) -> None:
         """Write changes to the copy."""
-        table = Table(self.space, changes)
-        for run in table.runs():
+        self.advance_whole(changes)
+        self.advance_lanes(changes)
+
+    def advance_whole(self, changes: Changes) -> None:
+        """Write their whole tiles."""
+        for run in Table(self.space, changes).runs():
             self.lines[run.share][run.start : run.stop] = changes.whole[run.there]
-        values = changes.values.numpy()
+
+    def advance_lanes(self, changes: Changes) -> None:
+        """Write the rest; the copy was not given, but made here."""
+        table, values = Table(self.space, changes), changes.values.numpy()
         memory(values.itemsize)[table.at(self._begins)] = values.view(f"u{values.itemsize}")
 
-    def full(self, low: int, high: int, payload: Tensor) -> None:
-        """Write all of tiles [low, high), of one section, to a payload of their sizes."""
-        space = self.space
-        size = int(space.item_size[space.share[low]])
-        sizes = full_sizes(space, low, high)
-        changes = Changes.of(payload, sizes)
-        changes.tiles.copy_(torch.arange(low, high, dtype=torch.int32))
+    def whole_of(self, tiles: Ints) -> Changes:
+        """All of int64[T] tiles, of one section."""
+        payload = torch.empty(whole_sizes(self.space, tiles).num_bytes, dtype=torch.uint8)
+        self.full(tiles, payload)
+        return Changes.of(payload, whole_sizes(self.space, tiles))
+
+    def full(self, tiles: Ints, payload: Tensor) -> None:
+        """Write all of int64[T] tiles, of one section, to a payload of their sizes."""
+        changes = Changes.of(payload, whole_sizes(self.space, tiles))
+        changes.tiles.copy_(torch.from_numpy(tiles))
         changes.counts.zero_()
         changes.whole.zero_()
-        for run in Table(space, changes).runs():
+        for run in Table(self.space, changes).runs():
             changes.whole[run.there] = self.lines[run.share][run.start : run.stop]
-        assert changes.values.element_size() == size
 
     def measure(self, chunks: Ints) -> NDArray[np.uint64]:
         """uint64[n]: the digests of int64[n] chunks of a ledger, read from the copy."""
@@ -470,7 +482,7 @@ def _arena(space: Space) -> list[Tensor]:
     ]
 
 
-def full_sizes(space: Space, low: int, high: int) -> Sizes:
-    """Of a payload with all of the tiles [low, high), of one section."""
-    size = int(space.item_size[space.share[low]])
-    return Sizes(size, high - low, 0, int(padded_numel(space.numel[low:high], size).sum()))
+def whole_sizes(space: Space, tiles: Ints) -> Sizes:
+    """Of a payload with all of int64[T] tiles, of one section."""
+    size = int(space.item_size[space.share[tiles[0]]])
+    return Sizes(size, len(tiles), 0, int(padded_numel(space.numel[tiles], size).sum()))

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltasync.delta.changes import Changes
-from deltasync.delta.host import Bits, HostDetector, SourceMoved, full_sizes
+from deltasync.delta.host import Bits, HostDetector, SourceMoved, whole_sizes
 from deltasync.delta.ledger import Ledger
 from deltasync.delta.readers import Reader
 from deltasync.delta.shard import Share
@@ -78,7 +78,7 @@ class Detector(Protocol):
 
     def advance(self, changes: Changes) -> None: ...
 
-    def full(self, low: int, high: int, payload: Tensor) -> None: ...
+    def full(self, tiles: Ints, payload: Tensor) -> None: ...
 
     def measure(self, chunks: Ints) -> NDArray[np.uint64]: ...
 
@@ -239,13 +239,11 @@ class Snapshot:
         base_version: int,
     ) -> DeltaPlan:
         """What brings the copy to a source, by what was found of each section."""
-        ledger = Ledger(self.space)
-        ledger.sums[:] = self._sums
         return DeltaPlan(
             self,
             self._detector,
             found,
-            ledger,
+            self.ledger_of_copy(),
             bucket_bytes=bucket_bytes,
             max_held_bytes=max_held_bytes,
             base_version=base_version,
@@ -254,6 +252,12 @@ class Snapshot:
     def full(self, *, bucket_bytes: int) -> FullPlan:
         """All of the copy, in payloads of at most so many bytes."""
         return FullPlan(self._detector, self.ledger, bucket_bytes=bucket_bytes)
+
+    def ledger_of_copy(self) -> Ledger:
+        """A new one, of the bits that the copy has."""
+        ledger = Ledger(self.space)
+        ledger.sums[:] = self._sums
+        return ledger
 
     def overwritten(self, changes: Changes, sums: NDArray[np.uint64]) -> None:
         """The copy took these before they are decided, which changes its digests by `sums`."""
@@ -405,20 +409,22 @@ class FullPlan:
             step = max(1, bucket_bytes // _tile_bytes(section.item_size))
             for low in range(section.first, section.stop, step):
                 self._buckets.append((low, min(low + step, section.stop)))
-        self.payload_bytes = sum(full_sizes(space, *bounds).num_bytes for bounds in self._buckets)
+        self.payload_bytes = sum(
+            whole_sizes(space, np.arange(*bounds)).num_bytes for bounds in self._buckets
+        )
 
     def buckets(self) -> Iterator[Bucket]:
         """Every tile, whole."""
         device = self._detector.device or torch.device("cpu")
         for low, high in self._buckets:
-            sizes = full_sizes(self.space, low, high)
+            sizes = whole_sizes(self.space, np.arange(low, high))
             yield Bucket(sizes, device, partial(self._pack, low, high))
 
     def decided(self) -> None:
         """The snapshot is what was sent."""
 
     def _pack(self, low: int, high: int, payload: Tensor, packed: Callable[[], None]) -> None:
-        self._detector.full(low, high, payload)
+        self._detector.full(np.arange(low, high), payload)
         packed()
 
 

@@ -60,13 +60,13 @@ class Sizes:
         begin, length = self.columns[-1]
         return begin + padded(length)
 
-    def __sub__(self, other: Sizes) -> Sizes:
-        """What is left without the other one."""
+    def __add__(self, other: Sizes) -> Sizes:
+        """Of both together."""
         return Sizes(
             self.item_size,
-            self.tiles - other.tiles,
-            self.places - other.places,
-            self.whole - other.whole,
+            self.tiles + other.tiles,
+            self.places + other.places,
+            self.whole + other.whole,
         )
 
 

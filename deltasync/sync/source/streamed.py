@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 
 import numpy as np
@@ -10,19 +12,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deltasync.delta.backend import Delta, Plan
-from deltasync.delta.bits import Flat, Run, check_plain, dtype_of, torch_dtype
-from deltasync.delta.digests import DigestLedger
-from deltasync.delta.host.backend import Change, DeltaPlan, HostBackend
+from deltasync.delta.bits import Flat, check_plain, dtype_of, torch_dtype
+from deltasync.delta.changes import Changes
+from deltasync.delta.host import HostDetector, HostFound, whole_sizes
+from deltasync.delta.ledger import Ledger
 from deltasync.delta.modes import in_plain_mode
 from deltasync.delta.readers import WireReader, copy_read
 from deltasync.delta.shard import whole
+from deltasync.delta.snapshot import Bucket, Delta, Plan, Snapshot, tiles_of_group
+from deltasync.delta.tiles import Ints, Space
 from deltasync.errors import ConfigError, SourceChanged
 from deltasync.sync.options import SenderOptions, leaves_out
 from deltasync.sync.source.layout import SentLayout, specs_of, with_elements
 from deltasync.sync.source.weights import LocalWeights
+from deltasync.wire.changes import Sizes
 from deltasync.wire.messages import ParameterSpec
 
+_KEPT = 4  # a quarter of the model: about what 12 % of changes take
 _STEP = 1 << 22  # elements converted at once
 
 NamedWeights = Iterable[tuple[str, Tensor]]
@@ -33,20 +39,20 @@ class StreamedWeights(LocalWeights):
     """What a `WeightSender` sends of a trainer whose weights are gathered, tensor by tensor.
 
     Call `take` before each `send_weights`. It compares each tensor as it comes with the snapshot
-    and keeps what has changed: beside the snapshot what goes sparse, in it what goes dense, so
-    that there is no further copy of the model. Parameters of which something was kept in the
-    snapshot are sent whole after a sync that came to nothing.
+    and keeps what has changed: beside the snapshot, up to a bound, and beyond it in the snapshot,
+    so that there is no further copy of the model. Tiles that were written to the snapshot are sent
+    whole, also after a sync that came to nothing.
 
     Args:
         options: `wire_dtypes` says what is sent in another dtype than it comes in.
-            `max_inflight_bytes` bounds what is kept beside the snapshot; parameters beyond are
-            sent whole. None for no bound: what goes sparse is about half of the model at most.
+            `max_inflight_bytes` bounds what is kept beside the snapshot; None for a quarter of the
+            model.
             `snapshot_device` is also where tensors are compared.
         announced: What `take` will bring, in this order and in the dtypes that it comes in, if
             that is known: then engines can connect before the first `take`. Empty if it is not.
     """
 
-    _snapshot: HostBackend | None
+    _detector: HostDetector | None = None
 
     def __init__(
         self, options: SenderOptions | None = None, *, announced: Sequence[ParameterSpec] = ()
@@ -55,7 +61,7 @@ class StreamedWeights(LocalWeights):
         self._announced = [s for s in announced if not leaves_out(self.options, s.name)]
         self._taken: list[ParameterSpec] = []  # what came first, in the dtypes that it came in
         self._flats: dict[int, Flat] = {}  # of the snapshot
-        self._found: _Found | None = None
+        self._found: _Taken | None = None
 
     @in_plain_mode
     def take(self, weights: NamedWeights) -> None:
@@ -90,13 +96,13 @@ class StreamedWeights(LocalWeights):
         The first time the snapshot is cast to the dtypes that receivers hold; both are in memory
         then. `wire_dtypes` avoids that.
         """
-        before = self.snapshot.ledger.specs
+        before = self._specs
         specs = specs_of(self._taken, held, self.options.wire_dtypes)
         if specs != before != tuple(self._taken):
             raise ConfigError("receivers hold other dtypes than earlier ones: give `wire_dtypes`")
         if self._found is not None:
             self._found.decided()
-        elif self._snapshot is not None and self._snapshot.ahead:
+        elif self._detector is not None and self._detector.ahead.any():
             raise ConfigError("the weights that were taken last are not complete: take them again")
         if specs != before:
             tensors = [flat.tensor for flat in self._flats.values()]
@@ -114,7 +120,12 @@ class StreamedWeights(LocalWeights):
 
     @property
     def trained(self) -> NDArray[np.bool_]:
-        return np.ones(len(self.snapshot.ledger.specs), np.bool_)
+        return np.ones(len(self._specs), np.bool_)
+
+    @property
+    def _specs(self) -> tuple[ParameterSpec, ...]:
+        """What the snapshot holds."""
+        return tuple(share.spec for share in self.snapshot.space.given)
 
     def _fill(self, weights: NamedWeights) -> None:
         """Make the snapshot."""
@@ -136,14 +147,14 @@ class StreamedWeights(LocalWeights):
 
     def _begin(self, specs: Sequence[ParameterSpec], flats: dict[int, Flat]) -> None:
         """Take these as the snapshot."""
-        devices = {flat.line.device.type for flat in flats.values()}
-        chunk_numel = self.options.policy.chunk_numel_on(*devices)
         layout = SentLayout(specs)
-        ledger = DigestLedger(whole(layout.specs), chunk_numel=chunk_numel)
-        snapshot = HostBackend(flats, ledger)
-        ledger.sums[:] = snapshot.measure(np.arange(len(ledger.sums)))
-        self.layout, self._snapshot, self._flats = layout, snapshot, flats
-        self.snapshot_bytes = snapshot.num_bytes
+        space = Space(whole(layout.specs))
+        detector = HostDetector(space, [flats[n].line for n in space.order.tolist()])
+        ledger = Ledger(space)
+        ledger.sums[:] = detector.measure(np.arange(space.num_chunks))
+        self._detector, self._snapshot = detector, Snapshot(detector, ledger)
+        self.layout, self._flats = layout, flats
+        self.snapshot_bytes = detector.num_bytes
 
     def _check_announced(self, taken: Sequence[ParameterSpec]) -> None:
         """Raises SourceChanged, by the first name, if something else was announced."""
@@ -157,70 +168,161 @@ class StreamedWeights(LocalWeights):
         copy_read(_reader(spec, tensor), copy, step=_STEP)
         return copy
 
-    def _compare(self, weights: NamedWeights, snapshot: HostBackend) -> None:
+    def _compare(self, weights: NamedWeights, snapshot: Snapshot) -> None:
         """Find what has changed."""
-        ledger, found, held_bytes = snapshot.ledger.copy(), list[Change](), 0
-        missing = {spec.name: number for number, spec in enumerate(ledger.specs)}
+        assert self._detector is not None
+        specs = [share.spec for share in snapshot.space.given]
+        missing = {spec.name: number for number, spec in enumerate(specs)}
+        bucket_bytes, limit = self._bucket_bytes(snapshot), self.options.max_inflight_bytes
+        room = snapshot.num_bytes // _KEPT if limit is None else limit
+        found = _Taken(snapshot, self._detector, bucket_bytes=bucket_bytes, room=room)
         for name, tensor in weights:
             number = missing.pop(name, None)
             if number is None:
                 raise SourceChanged(f"{name!r} is new, or came twice")
-            reader = _reader(ledger.specs[number], tensor)
-            change = self._change(number, reader, snapshot, ledger, held_bytes)
-            if change is not None:
-                held_bytes += change.held_bytes
-                found.append(change)
+            found.add(number, _reader(specs[number], tensor))
         if missing:
             raise SourceChanged(f"{len(missing)} tensors did not come, {min(missing)!r} for one")
-        found.sort(key=lambda change: change.parameter)
-        self._found = _Found(
-            snapshot,
-            found,
-            ledger,
-            self.policy(),
-            (),
-            bucket_bytes=self._bucket_bytes(snapshot),
-            base_version=0,
-        )
-
-    def _change(
-        self,
-        number: int,
-        reader: WireReader,
-        snapshot: HostBackend,
-        ledger: DigestLedger,
-        held_bytes: int,
-    ) -> Change | None:
-        """How a parameter differs. What goes dense is in the snapshot then."""
-        limit = self.options.max_inflight_bytes
-        room = snapshot.num_bytes * 8 if limit is None else limit - held_bytes
-        policy = self.policy()
-        change = snapshot.change(number, reader, policy, ledger=ledger, room=room)
-        if change is not None and change.runs is None:
-            whole = Run(0, reader.numel)
-            nnz, change = change.nnz, Change(number, runs=[whole])
-            change.count(whole, nnz, ledger.shares[number])
-        for run in () if change is None else change.runs or ():
-            if run.bits is None:
-                snapshot.write_ahead(number, run, reader.read(run.start, run.stop))
-        return change
+        found.complete()
+        self._found = found
 
 
-class _Found(DeltaPlan):
-    """What was found while weights passed by; what goes dense is in the snapshot already."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Group:
+    """What changes of some tiles that follow each other.
 
-    is_decided = False
+    Attributes:
+        first: The first of them that changes.
+        sizes: What the changes take of a payload.
+        changes: They themselves; None if the snapshot has them.
+        tiles: int64[T]: which change; all of each goes if the snapshot has them.
+    """
 
-    def read(self, parameter: int, start: int, stop: int) -> Tensor:
-        return self._snapshot.flats[parameter].read(start, stop)
+    first: int
+    sizes: Sizes
+    changes: Changes | None
+    tiles: Ints
 
-    def packed(self, parameter: int, run: Run, bits: Tensor) -> None:
-        """The snapshot has it, or will when this is decided."""
+
+class _Taken:
+    """What was found while weights passed by: see `delta.snapshot.Delta`.
+
+    Args:
+        snapshot, detector: What they are compared with.
+        bucket_bytes: The largest payload.
+        room: Bytes of changes that are kept. Others are written to the snapshot.
+    """
+
+    base_version: int | None = 0
+
+    def __init__(
+        self, snapshot: Snapshot, detector: HostDetector, *, bucket_bytes: int, room: int
+    ) -> None:
+        self.space, self._snapshot, self._detector = snapshot.space, snapshot, detector
+        self._bucket_bytes, self._room = bucket_bytes, room
+        self._place = np.argsort(self.space.order).tolist()
+        self._sums = np.zeros(self.space.num_chunks, np.uint64)  # by what is kept
+        self._groups: list[_Group] = []
+        self._counts = np.zeros(len(self.space.shares), np.int64)
+        self.payload_bytes = self.places = self.held_bytes = 0
+        self.is_decided = False
+
+    def add(self, number: int, reader: WireReader) -> None:
+        """Compare a tensor, which may be gone when this returns."""
+        share = self._place[number]
+        section = self.space.section_of(int(self.space.item_size[share]))
+        assert section is not None
+        self._detector.take_one(share, reader)
+        step = tiles_of_group(self._bucket_bytes, section.item_size)
+        first, stop = self.space.first[share : share + 2].tolist()
+        for low in range(first, stop, step):
+            found = HostFound(self._detector, section)
+            found.add(low, min(low + step, stop), self._bucket_bytes)
+            self._counts += found.counts
+            if found.ends[-1, 0]:
+                self._keep(found)
+
+    def _keep(self, found: HostFound) -> None:
+        sizes = Sizes(found.section.item_size, *found.ends[-1].tolist())
+        payload, sums = torch.empty(sizes.num_bytes, dtype=torch.uint8), np.zeros_like(self._sums)
+        changes = found.emit(0, 1, payload, sums)
+        tiles, _ = changes.table()
+        if sizes.num_bytes <= self._room:
+            self._room -= sizes.num_bytes
+            self.held_bytes += sizes.num_bytes
+            self._sums += sums
+            self._groups.append(_Group(int(tiles[0]), sizes, changes, tiles))
+            return
+        self._detector.advance(changes)
+        self._snapshot.overwritten(changes, sums)
+        sizes = whole_sizes(self.space, tiles)
+        self._groups.append(_Group(int(tiles[0]), sizes, None, tiles))
+
+    def complete(self) -> None:
+        """All tensors were added."""
+        self._groups.sort(key=lambda group: group.first)
+        self._ledger = self._snapshot.ledger_of_copy()
+        self._ledger.sums += self._sums
+        self._buckets = list(self._distributed())
+        self.payload_bytes = sum(sizes.num_bytes for sizes, _ in self._buckets)
+        self.places = sum(sizes.places for sizes, _ in self._buckets)
+
+    @property
+    def ledger(self) -> Ledger:
+        return self._ledger
+
+    @property
+    def nnz(self) -> int:
+        return int(self._counts.sum())
+
+    @property
+    def changed(self) -> Ints:
+        return np.flatnonzero(self._by_share())
+
+    def counts(self) -> Ints:
+        return self._by_share()[self.changed]
+
+    def _by_share(self) -> Ints:
+        return self._counts[self._place]
+
+    def buckets(self) -> Iterator[Bucket]:
+        for sizes, groups in self._buckets:
+            yield Bucket(sizes, torch.device("cpu"), partial(self._pack, sizes, groups))
 
     def decided(self) -> None:
-        super().decided()
+        """Advance the snapshot by what was kept."""
+        for group in self._groups:
+            if group.changes is not None:
+                self._detector.advance(group.changes)
+        self._snapshot.decided(self._ledger)
         self.is_decided = True
-        self.changes.clear()  # their memory
+        self._groups.clear()  # their memory
+        self._buckets.clear()
+
+    def _distributed(self) -> Iterator[tuple[Sizes, list[_Group]]]:
+        """Groups of one item size that go into one payload."""
+        joined, groups = None, list[_Group]()
+        for group in self._groups:
+            if joined is not None:
+                both = joined + group.sizes
+                if both.item_size == group.sizes.item_size and both.num_bytes <= self._bucket_bytes:
+                    joined = both
+                    groups.append(group)
+                    continue
+                yield joined, groups
+            joined, groups = group.sizes, [group]
+        if joined is not None:
+            yield joined, groups
+
+    def _pack(
+        self, sizes: Sizes, groups: list[_Group], payload: Tensor, packed: Callable[[], None]
+    ) -> None:
+        parts = [
+            self._detector.whole_of(group.tiles) if group.changes is None else group.changes
+            for group in groups
+        ]
+        Changes.of(payload, sizes).join(parts)
+        packed()
 
 
 def _reader(spec: ParameterSpec, tensor: Tensor) -> WireReader:
