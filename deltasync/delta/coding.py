@@ -17,6 +17,9 @@ from deltasync.wire.compression import Compression, compress
 Coding = Literal["none", "zstd", "gap"]
 """What is done to a payload: nothing, zstd, or a codec of its changes."""
 
+LONGEST = 1.0
+"""Of the length of what it stands for: a coded payload of so much or more is not sent."""
+
 
 @dataclass(slots=True)
 class Coder:
@@ -40,7 +43,7 @@ class Coder:
             bucket: What was packed.
         """
         data, compression = self._made(payload, bucket)
-        if len(data) >= len(payload):
+        if len(data) >= LONGEST * len(payload):
             self._count("none", len(payload))
             return payload, "none"
         self._count(compression, len(data))

@@ -238,4 +238,5 @@ def _one(like: Bits) -> Any:
 
 
 def _unsigned(bits: Bits) -> Bits:
-    return bits.view(f"u{bits.itemsize}")
+    unsigned: Bits = bits.view(f"u{bits.itemsize}")
+    return unsigned

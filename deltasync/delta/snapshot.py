@@ -27,8 +27,8 @@ from deltasync.wire.changes import ALIGNMENT, TILE, Sizes
 Kernels = Literal["auto", "triton", "torch"]
 """What compares and writes: Triton's kernels, numpy, or what fits the device best."""
 
-MIN_BUCKET_BYTES = 1 << 16
-"""A tile of the widest elements, and more."""
+MIN_BUCKET_BYTES = 256
+"""What a small tile takes; a payload has one tile at least, whatever that takes."""
 
 _MOST_TILES = 1024  # in a group: the unit in which changes are counted and distributed over buckets
 
@@ -49,8 +49,11 @@ class Digests(Protocol):
 class Found(Protocol):
     """Where some tiles of a source differ: see `delta.host.HostFound`."""
 
-    section: Section
-    ends: Ints
+    @property
+    def section(self) -> Section: ...
+
+    @property
+    def ends(self) -> Ints: ...
 
     @property
     def counts(self) -> Ints: ...

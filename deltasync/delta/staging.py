@@ -52,6 +52,11 @@ class LiveWeights:
         self.num_bytes = sum(flat.numel * flat.dtype.item_size for flat in flats.values())
         self._share_of = np.argsort(space.parameter)  # by number in the layout
 
+    @property
+    def device(self) -> torch.device | None:
+        """Where kernels work on all of them together; None if there is no such device."""
+        return None
+
     def share_of(self, parameter: int) -> int:
         """Its share of `space`."""
         return int(self._share_of[parameter])
