@@ -70,8 +70,8 @@ class Table:
     def check(self, after: int = -1) -> None:
         """Raises InvalidIndices unless they are changes of this space, in order, past a tile."""
         tiles, sizes, section = self.tiles, self.sizes, self.space.section_of(self.sizes.item_size)
-        inside = section is not None and len(tiles) > 0
-        inside = inside and max(section.first, after + 1) <= tiles[0] <= tiles[-1] < section.stop
+        first, stop = (0, 0) if section is None else (section.first, section.stop)
+        inside = len(tiles) > 0 and max(first, after + 1) <= tiles[0] <= tiles[-1] < stop
         if not inside or not (tiles[1:] > tiles[:-1]).all():
             raise InvalidIndices("tiles of a payload are out of range, unsorted or repeated")
         numel = self.space.numel[tiles]
@@ -374,7 +374,7 @@ class HostDetector:
 
     def part(self, low: int, high: int) -> Part:
         """How the tiles [low, high) differ."""
-        space, found = self.space, list[tuple[int, list[Bits]]]()
+        space, found = self.space, list[tuple[int, tuple[Bits, ...]]]()
         for share, start, stop in space.parts(low, high):
             for begin in range(start, stop, CHUNK):
                 end = min(begin + CHUNK, stop)
@@ -388,9 +388,9 @@ class HostDetector:
             none = np.zeros(0, np.int64)
             bits = np.zeros(0, f"u{space.item_size[space.share[low]]}")
             return Part(none, none, none.astype(np.uint16), bits, none)
-        tiles = np.concatenate([first + columns[0] for first, columns in found])
-        rest = (np.concatenate(c) for c in zip(*(columns[1:] for _, columns in found), strict=True))
-        return Part(tiles, *rest)
+        numbers = [first + columns[0] for first, columns in found]
+        rest = zip(*(columns[1:] for _, columns in found), strict=True)
+        return Part(*map(np.concatenate, (numbers, *rest)))
 
     def add_lanes(self, changes: Changes, sums: NDArray[np.uint64]) -> None:
         """Add by how much the lanes change digests."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deltasync.delta import gap
 from deltasync.delta.changes import Changes
+from deltasync.delta.codecs import codec_of
 from deltasync.delta.host import Table
 from deltasync.delta.staging import Lane, LiveWeights
 from deltasync.delta.tiles import Ints, Space, space_of
@@ -90,6 +91,9 @@ class PayloadReader:
         if bucket.compression == "gap" and payload is not None:
             changes = Changes.of(torch.zeros(sizes.num_bytes, dtype=torch.uint8), sizes)
             opened = gap.Opened(payload.cpu().numpy().data, sizes, changes)
+        elif bucket.compression == "class" and payload is not None:
+            data = payload.cpu().numpy().data
+            changes = codec_of(bucket.compression).decode(data, sizes, place)
         else:
             changes = Changes.of(aligned(inflated(bucket, payload)), sizes)
         table = Table(place.space, changes)

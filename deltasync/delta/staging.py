@@ -21,7 +21,7 @@ from deltasync.delta.host import Bits, Pieces, Table, chunks_of, digest_run, mem
 from deltasync.delta.kernels import host as kernels
 from deltasync.delta.ledger import Ledger
 from deltasync.delta.tiles import CHUNK, Ints, Space
-from deltasync.errors import DigestMismatch, LimitExceeded
+from deltasync.errors import DigestMismatch, LimitExceeded, ProtocolViolation
 from deltasync.wire.digest import MASK
 
 _BLOCK = 1 << 14  # elements written before they are read back: their lines fit the L2 cache
@@ -51,6 +51,11 @@ class LiveWeights:
         self.flats, self.space, self.ledger = flats, space, Ledger(space)
         self.num_bytes = sum(flat.numel * flat.dtype.item_size for flat in flats.values())
         self._share_of = np.argsort(space.parameter)  # by number in the layout
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where kernels work on all of them together; None if there is no such device."""
+        return None
 
     def share_of(self, parameter: int) -> int:
         """Its share of `space`."""
@@ -134,6 +139,23 @@ class Lane:
         for run in table.runs():
             whole[run.there] = self._read(run.share, torch.arange(run.start, run.stop))
         return lanes, whole
+
+    def span(self, share: int, start: int, stop: int) -> Bits | None:
+        """unsigned[stop - start]: live bits of a run of a share; None if they are not held.
+
+        Raises ProtocolViolation if a part of them is.
+        """
+        flat, one = self._flats[share], self.space.shares[share]
+        if flat is None:
+            return None
+        if one.gap or flat.held(one.region.start + start, one.region.start + stop) is not None:
+            raise ProtocolViolation(
+                f"{one.spec.name}: codec class needs all of it, and a part is held here; send with "
+                "compression='gap'"
+            )
+        bits = flat.read(one.region.start + start, one.region.start + stop)
+        found: Bits = kernels.unsigned(bits.cpu())
+        return found
 
     def _read(self, share: int, where: Tensor) -> Bits:
         """unsigned[n]: live bits at int64[n] places of a share; 0 where they are not held."""

@@ -23,7 +23,7 @@ class SenderOptions(OptionsModel):
     bucket_bytes: int | None = Field(
         default=None,
         ge=MIN_BUCKET_BYTES,
-        description="largest payload; None for 64 MiB, on GPUs 256 MiB: there each one costs about "
+        description="largest payload, if one tile takes no more; None for 64 MiB, on GPUs 256 MiB: there each one costs about "
         "a millisecond of waiting for each other",
     )
     max_inflight_bytes: int | None = Field(

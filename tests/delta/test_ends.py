@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deltasync import dtypes
-from deltasync.delta.backend import Kernels, Plan
+from deltasync.delta.snapshot import Kernels, Plan
 from deltasync.delta.batched.backend import BatchedBackend
 from deltasync.delta.bits import as_bits
 from deltasync.delta.digests import DigestLedger

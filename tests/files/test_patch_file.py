@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deltasync.delta.codecs import coding
-from deltasync.delta.codecs.coding import Coding
+from deltasync.delta.coding import Coding
 from deltasync.errors import ConfigError, DeltaSyncError, DigestMismatch, LayoutMismatch
 from deltasync.files import patch_file
 from deltasync.files.checkpoint import Checkpoint

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from deltasync import ReceiverOptions
 from deltasync.delta.bits import as_bits
-from deltasync.delta.codecs.coding import Coding
+from deltasync.delta.coding import Coding
 from deltasync.delta.policy import Policy
 from deltasync.engines.routed import RoutedTarget
 from deltasync.errors import (

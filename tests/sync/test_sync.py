@@ -14,7 +14,6 @@ from torch import nn
 
 from deltasync import (
     ModuleTarget,
-    Policy,
     ReceiverOptions,
     SenderOptions,
     WeightReceiver,
@@ -310,7 +309,7 @@ def test_wrong_weights_under_a_delta_are_caught_before_any_write(
 def test_memory_is_bounded_on_both_sides() -> None:
     source, replica = model(), model()
     options = SenderOptions(
-        max_inflight_bytes=200, bucket_bytes=512, policy=Policy(dense_above=0.9, chunk_numel=64)
+        max_inflight_bytes=200, bucket_bytes=512
     )
     with fleet(source, options=options) as here:
         here.join(replica, options=ReceiverOptions(max_staged_bytes=1000))

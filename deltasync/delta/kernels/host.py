@@ -35,8 +35,9 @@ def changed(new: Tensor, old: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     positions = _positions(news, olds)
     if positions is None:
         positions = np.flatnonzero(_differ(news, olds))
-    found = positions.astype(np.int32), news.take(positions), olds.take(positions)
-    return tuple(map(torch.from_numpy, found))
+    indices = torch.from_numpy(positions.astype(np.int32))
+    new, old = (torch.from_numpy(bits.take(positions)) for bits in (news, olds))
+    return indices, new, old
 
 
 def is_increasing(indices: Tensor, span: int) -> bool:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deltasync.delta.codecs.base import Bits, unsigned_dtype
-from deltasync.delta.codecs.bitstream import Words
+from deltasync.store.classes.bitstream import Bits, unsigned_dtype
+from deltasync.store.classes.bitstream import Words
 from deltasync.dtypes import Dtype
 from deltasync.errors import InvalidTable
 from deltasync.store.classes.streams import ByteReader, varints

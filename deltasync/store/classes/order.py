@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from deltasync.delta.codecs.base import Bits, Indices
-from deltasync.delta.codecs.bitstream import Ints, Words
+from deltasync.store.classes.bitstream import Bits, Indices
+from deltasync.store.classes.bitstream import Ints, Words
 from deltasync.dtypes import Dtype
 from deltasync.store.classes import keys as class_keys
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from deltasync.delta.codecs.base import Bits, Block, Indices
-from deltasync.delta.codecs.bitstream import FieldReader, Ints, pack_fields
+from deltasync.store.classes.bitstream import Bits, Bytes, Indices
+from deltasync.store.classes.bitstream import FieldReader, Ints, pack_fields
 from deltasync.dtypes import Dtype
 from deltasync.errors import InvalidIndices, InvalidTable
 from deltasync.store.classes import keys as class_keys
@@ -59,7 +59,7 @@ def encode(
     return header + unary + pack_fields(remainders, widths)
 
 
-def decode(block: Block, count: int, old: Bits, dtype: Dtype) -> Indices:
+def decode(block: Bytes, count: int, old: Bits, dtype: Dtype) -> Indices:
     """int32[count]: the positions. Raises WireError for a block that `encode` cannot have made."""
     reader = ByteReader(block)
     lane_bits = reader.varint()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from deltasync.delta.codecs.bitstream import Bytes, Ints
+from deltasync.store.classes.bitstream import Bytes, Ints
 from deltasync.errors import TruncatedFrame
 
 _SLICE = 1 << 17  # bytes of a unary stream that are taken apart at once

@@ -102,7 +102,7 @@ class Emitter:
             message = Bucket(
                 version=self._version,
                 sequence=sent.num_buckets,
-                item_size=sizes.item_size,
+                item_size=sizes.item_size,  # type: ignore[arg-type]
                 tiles=sizes.tiles,
                 places=sizes.places,
                 whole=sizes.whole,

@@ -283,7 +283,8 @@ class _Taken:
         return self._by_share()[self.changed]
 
     def _by_share(self) -> Ints:
-        return self._counts[self._place]
+        found: Ints = self._counts[self._place]
+        return found
 
     def buckets(self) -> Iterator[Bucket]:
         for sizes, groups in self._buckets:

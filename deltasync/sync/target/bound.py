@@ -280,7 +280,7 @@ class BoundWeights:
 
         It reads everything once more, unless the target derives nothing.
         """
-        wrong = self._wrong(ledger) if self._derives else ()
+        wrong = self._wrong(ledger) if self._derives else np.zeros(0, np.int64)
         if len(wrong):
             names = set(self._names(wrong))
             raise DigestMismatch(
