@@ -189,6 +189,10 @@ class Snapshot:
         """Take the source's bits as they are now, all of them."""
         self._take(readers)
         self._detector.capture()
+        self.measure_again()
+
+    def measure_again(self) -> None:
+        """Take what the copy has for what receivers hold."""
         self.ledger = Ledger(self.space)
         self.ledger.sums[:] = self.measure(np.arange(self.space.num_chunks))
         self._sums = self.ledger.sums.copy()

@@ -23,6 +23,7 @@ from deltasync.delta.ledger import Ledger
 from deltasync.delta.tiles import CHUNK, Ints, Space
 from deltasync.errors import DigestMismatch, LimitExceeded, ProtocolViolation
 from deltasync.wire.digest import MASK
+from deltasync.wire.messages import ParameterSpec
 
 _BLOCK = 1 << 14  # elements written before they are read back: their lines fit the L2 cache
 _POSITION_BYTES = 8
@@ -56,6 +57,11 @@ class LiveWeights:
     def device(self) -> torch.device | None:
         """Where kernels work on all of them together; None if there is no such device."""
         return None
+
+    @property
+    def specs(self) -> tuple[ParameterSpec, ...]:
+        """The layout."""
+        return tuple(share.spec for share in self.space.given)
 
     def share_of(self, parameter: int) -> int:
         """Its share of `space`."""

@@ -85,9 +85,7 @@ def lines_of(checkpoint: Checkpoint, space: Space) -> list[Tensor]:
     return [Flat.of(checkpoint.tensor(share.spec.name)).line for share in space.shares]
 
 
-def measure_digests(
-    checkpoint: Checkpoint, *, advance: Advance = lambda num_bytes: None
-) -> Ledger:
+def measure_digests(checkpoint: Checkpoint, *, advance: Advance = lambda num_bytes: None) -> Ledger:
     """Return the state digests of a checkpoint, by chunk."""
     space = Space(whole(checkpoint.layout))
     ledger, detector = Ledger(space), HostDetector(space, lines_of(checkpoint, space))

@@ -257,9 +257,7 @@ class _OldFile(HostDetector):
     While it is compared, it releases the memory of both checkpoints behind itself.
     """
 
-    def __init__(
-        self, old: Checkpoint, new: Checkpoint, space: Space, *, advance: Advance
-    ) -> None:
+    def __init__(self, old: Checkpoint, new: Checkpoint, space: Space, *, advance: Advance) -> None:
         super().__init__(space, lines_of(old, space))
         self._checkpoints, self._advance = (old, new), advance
         self._unreleased = self._compared = 0

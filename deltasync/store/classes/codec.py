@@ -149,7 +149,11 @@ def _pieces(table: Table) -> Iterator[_Piece]:
 
 def _run(space: Space, first: int, last: int) -> tuple[int, int, int]:
     """(share, start, stop): the elements of tiles [first, last] of one share."""
-    return int(space.share[first]), int(space.start[first]), int(space.start[last] + space.numel[last])
+    return (
+        int(space.share[first]),
+        int(space.start[first]),
+        int(space.start[last] + space.numel[last]),
+    )
 
 
 def _check(
@@ -162,7 +166,9 @@ def _check(
     first, last = (rows[name].astype(np.int64) for name in ("first", "last"))
     if section is None or first[0] < section.first or last.max() >= section.stop:
         raise InvalidTable("a row is of tiles that are not there")
-    good = (first <= last) & (last - first < _MOST_TILES) & (space.share[first] == space.share[last])
+    good = (
+        (first <= last) & (last - first < _MOST_TILES) & (space.share[first] == space.share[last])
+    )
     if not good.all() or not (first[1:] > last[:-1]).all():
         raise InvalidTable("rows overlap, are unsorted, or not of one share each")
     spans = space.start[last] + space.numel[last] - space.start[first]
@@ -183,7 +189,9 @@ def _decoded(
     try:
         where = positions.decode(blocks[0], count, old, spec.dtype)
         before = old[where]
-        return where, steps.stepped(values.decode(blocks[1], before, spec.dtype), before, spec.dtype)
+        return where, steps.stepped(
+            values.decode(blocks[1], before, spec.dtype), before, spec.dtype
+        )
     except WireError as error:
         raise WrongBase(
             f"{spec.name}: the delta was made from other values than those held here, or is "
@@ -219,12 +227,15 @@ def _joined(found: list[tuple[Ints, Bits]], rest: Changes) -> Changes:
     return _changes(both[order], counts, codes % TILE, bits, unsigned(rest.whole))
 
 
-def _changes(tiles: Ints, counts: Ints, places: Ints, values: Bits, whole: Bits) -> Changes:
+def _changes(tiles: Ints, counts: Ints, places: NDArray[np.integer], values: Bits, whole: Bits) -> Changes:
     columns = (
         tiles.astype(np.uint32).view(np.int32),
         counts.astype(np.uint16).view(np.int16),
         places.astype(np.uint16).view(np.int16),
-        *(bits.view(f"i{bits.itemsize}" if bits.itemsize > 1 else "u1") for bits in (values, whole)),
+        *(
+            bits.view(f"i{bits.itemsize}" if bits.itemsize > 1 else "u1")
+            for bits in (values, whole)
+        ),
     )
     return Changes(*map(torch.from_numpy, columns))
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from deltasync.store.classes.bitstream import Bits, Bytes, Indices
-from deltasync.store.classes.bitstream import FieldReader, Ints, pack_fields
 from deltasync.dtypes import Dtype
 from deltasync.errors import InvalidIndices, InvalidTable
 from deltasync.store.classes import keys as class_keys
+from deltasync.store.classes.bitstream import Bits, Bytes, FieldReader, Indices, Ints, pack_fields
 from deltasync.store.classes.order import orders
 from deltasync.store.classes.streams import ByteReader, UnaryReader, pack_unary, varints
 from deltasync.store.classes.subsets import Segments

@@ -9,6 +9,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from deltasync.dtypes import Dtype
+from deltasync.errors import InvalidTable, TruncatedFrame
+from deltasync.store.classes import keys as class_keys
 from deltasync.store.classes.bitstream import (
     MAX_WIDTH,
     Bits,
@@ -19,9 +22,6 @@ from deltasync.store.classes.bitstream import (
     pack_fields,
     unsigned_dtype,
 )
-from deltasync.dtypes import Dtype
-from deltasync.errors import InvalidTable, TruncatedFrame
-from deltasync.store.classes import keys as class_keys
 from deltasync.store.classes.frequent import Frequent
 from deltasync.store.classes.keys import Keys
 from deltasync.store.classes.streams import ByteReader, UnaryReader, pack_unary, varints
