@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -169,7 +170,7 @@ def test_memory_is_of_what_changes() -> None:
         versions.append([versions[-1][0].clone()])
         versions[-1][0][::1000] = n
     found = Merged(flats_of(versions[0]), specs_of(versions[0]))
-    for old, new in zip(versions, versions[1:], strict=False):
+    for old, new in pairwise(versions):
         found.add(delta(old, new))
     layer = found.layers[2]
     assert len(layer.codes) == len(versions[0][0][::1000])
