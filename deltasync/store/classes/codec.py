@@ -51,7 +51,7 @@ class ClassCodec:
 
     def encode(self, changes: Changes, old: Old) -> bytes:
         table, new = Table(old.space, changes), unsigned(changes.values)
-        before, before_whole = old.old(changes)
+        (before, before_whole), where = old.old(changes), table.positions()
         is_left = np.ones(len(table.tiles), np.bool_)
         rows, index, value = list[tuple[int, ...]](), list[bytes](), list[bytes]()
         for piece in _pieces(table):
@@ -61,9 +61,9 @@ class ClassCodec:
                 continue
             share, start, stop = _run(old.space, piece.first, piece.last)
             dtype = old.space.shares[share].spec.dtype
-            where = (table.positions()[lanes] - start).astype(np.int32)
+            there = (where[lanes] - start).astype(np.int32)
             zigzag = steps.zigzag(new[lanes], before[lanes], dtype)
-            one = positions.encode(where, unsigned(old.read(share, start, stop)), dtype)
+            one = positions.encode(there, unsigned(old.read(share, start, stop)), dtype)
             other = values.encode(zigzag, before[lanes], dtype)
             if _ROW.itemsize + len(one) + len(other) <= count * (2 + dtype.item_size):
                 is_left[piece.tiles] &= table.counts[piece.tiles] == 0
@@ -227,7 +227,9 @@ def _joined(found: list[tuple[Ints, Bits]], rest: Changes) -> Changes:
     return _changes(both[order], counts, codes % TILE, bits, unsigned(rest.whole))
 
 
-def _changes(tiles: Ints, counts: Ints, places: NDArray[np.integer], values: Bits, whole: Bits) -> Changes:
+def _changes(
+    tiles: Ints, counts: Ints, places: NDArray[np.integer], values: Bits, whole: Bits
+) -> Changes:
     columns = (
         tiles.astype(np.uint32).view(np.int32),
         counts.astype(np.uint16).view(np.int16),
