@@ -164,13 +164,12 @@ def _check(
     if not len(rows):
         return
     first, last = (rows[name].astype(np.int64) for name in ("first", "last"))
-    if section is None or first[0] < section.first or last.max() >= section.stop:
+    if section is None or not section.first <= first.min() <= last.max() < section.stop:
         raise InvalidTable("a row is of tiles that are not there")
-    good = (
-        (first <= last) & (last - first < _MOST_TILES) & (space.share[first] == space.share[last])
-    )
-    if not good.all() or not (first[1:] > last[:-1]).all():
-        raise InvalidTable("rows overlap, are unsorted, or not of one share each")
+    if not (first <= last).all() or not (first[1:] > last[:-1]).all():
+        raise InvalidTable("rows overlap, or are unsorted")
+    if (last - first >= _MOST_TILES).any() or (space.share[first] != space.share[last]).any():
+        raise InvalidTable("a row is of several shares, or of too many tiles")
     spans = space.start[last] + space.numel[last] - space.start[first]
     if not ((rows["count"] > 0) & (rows["count"] <= spans.astype(np.uint64))).all():
         raise InvalidTable("a row has more changes than elements, or none")
