@@ -7,7 +7,8 @@ parameter, through `Live`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -142,12 +143,11 @@ class Lane:
 
     def _read(self, share: int, where: Tensor) -> Bits:
         """unsigned[n]: live bits at int64[n] places of a share; 0 where they are not held."""
-        flat, region = self._flats[share], self.space.shares[share].region
+        flat = self._flats[share]
         found = np.zeros(len(where), f"u{self.space.item_size[share]}")
         if flat is not None:
-            positions = region.places(where).to(flat.line.device)
-            kept = flat.keeps(positions)
-            bits = flat.gather(positions if kept is None else positions[kept])
+            positions, kept = self._held(share, flat, where)
+            bits = flat.gather(positions)
             found[... if kept is None else kept.cpu().numpy()] = kernels.unsigned(bits.cpu())
         return found
 
@@ -166,25 +166,36 @@ class Lane:
         positions = table.positions()
         for share, lanes in table.by_share():
             where = torch.from_numpy(positions[lanes])
-            yield from self._scattered(share, where, values[lanes], sums)
+            if (found := self._scattered(share, where, values[lanes], sums)) is not None:
+                yield found
 
     def _scattered(
         self, share: int, where: Tensor, values: Tensor, sums: NDArray[np.uint64]
-    ) -> Iterator[Staged]:
-        """Elements at int64[n] places of a share."""
-        flat, region = self._flats[share], self.space.shares[share].region
+    ) -> Elements | None:
+        """Elements at int64[n] places of a share; None if none is held."""
+        flat = self._flats[share]
         if flat is None:
-            return
-        positions = region.places(where).to(flat.line.device)
+            return None
+        positions, kept = self._held(share, flat, where)
         new = values.to(flat.line.device, copy=True)
-        if (kept := flat.keeps(positions)) is not None:
-            positions, new = positions[kept], new[kept]
+        new = new if kept is None else new[kept]
         if not len(new):
-            return
+            return None
         old = flat.gather(positions)
         for bits, add in ((new, np.add), (old, np.subtract)):
             add.at(sums, *self._live.digests_at(int(self._whole[share]), positions, bits))
-        yield Elements(self.space.shares[share].spec.name, flat, 0, positions, new, old)
+        return Elements(self.space.shares[share].spec.name, flat, 0, positions, new, old)
+
+    def _held(self, share: int, flat: Live, where: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(int64[k], bool[n]): positions of those of int64[n] places of a share that are held, and
+        which are; None for all."""
+        positions = self.space.shares[share].region.places(where).to(flat.line.device)
+        kept = flat.keeps(positions)
+        return positions if kept is None else positions[kept], kept
+
+    def _positions(self, share: int, flat: Live, low: int, high: int) -> Tensor:
+        """int64[k]: positions of those of a run of a share that are held."""
+        return self._held(share, flat, torch.arange(low, high))[0]
 
     def _whole_run(
         self, share: int, start: int, bits: Tensor, sums: NDArray[np.uint64]
@@ -197,7 +208,9 @@ class Lane:
             new = bits[low - start : high - start]
             begin = one.region.start + low
             if one.gap or flat.held(begin, begin + len(new)) is not None:
-                yield from self._scattered(share, torch.arange(low, high), new, sums)
+                if (found := self._scattered(share, torch.arange(low, high), new, sums)) is not None:
+                    again = partial(self._positions, share, flat, low, high)
+                    yield replace(found, positions=again)
                 continue
             new = new.to(flat.line.device, copy=True)
             old = flat.read(begin, begin + len(new)).clone()
@@ -266,20 +279,20 @@ class Elements:
         name: Of the parameter.
         live: Where they are written.
         start: Flat position of the first element of a run.
-        positions: int64[n] flat positions; None for a run.
+        positions: int64[n] flat positions, or what makes them anew; None for a run.
         new, old: int[n]: bits.
     """
 
     name: str
     live: Live
     start: int
-    positions: Tensor | None
+    positions: Tensor | Callable[[], Tensor] | None
     new: Tensor
     old: Tensor
 
     @property
     def num_bytes(self) -> int:
-        positions = 0 if self.positions is None else self.positions.nbytes
+        positions = self.positions.nbytes if isinstance(self.positions, Tensor) else 0
         return positions + self.new.nbytes + self.old.nbytes
 
     def commit(self) -> None:
@@ -299,12 +312,16 @@ class Elements:
         if self.positions is None:
             self.live.write(self.start, bits)
         else:
-            self.live.scatter(self.positions, bits)
+            self.live.scatter(self._where(), bits)
 
     def _is_there(self, bits: Tensor) -> bool:
         if self.positions is None:
             return are_equal(self.live.read(self.start, self.start + len(bits)), bits)
-        return torch.equal(self.live.gather(self.positions), bits)
+        return torch.equal(self.live.gather(self._where()), bits)
+
+    def _where(self) -> Tensor:
+        assert self.positions is not None
+        return self.positions if isinstance(self.positions, Tensor) else self.positions()
 
 
 class Staging:
