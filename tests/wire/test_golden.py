@@ -194,8 +194,13 @@ def test_the_documents_dumps_are_the_golden_frames() -> None:
 def test_the_documents_tiles_are_those_of_the_golden_layout() -> None:
     shares = [(share.spec.dtype.item_size, share.numel) for share in SPACE.given]
     tiles = reference.tiles_of(shares)
-    assert [
-        (number, numel) for number, (_, _, numel) in enumerate(tiles)
-    ] == [(0, 192), (1, 4096), (2, 4096), (3, 838), (4, 120), (5, 5)]
+    assert [(number, numel) for number, (_, _, numel) in enumerate(tiles)] == [
+        (0, 192),
+        (1, 4096),
+        (2, 4096),
+        (3, 838),
+        (4, 120),
+        (5, 5),
+    ]
     of_space = zip(SPACE.order[SPACE.share], SPACE.start, SPACE.numel, strict=True)
     assert [tuple(map(int, one)) for one in of_space] == tiles

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 import zstandard
+from deltasync.delta.bucket import BucketReader
 from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from deltasync import dtypes
-from deltasync.delta.bucket import BucketReader
 from deltasync.errors import LimitExceeded, MalformedMessage, WireError
 from deltasync.wire import messages as m
 from deltasync.wire.compression import compress, decompress
