@@ -45,7 +45,7 @@ class Received:
     def parameters(self) -> Ints:
         """int64[n]: numbers of the layout's parameters that they speak of, increasing."""
         space = self.lane.space
-        found: Ints = np.unique(space.parameter[space.share[self.table.tiles]])
+        found: Ints = np.unique(space.parameter[self.table.share])
         return found
 
 

@@ -114,7 +114,7 @@ class Lane:
         """What changes that were checked write here. What it changes of digests is added to
         `sums`. Their memory is copied."""
         table = Table(self.space, changes)
-        kind = self._is_simple[self.space.share[table.tiles]]
+        kind = self._is_simple[table.share]
         if kind.all():
             yield from self._lanes(table, changes.values.cpu(), sums)
         else:
@@ -129,7 +129,7 @@ class Lane:
         """
         size = table.sizes.item_size
         lanes, whole = (np.zeros(n, f"u{size}") for n in (table.sizes.places, table.sizes.whole))
-        is_simple = self._is_simple[self.space.share[table.tiles]]
+        is_simple = self._is_simple[table.share]
         if is_simple.all():
             lanes[:] = memory(size)[table.at(self._begins)]
         else:
