@@ -342,7 +342,7 @@ class HostDetector:
 
     def __init__(self, space: Space, lines: Sequence[Tensor] | None = None) -> None:
         self.space = space
-        self.lines = _arena(space) if lines is None else list(lines)
+        self.lines = arena(space, torch.device("cpu")) if lines is None else list(lines)
         self.num_bytes = int((space.share_numel * space.item_size).sum())
         self._begins = addresses(self.lines)
         self._is_aligned = not (self._begins % space.item_size).any()
@@ -485,15 +485,16 @@ class HostDetector:
         return found
 
 
-def _arena(space: Space) -> list[Tensor]:
+def arena(space: Space, device: torch.device, *, pinned: bool = False) -> list[Tensor]:
     """int[numel] for each share, side by side."""
     sizes = space.share_numel * space.item_size
     spaces = -(-sizes // ALIGNMENT) * ALIGNMENT
     begins = np.cumsum(spaces) - spaces
-    arena = torch.zeros(int(spaces.sum()), dtype=torch.uint8, device="cpu")
+    num_bytes = int(spaces.sum())
+    memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
     columns = begins.tolist(), sizes.tolist(), space.item_size.tolist()
     return [
-        arena[begin : begin + length].view(INTEGERS[size])
+        memory[begin : begin + length].view(INTEGERS[size])
         for begin, length, size in zip(*columns, strict=True)
     ]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deltasync.delta.changes import Changes
 from deltasync.delta.choice import Kernels, device_for
-from deltasync.delta.host import Bits, HostDetector, SourceMoved, whole_sizes
+from deltasync.delta.host import Bits, HostDetector, SourceMoved, arena, whole_sizes
 from deltasync.delta.ledger import Ledger
 from deltasync.delta.readers import Reader
 from deltasync.delta.shard import Share
@@ -288,7 +288,8 @@ def _detector_for(
         return HostDetector(space)
     from deltasync.delta.device import DeviceDetector
 
-    return DeviceDetector(space, device, place or device)
+    is_apart = place is not None and place.type != device.type
+    return DeviceDetector(space, device, arena(space, place or device, pinned=is_apart))
 
 
 class DeltaPlan:
