@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import pairwise
@@ -295,21 +295,23 @@ class HostFound:
         self._parts.append(part if is_kept else None)
         return sizes.num_bytes
 
-    def emit(self, low: int, high: int, payload: Tensor, sums: NDArray[np.uint64]) -> Changes:
+    def emit(self, low: int, high: int, payload: Tensor, sums: Tensor) -> Changes:
         """Write the changes of groups [low, high) to a payload of their sizes.
 
-        What they change of digests is added to uint64[chunks]. Raises SourceMoved if they are
-        others than were found.
+        What they change of digests is added to int64[chunks]. Raises SourceMoved if they are others
+        than were found.
         """
         parts = [self._part(n) for n in range(low, high)]
         sizes = Sizes(self.section.item_size, *(int(n) for n in self.ends[high] - self.ends[low]))
         changes = Changes.of(payload, sizes)
+        changes.clear_padding()
         for name in ("tiles", "counts", "places", "values"):
             column = getattr(changes, name)
             into = column.numpy().view(f"u{column.element_size()}")
             np.concatenate([getattr(part, name) for part in parts], out=into, casting="unsafe")
-        self._detector.add_lanes(changes, sums)
-        self._detector.copy_whole(changes, sums)
+        changed = sums.numpy().view(np.uint64)
+        self._detector.add_lanes(changes, changed)
+        self._detector.copy_whole(changes, changed)
         return changes
 
     def _sizes(self, part: _Part) -> Sizes:
@@ -349,7 +351,7 @@ class HostDetector:
 
     def __init__(self, space: Space, lines: Sequence[Tensor] | None = None) -> None:
         self.space = space
-        self.lines = _arena(space) if lines is None else list(lines)
+        self.lines = arena(space, torch.device("cpu")) if lines is None else list(lines)
         self.num_bytes = int((space.share_numel * space.item_size).sum())
         self._begins = addresses(self.lines)
         self._is_aligned = not (self._begins % space.item_size).any()
@@ -358,8 +360,8 @@ class HostDetector:
         self._readers: Mapping[int, Reader] = {}
 
     def take(self, readers: Sequence[Reader]) -> None:
-        """Read from these from now on: one for each share of the space, in its order."""
-        self._readers = dict(enumerate(readers))
+        """Read from these from now on: one for each share, in the order in which they were given."""
+        self._readers = {n: readers[given] for n, given in enumerate(self.space.order.tolist())}
 
     def take_one(self, share: int, reader: Reader) -> None:
         """The same of one share: the others are not there."""
@@ -374,12 +376,23 @@ class HostDetector:
                 line[start:stop].copy_(reader.read(start, stop))
         self.ahead[:] = False
 
-    def find(self, section: Section, group: int, room: int) -> HostFound:
-        """Compare the tiles of a section, so many at once. Up to `room` bytes of payloads are kept."""
-        found = HostFound(self, section)
-        for low in range(section.first, section.stop, group):
-            room -= found.add(low, min(low + group, section.stop), room)
-        return found
+    def find(
+        self, groups: Sequence[int], room: int, meanwhile: Callable[[], None]
+    ) -> list[HostFound]:
+        """Compare all tiles.
+
+        Args:
+            groups: How many tiles of each section are one group.
+            room: Bytes of payloads up to which changes are kept.
+            meanwhile: Called before.
+        """
+        meanwhile()
+        made = list[HostFound]()
+        for section, group in zip(self.space.sections, groups, strict=True):
+            made.append(HostFound(self, section))
+            for low in range(section.first, section.stop, group):
+                room -= made[-1].add(low, min(low + group, section.stop), room)
+        return made
 
     def part(self, low: int, high: int) -> _Part:
         """How the tiles [low, high) differ."""
@@ -437,8 +450,10 @@ class HostDetector:
             whole[run.there] = kernels.unsigned(self.lines[run.share][run.start : run.stop])
         return self.old_lanes(table), whole
 
-    def advance(self, changes: Changes) -> None:
-        """Write changes to the copy."""
+    def advance(self, changes: Changes, *, ahead: bool = False) -> None:
+        """Write changes to the copy; with `ahead`, before they are decided."""
+        if ahead:
+            self.ahead[changes.table()[0]] = True
         self.advance_whole(changes)
         self.advance_lanes(changes)
 
@@ -461,6 +476,7 @@ class HostDetector:
     def full(self, tiles: Ints, payload: Tensor) -> None:
         """Write all of int64[T] tiles, of one section, to a payload of their sizes."""
         changes = Changes.of(payload, whole_sizes(self.space, tiles))
+        changes.clear_padding()
         changes.tiles.copy_(torch.from_numpy(tiles))
         changes.counts.zero_()
         changes.whole.zero_()
@@ -478,15 +494,16 @@ class HostDetector:
         return found
 
 
-def _arena(space: Space) -> list[Tensor]:
+def arena(space: Space, device: torch.device, *, pinned: bool = False) -> list[Tensor]:
     """int[numel] for each share, side by side."""
     sizes = space.share_numel * space.item_size
     spaces = -(-sizes // ALIGNMENT) * ALIGNMENT
     begins = np.cumsum(spaces) - spaces
-    arena = torch.zeros(int(spaces.sum()), dtype=torch.uint8, device="cpu")
+    num_bytes = int(spaces.sum())
+    memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
     columns = begins.tolist(), sizes.tolist(), space.item_size.tolist()
     return [
-        arena[begin : begin + length].view(INTEGERS[size])
+        memory[begin : begin + length].view(INTEGERS[size])
         for begin, length, size in zip(*columns, strict=True)
     ]
 
