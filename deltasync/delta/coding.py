@@ -50,14 +50,16 @@ class Coder:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8), compression
 
     def _made(self, payload: Tensor, bucket: Bucket) -> tuple[bytes, Compression]:
-        if self.coding == "zstd" or bucket.old is None:
-            return compress(payload.cpu().numpy().data), "zstd"
-        if not payload.is_cpu:
-            raise ConfigError(
-                "compression 'gap' is made on hosts, and these weights are on a GPU: take 'none'"
-            )
-        changes = Changes.of(payload, bucket.sizes)
-        return gap.encode(changes, *bucket.old(changes)), "gap"
+        if self.coding == "gap" and bucket.old is not None:
+            if not payload.is_cpu:
+                raise ConfigError(
+                    "compression 'gap' is made on hosts, and these weights are on a GPU: take "
+                    "'none'"
+                )
+            changes = Changes.of(payload, bucket.sizes)
+            if (coded := gap.encode(changes, *bucket.old(changes))) is not None:
+                return coded, "gap"
+        return compress(payload.cpu().numpy().data), "zstd"
 
     def _count(self, name: str, num_bytes: int) -> None:
         self.bytes_by_codec[name] = self.bytes_by_codec.get(name, 0) + num_bytes

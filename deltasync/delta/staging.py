@@ -1,7 +1,7 @@
 """The receiving half: changes checked and kept beside live weights, then written, or taken back.
 
-Lanes of parameters that lie in host memory in one run are worked on together; the rest goes by
-parameter, through `Live`.
+Here is what hosts do: elements that lie in host memory in one run are worked on together; the rest
+goes by parameter, through `Live`. `delta.live` has the same for a GPU.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from deltasync.delta.bits import Flat, Live, are_equal
 from deltasync.delta.changes import Changes
+from deltasync.delta.choice import Kernels, device_for
 from deltasync.delta.host import Bits, Pieces, Table, chunks_of, digest_run, memory
 from deltasync.delta.kernels import host as kernels
 from deltasync.delta.ledger import Ledger
@@ -41,17 +42,38 @@ class LiveWeights:
     Args:
         flats: Those that are held, by number in the layout. They must outlive this object.
         space: All of the layout, whole.
+        kernels: What checks and writes.
 
     Attributes:
         flats, space: The same.
         ledger: Digests of the version that they hold. The caller measures and replaces it.
         num_bytes: Of the weights.
+        device: Where kernels work on all of them together; None if they do not.
     """
 
-    def __init__(self, flats: Mapping[int, Live], space: Space) -> None:
+    def __init__(
+        self, flats: Mapping[int, Live], space: Space, *, kernels: Kernels = "torch"
+    ) -> None:
         self.flats, self.space, self.ledger = flats, space, Ledger(space)
         self.num_bytes = sum(flat.numel * flat.dtype.item_size for flat in flats.values())
         self._share_of = np.argsort(space.parameter)  # by number in the layout
+        devices = {flat.line.device for flat in flats.values()}
+        self.device = device_for(devices, self.num_bytes, kernels, flats.values())
+        self._device_weights = None
+        if self.device is not None:
+            from deltasync.delta.live import DeviceWeights
+
+            self._device_weights = DeviceWeights(self, self.device)
+
+    def lane(self, space: Space | None = None) -> Lane:
+        """Where what a rank of a trainer sends is in them; None for all of the layout."""
+        if self._device_weights is not None:
+            return self._device_weights.lane(space or self.space)
+        return Lane(self, space or self.space)
+
+    def tally(self) -> Tally:
+        """What a sync that begins now adds up."""
+        return HostTally(self.ledger) if self._device_weights is None else self._device_weights.tally()
 
     @property
     def device(self) -> torch.device | None:
@@ -64,6 +86,8 @@ class LiveWeights:
 
     def measure(self, chunks: Ints) -> NDArray[np.uint64]:
         """uint64[n]: the digests of int64[n] chunks of the ledger, read from memory."""
+        if self._device_weights is not None:
+            return self._device_weights.measure(chunks)
         found = np.zeros(len(chunks), np.uint64)
         for n, chunk in enumerate(chunks.tolist()):
             share, start, stop = self.ledger.bounds(chunk)
@@ -97,7 +121,7 @@ class Lane:
     """
 
     def __init__(self, live: LiveWeights, space: Space) -> None:
-        self._live, self.space = live, space
+        self._live, self.space, self._after = live, space, -1
         self._flats = [live.flats.get(share.number) for share in space.shares]
         shares = list(zip(space.shares, self._flats, strict=True))
         self._is_simple = np.array([_is_simple(flat) and not s.gap for s, flat in shares], np.bool_)
@@ -111,11 +135,23 @@ class Lane:
             assert flat is not None
             self._begins[number] = flat.line.data_ptr() + share.region.start * flat.line.itemsize
 
-    def changes(self, changes: Changes, sums: NDArray[np.uint64]) -> Iterator[Staged]:
-        """What changes that were checked write here. What it changes of digests is added to
-        `sums`. Their memory is copied."""
+    def begin(self) -> None:
+        """A new sync begins: any tile may come first."""
+        self._after = -1
+
+    def check(self, changes: Changes) -> None:
+        """Raises InvalidIndices unless they are changes of this space that follow those before."""
         table = Table(self.space, changes)
-        kind = self._is_simple[self.space.share[table.tiles]]
+        table.check(self._after)
+        self._after = int(table.tiles[-1])
+
+    def changes(self, changes: Changes, tally: Any) -> Iterator[Staged]:
+        """What changes that were checked write here. Their memory is copied.
+
+        What it changes of digests is added to what a tally of these weights has.
+        """
+        table, sums = Table(self.space, changes), tally.ledger.sums
+        kind = self._is_simple[table.share]
         if kind.all():
             yield from self._lanes(table, changes.values.cpu(), sums)
         else:
@@ -130,7 +166,7 @@ class Lane:
         """
         size = table.sizes.item_size
         lanes, whole = (np.zeros(n, f"u{size}") for n in (table.sizes.places, table.sizes.whole))
-        is_simple = self._is_simple[self.space.share[table.tiles]]
+        is_simple = self._is_simple[table.share]
         if is_simple.all():
             lanes[:] = memory(size)[table.at(self._begins)]
         else:
@@ -227,16 +263,51 @@ class Staged(Protocol):
     def num_bytes(self) -> int: ...
 
     def commit(self) -> None:
-        """Write, and read back. Raises DigestMismatch."""
+        """Write, and read back. Raises DigestMismatch, or has the tally find it."""
         ...
 
-    def restore(self) -> None:
-        """Write the old bits."""
+    def restore(self) -> bool:
+        """Write the old bits, and read them back. Returns False if they are not there, unless the
+        tally finds it.
+        """
         ...
 
+
+class Tally(Protocol):
+    """What a sync adds up at a receiver."""
+
+    @property
+    def ledger(self) -> Ledger:
+        """The digests after `commit`. Raises InvalidIndices, if that was not checked before."""
+        ...
+
+    def check_written(self) -> None:
+        """Raises DigestMismatch unless what was read back is what was staged."""
+        ...
+
+    @property
     def is_restored(self) -> bool:
-        """Whether they are there."""
+        """Whether the old bits were read back."""
         ...
+
+
+class HostTally:
+    """On hosts what is written is compared at once.
+
+    Args:
+        ledger: Digests before. Not changed.
+
+    Attributes:
+        ledger: Those that everything that was staged leads to.
+    """
+
+    is_restored = True
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger.copy()
+
+    def check_written(self) -> None:
+        """It was."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -264,10 +335,8 @@ class HostLanes:
             if not np.array_equal(everything[at], new):
                 raise DigestMismatch("the weights read back are not those that were written")
 
-    def restore(self) -> None:
+    def restore(self) -> bool:
         memory(self.old.itemsize)[self.at] = self.old
-
-    def is_restored(self) -> bool:
         return np.array_equal(memory(self.old.itemsize)[self.at], self.old)
 
 
@@ -302,10 +371,8 @@ class Elements:
                 f"{self.name}: the weights read back are not those that were written"
             )
 
-    def restore(self) -> None:
+    def restore(self) -> bool:
         self._write(self.old)
-
-    def is_restored(self) -> bool:
         return self._is_there(self.old)
 
     def _write(self, bits: Tensor) -> None:
@@ -342,7 +409,6 @@ class Staging:
 
     Attributes:
         in_place: Whether it does so.
-        ledger: The digests that the weights have after `commit`.
         staged_bytes: Memory held.
     """
 
@@ -356,12 +422,17 @@ class Staging:
     ) -> None:
         self.in_place, self._writing, self._max_bytes = in_place, writing, max_bytes
         self._staged: list[Staged] = []
-        self.ledger = live.ledger.copy()
+        self._tally = live.tally()
         self.staged_bytes = 0
 
+    @property
+    def ledger(self) -> Ledger:
+        """The digests that the weights have after `commit`. Raises InvalidIndices."""
+        return self._tally.ledger
+
     def stage(self, lane: Lane, changes: Changes) -> None:
-        """Take changes over that were checked; their memory is copied. Raises LimitExceeded."""
-        for staged in lane.changes(changes, self.ledger.sums):
+        """Take changes over that a lane has checked; their memory is copied. Raises LimitExceeded."""
+        for staged in lane.changes(changes, self._tally):
             if self.in_place:
                 self._writing()
                 staged.commit()
@@ -379,16 +450,16 @@ class Staging:
         """
         for staged in self._staged:
             staged.commit()
+        self._tally.check_written()
         return self.ledger.total
 
     def undo(self) -> None:
         """Put the old bits back and check that they are there. Raises DigestMismatch."""
         if self.in_place:
             raise DigestMismatch("weights that were written in place cannot be put back")
-        for staged in reversed(self._staged):
-            staged.restore()
-        if not all(staged.is_restored() for staged in self._staged):
-            raise DigestMismatch("undo failed")
+        are_there = [staged.restore() for staged in reversed(self._staged)]
+        if not (all(are_there) and self._tally.is_restored):
+            raise DigestMismatch("undo failed: the weights are not what they were")
 
 
 def _account(sums: NDArray[np.uint64], pieces: Pieces, old: Any, new: Any) -> None:

@@ -94,7 +94,7 @@ class BoundWeights:
                 "torch.compile freezes these weights (`torch._inductor.config.freezing`): its code "
                 "computes with copies, which no update reaches. Turn that off, and compile again"
             )
-        self.live = LiveWeights(flats, Space(whole(specs)))
+        self.live = LiveWeights(flats, Space(whole(specs)), kernels=options.kernels)
         self.live.ledger.sums[:] = self.live.measure(np.arange(self.live.space.num_chunks))
         self.may_differ = False
         self._payloads = PayloadReader(self.live, lanes)
