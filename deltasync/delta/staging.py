@@ -23,8 +23,9 @@ from deltasync.delta.host import Bits, Pieces, Table, chunks_of, digest_run, mem
 from deltasync.delta.kernels import host as kernels
 from deltasync.delta.ledger import Ledger
 from deltasync.delta.tiles import CHUNK, Ints, Space
-from deltasync.errors import DigestMismatch, LimitExceeded
+from deltasync.errors import DigestMismatch, LimitExceeded, ProtocolViolation
 from deltasync.wire.digest import MASK
+from deltasync.wire.messages import ParameterSpec
 
 _BLOCK = 1 << 14  # elements written before they are read back: their lines fit the L2 cache
 _POSITION_BYTES = 8
@@ -32,7 +33,8 @@ _POSITION_BYTES = 8
 
 def staged_bytes_of(*, payload_bytes: int, places: int) -> int:
     """Memory that staging takes at most: what comes, the bits before it, and an address for each
-    lane."""
+    lane.
+    """
     return 2 * payload_bytes + _POSITION_BYTES * places
 
 
@@ -73,12 +75,19 @@ class LiveWeights:
 
     def tally(self) -> Tally:
         """What a sync that begins now adds up."""
-        return HostTally(self.ledger) if self._device_weights is None else self._device_weights.tally()
+        return (
+            HostTally(self.ledger) if self._device_weights is None else self._device_weights.tally()
+        )
 
     @property
     def device(self) -> torch.device | None:
         """Where kernels work on all of them together; None if there is no such device."""
         return None
+
+    @property
+    def specs(self) -> tuple[ParameterSpec, ...]:
+        """The layout."""
+        return tuple(share.spec for share in self.space.given)
 
     def share_of(self, parameter: int) -> int:
         """Its share of `space`."""
@@ -103,7 +112,8 @@ class LiveWeights:
 
     def digests_at(self, share: int, positions: Tensor, bits: Tensor) -> tuple[Ints, NDArray[Any]]:
         """(int64[k] chunks, uint64[k]): digests of int[n] bits at increasing int64[n] positions of
-        a parameter."""
+        a parameter.
+        """
         where = positions.cpu().numpy()
         chunk = where // CHUNK
         cuts = np.concatenate(([0], np.flatnonzero(np.diff(chunk)) + 1, [len(where)]))
@@ -177,6 +187,23 @@ class Lane:
             whole[run.there] = self._read(run.share, torch.arange(run.start, run.stop))
         return lanes, whole
 
+    def span(self, share: int, start: int, stop: int) -> Bits | None:
+        """unsigned[stop - start]: live bits of a run of a share; None if they are not held.
+
+        Raises ProtocolViolation if a part of them is.
+        """
+        flat, one = self._flats[share], self.space.shares[share]
+        if flat is None:
+            return None
+        if one.gap or flat.held(one.region.start + start, one.region.start + stop) is not None:
+            raise ProtocolViolation(
+                f"{one.spec.name}: codec class needs all of it, and a part is held here; send with "
+                "compression='gap'"
+            )
+        bits = flat.read(one.region.start + start, one.region.start + stop)
+        found: Bits = kernels.unsigned(bits.cpu())
+        return found
+
     def _read(self, share: int, where: Tensor) -> Bits:
         """unsigned[n]: live bits at int64[n] places of a share; 0 where they are not held."""
         flat = self._flats[share]
@@ -224,7 +251,8 @@ class Lane:
 
     def _held(self, share: int, flat: Live, where: Tensor) -> tuple[Tensor, Tensor | None]:
         """(int64[k], bool[n]): positions of those of int64[n] places of a share that are held, and
-        which are; None for all."""
+        which are; None for all.
+        """
         positions = self.space.shares[share].region.places(where).to(flat.line.device)
         kept = flat.keeps(positions)
         return positions if kept is None else positions[kept], kept
@@ -236,15 +264,18 @@ class Lane:
     def _whole_run(
         self, share: int, start: int, bits: Tensor, sums: NDArray[np.uint64]
     ) -> Iterator[Staged]:
-        """A run of a share."""
+        """A run of a share. Positions of what is held of it are not kept: they would take more
+        memory than the bits.
+        """
         flat, one = self._flats[share], self.space.shares[share]
         if flat is None:
             return
         for chunk, low, high in chunks_of(self._elements[share], start, start + len(bits)):
-            new = bits[low - start : high - start]
-            begin = one.region.start + low
+            new, begin = bits[low - start : high - start], one.region.start + low
             if one.gap or flat.held(begin, begin + len(new)) is not None:
-                if (found := self._scattered(share, torch.arange(low, high), new, sums)) is not None:
+                if (
+                    found := self._scattered(share, torch.arange(low, high), new, sums)
+                ) is not None:
                     again = partial(self._positions, share, flat, low, high)
                     yield replace(found, positions=again)
                 continue

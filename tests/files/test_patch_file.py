@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from deltasync.delta.codecs import coding
+from deltasync.delta import coding
 from deltasync.delta.coding import Coding
 from deltasync.errors import ConfigError, DeltaSyncError, DigestMismatch, LayoutMismatch
 from deltasync.files import patch_file
