@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltasync.delta.bits import INTEGERS
-from deltasync.wire.changes import Sizes
+from deltasync.wire.changes import Sizes, padded
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,6 +26,7 @@ class Changes:
         places: int16[N].
         values: int[N].
         whole: int[W].
+        memory: uint8[num_bytes], the payload.
     """
 
     tiles: Tensor
@@ -33,41 +34,39 @@ class Changes:
     places: Tensor
     values: Tensor
     whole: Tensor
+    memory: Tensor
 
     @classmethod
     def of(cls, payload: Tensor, sizes: Sizes) -> Changes:
         """Of uint8[sizes.num_bytes], which is not copied."""
         bits = INTEGERS[sizes.item_size]
         types = (torch.int32, torch.int16, torch.int16, bits, bits)
-        return cls(
-            *(
-                payload[begin : begin + length].view(dtype)
-                for dtype, (begin, length) in zip(types, sizes.columns, strict=True)
-            )
+        columns = (
+            payload[begin : begin + length].view(dtype)
+            for dtype, (begin, length) in zip(types, sizes.columns, strict=True)
         )
+        return cls(*columns, payload)
 
     @property
     def sizes(self) -> Sizes:
         """T, N and W."""
-        return Sizes(
-            self.values.element_size(), len(self.tiles), len(self.places), len(self.whole)
-        )
+        return Sizes(self.values.element_size(), len(self.tiles), len(self.places), len(self.whole))
 
     @property
     def num_bytes(self) -> int:
         """Of the memory that they take."""
         return self.sizes.num_bytes
 
+    def clear_padding(self) -> None:
+        """Write zeros between the columns."""
+        for begin, length in self.sizes.columns:
+            self.memory[begin + length : begin + padded(length)] = 0
+
     def join(self, parts: Sequence[Changes]) -> None:
         """Write those of parts here, one after another."""
+        self.clear_padding()
         for name in ("tiles", "counts", "places", "values", "whole"):
             torch.cat([getattr(part, name) for part in parts], out=getattr(self, name))
-
-    def room(self) -> Changes:
-        """The same elements, and memory for other bits of theirs."""
-        return replace(
-            self, values=torch.empty_like(self.values), whole=torch.empty_like(self.whole)
-        )
 
     def table(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """int64[T] each: tiles and counts on the host."""

@@ -21,9 +21,6 @@ Coding = Literal["none", "zstd", "gap", "class"]
 LONGEST = 1.0
 """Of the length of what it stands for: a coded payload of so much or more is not sent."""
 
-LONGEST = 1.0
-"""Of the length of what it stands for: a coded payload of so much or more is not sent."""
-
 
 @dataclass(slots=True)
 class Coder:
@@ -64,7 +61,8 @@ class Coder:
         changes = Changes.of(payload, bucket.sizes)
         if self.coding == "class":
             return codec_of("class").encode(changes, bucket.old), "class"
-        return gap.encode(changes, *bucket.old.old(changes)), "gap"
+        coded = gap.encode(changes, *bucket.old.old(changes))
+        return (compress(payload.numpy().data), "zstd") if coded is None else (coded, "gap")
 
     def _count(self, name: str, num_bytes: int) -> None:
         self.bytes_by_codec[name] = self.bytes_by_codec.get(name, 0) + num_bytes

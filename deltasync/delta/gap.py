@@ -28,10 +28,11 @@ _ESCAPE = 255  # of steps: the new bits follow
 _WIDE = 2  # bytes of a gap
 _ESCAPES = {1: 0xFF, _WIDE: 0xFFFF}  # of gaps, by their width: so many more follow
 _NARROW_UP_TO = 368  # mean gap from which two bytes are shorter than one and its escapes
+_MOST_TIMES = 4  # as long as what they stand for may streams be
 
 
-def encode(changes: Changes, old: Bits, old_whole: Bits) -> bytes:
-    """The coded form of changes on a host.
+def encode(changes: Changes, old: Bits, old_whole: Bits) -> bytes | None:
+    """The coded form of changes on a host; None if they are so few that gaps are mostly escapes.
 
     Args:
         changes: What is sent.
@@ -42,6 +43,8 @@ def encode(changes: Changes, old: Bits, old_whole: Bits) -> bytes:
     places = changes.places.numpy().view(np.uint16)
     whole = tiles[counts == 0].astype("<u4").tobytes()
     codes = np.repeat(tiles * TILE, counts) + places
+    if len(codes) and int(codes[-1] - codes[0]) > _ESCAPES[_WIDE] * len(codes):
+        return None  # the streams could be longer than a reader inflates them
     gaps = _encode_gaps(codes) if len(codes) else b""
     steps = (
         _encode_steps(_unsigned(new.numpy()), before)
@@ -67,7 +70,7 @@ class Opened:
         if len(whole) % 4:
             raise TruncatedFrame("numbers of whole tiles in an odd number of bytes")
         goes_whole = whole.view("<u4").astype(np.int64)
-        codes = _decode_gaps(gaps, sizes.places) if sizes.places else np.zeros(0, np.int64)
+        codes = _decode_gaps(gaps, sizes.places)
         tiles, counts = np.unique(codes // TILE, return_counts=True)
         if len(tiles) + len(goes_whole) != sizes.tiles:
             raise InvalidIndices("a coded payload has not as many tiles as its bucket says")
@@ -125,8 +128,10 @@ def _gap_codes(codes: Ints, before: int | None, kind: np.dtype[Any]) -> bytes:
 def _decode_gaps(block: Block, count: int) -> Ints:
     """int64[count]: strictly increasing numbers. Raises WireError."""
     head = struct.calcsize("<BQ")
-    if len(block) < head or block[0] not in _ESCAPES:
-        raise WireError("gaps that do not begin with their width")
+    if not count and not len(block):
+        return np.zeros(0, np.int64)
+    if not count or len(block) < head or block[0] not in _ESCAPES:
+        raise WireError("gaps of nothing, or that do not begin with their width")
     width, first = struct.unpack("<BQ", block[:head].tobytes())
     codes = block[head:]
     if width == _WIDE:

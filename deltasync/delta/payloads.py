@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -28,25 +29,28 @@ def most_payload_bytes(space: Space) -> int:
     return int(elements.sum()) + len(space) * (_TILE_BYTES + _PAYLOAD_BYTES)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Received:
-    """Changes that were checked.
+    """Changes that were checked, or are checked when they are staged.
 
     Attributes:
         lane: Where they belong.
         changes: Over memory that is not owned.
-        table: Of them, on the host.
     """
 
     lane: Lane
     changes: Changes
-    table: Table
+
+    @cached_property
+    def table(self) -> Table:
+        """Of them, on the host."""
+        return Table(self.lane.space, self.changes)
 
     @property
     def parameters(self) -> Ints:
         """int64[n]: numbers of the layout's parameters that they speak of, increasing."""
         space = self.lane.space
-        found: Ints = np.unique(space.parameter[space.share[self.table.tiles]])
+        found: Ints = np.unique(space.parameter[self.table.share])
         return found
 
 
@@ -60,19 +64,23 @@ class PayloadReader:
 
     def __init__(self, live: LiveWeights, lanes: int = 1) -> None:
         self._live = live
-        self._lanes = [Lane(live, live.space)] * lanes
-        self._after, self._left_bytes, self._left_places = [-1] * lanes, 0, 0
+        self._lanes = [live.lane() for _ in range(lanes)]
+        self._tables: dict[int, bytes] = {}  # of lanes that do not carry all
+        self._left_bytes = self._left_places = 0
 
     def begin(self, begin: Begin) -> None:
         """A new sync begins: no more comes than it says."""
-        self._after = [-1] * len(self._lanes)
+        for lane in self._lanes:
+            lane.begin()
         self._left_bytes, self._left_places = begin.payload_bytes, begin.places
 
     def take_shares(self, payload: Tensor | None, lane: int) -> None:
         """From now on a lane carries what this table says. Raises InvalidTable."""
         table = np.zeros(0, np.uint8) if payload is None else payload.cpu().numpy()
-        specs = [share.spec for share in self._live.space.given]
-        self._lanes[lane] = Lane(self._live, space_of(table, specs))
+        if (said := table.tobytes()) != self._tables.get(lane):
+            specs = [share.spec for share in self._live.space.given]
+            self._lanes[lane] = self._live.lane(space_of(table, specs))
+            self._tables[lane] = said
 
     def read(self, bucket: Bucket, payload: Tensor | None, lane: int = 0) -> Received:
         """Check a payload as it came.
@@ -87,21 +95,20 @@ class PayloadReader:
             raise LimitExceeded(
                 "the sync is larger than its begin declared: begin must count all payloads"
             )
-        opened, place = None, self._lanes[lane]
+        place = self._lanes[lane]
         if bucket.compression == "gap" and payload is not None:
             changes = Changes.of(torch.zeros(sizes.num_bytes, dtype=torch.uint8), sizes)
             opened = gap.Opened(payload.cpu().numpy().data, sizes, changes)
+            table = Table(place.space, changes)
+            table.check()
+            opened.fill(*place.old(table))
         elif bucket.compression == "class" and payload is not None:
             data = payload.cpu().numpy().data
             changes = codec_of(bucket.compression).decode(data, sizes, place)
         else:
             changes = Changes.of(aligned(inflated(bucket, payload)), sizes)
-        table = Table(place.space, changes)
-        table.check(self._after[lane])
-        if opened is not None:
-            opened.fill(*place.old(table))
-        self._after[lane] = int(table.tiles[-1])
-        return Received(place, changes, table)
+        place.check(changes)
+        return Received(place, changes)
 
 
 def aligned(payload: Tensor) -> Tensor:

@@ -6,9 +6,9 @@ What compares and packs is a detector: `delta.host` has one for hosts, `delta.de
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Literal, Protocol
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,17 +16,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltasync.delta.changes import Changes
+from deltasync.delta.choice import Kernels, device_for
 from deltasync.delta.codecs import Old
-from deltasync.delta.host import HostDetector, SourceMoved, whole_sizes
+from deltasync.delta.host import HostDetector, SourceMoved, arena, whole_sizes
 from deltasync.delta.ledger import Ledger
 from deltasync.delta.readers import Reader
 from deltasync.delta.shard import Share
 from deltasync.delta.tiles import Ints, Section, Space
-from deltasync.errors import ConfigError, SourceChanged
+from deltasync.errors import SourceChanged
 from deltasync.wire.changes import ALIGNMENT, TILE, Sizes
-
-Kernels = Literal["auto", "triton", "torch"]
-"""What compares and writes: Triton's kernels, numpy, or what fits the device best."""
 
 MIN_BUCKET_BYTES = 256
 """What a small tile takes; a payload has one tile at least, whatever that takes."""
@@ -59,14 +57,17 @@ class Found(Protocol):
     @property
     def counts(self) -> Ints: ...
 
-    def emit(self, low: int, high: int, payload: Tensor, sums: NDArray[np.uint64]) -> Changes: ...
+    def emit(self, low: int, high: int, payload: Tensor, sums: Tensor) -> Changes: ...
 
 
 class Detector(Old, Protocol):
     """A copy of a source, and how the source differs from it: see `delta.host.HostDetector`."""
 
-    ahead: NDArray[np.bool_]
+    space: Space
     num_bytes: int
+
+    @property
+    def ahead(self) -> NDArray[np.bool_] | Tensor: ...
 
     @property
     def device(self) -> torch.device | None: ...
@@ -75,9 +76,11 @@ class Detector(Old, Protocol):
 
     def capture(self) -> None: ...
 
-    def find(self, section: Section, group: int, room: int) -> Found: ...
+    def find(
+        self, groups: Sequence[int], room: int, meanwhile: Callable[[], None]
+    ) -> Sequence[Found]: ...
 
-    def advance(self, changes: Changes) -> None: ...
+    def advance(self, changes: Changes, *, ahead: bool = False) -> None: ...
 
     def full(self, tiles: Ints, payload: Tensor) -> None: ...
 
@@ -177,7 +180,7 @@ class Snapshot:
     def __init__(self, detector: Detector, ledger: Ledger | None = None) -> None:
         self.space, self._detector, self.num_bytes = detector.space, detector, detector.num_bytes
         self.ledger = Ledger(self.space) if ledger is None else ledger
-        self._sums = self.ledger.sums.copy()  # of the bits that the copy has
+        self._sums = self._there(self.ledger)  # of the bits that the copy has
         self._place = np.argsort(self.space.order)  # of a share among those of the space
 
     @property
@@ -187,7 +190,7 @@ class Snapshot:
 
     def capture(self, readers: Sequence[Reader]) -> None:
         """Take the source's bits as they are now, all of them."""
-        self._take(readers)
+        self._detector.take(readers)
         self._detector.capture()
         self.measure_again()
 
@@ -195,7 +198,7 @@ class Snapshot:
         """Take what the copy has for what receivers hold."""
         self.ledger = Ledger(self.space)
         self.ledger.sums[:] = self.measure(np.arange(self.space.num_chunks))
-        self._sums = self.ledger.sums.copy()
+        self._sums = self._there(self.ledger)
 
     def measure(self, chunks: Ints) -> NDArray[np.uint64]:
         """uint64[n]: the digests of int64[n] chunks of the ledger, read from memory."""
@@ -228,35 +231,13 @@ class Snapshot:
             meanwhile: Called before the outcome is known, while kernels run. What it raises is
                 raised.
         """
-        self._take(readers)
-        if meanwhile is not None:
-            meanwhile()
-        found, room = list[Found](), max_held_bytes
-        for section in self.space.sections:
-            group = tiles_of_group(bucket_bytes, section.item_size)
-            found.append(self._detector.find(section, group, room))
-            room -= _sizes(found[-1], 0, -1).num_bytes
-        return self.plan(
-            found,
-            bucket_bytes=bucket_bytes,
-            max_held_bytes=max_held_bytes,
-            base_version=base_version,
-        )
-
-    def plan(
-        self,
-        found: Sequence[Found],
-        *,
-        bucket_bytes: int,
-        max_held_bytes: int,
-        base_version: int,
-    ) -> DeltaPlan:
-        """What brings the copy to a source, by what was found of each section."""
+        groups = [tiles_of_group(bucket_bytes, one.item_size) for one in self.space.sections]
+        self._detector.take(readers)
         return DeltaPlan(
             self,
             self._detector,
-            found,
-            self.ledger_of_copy(),
+            self._detector.find(groups, max_held_bytes, meanwhile or (lambda: None)),
+            self._sums.clone(),
             bucket_bytes=bucket_bytes,
             max_held_bytes=max_held_bytes,
             base_version=base_version,
@@ -268,23 +249,22 @@ class Snapshot:
 
     def ledger_of_copy(self) -> Ledger:
         """A new one, of the bits that the copy has."""
-        ledger = Ledger(self.space)
-        ledger.sums[:] = self._sums
-        return ledger
+        return _ledger_of(self.space, self._sums)
 
-    def overwritten(self, changes: Changes, sums: NDArray[np.uint64]) -> None:
-        """The copy took these before they are decided, which changes its digests by `sums`."""
-        tiles, _ = changes.table()
-        self._detector.ahead[tiles] = True
+    def overwrite(self, changes: Changes, sums: Tensor) -> None:
+        """Write these before they are decided, which changes the digests of the copy by `sums`."""
+        self._detector.advance(changes, ahead=True)
         self._sums += sums
 
     def decided(self, ledger: Ledger) -> None:
         """The copy is what receivers hold."""
-        self.ledger, self._sums = ledger, ledger.sums.copy()
+        self.ledger, self._sums = ledger, self._there(ledger)
         self._detector.ahead[:] = False
 
-    def _take(self, readers: Sequence[Reader]) -> None:
-        self._detector.take([readers[number] for number in self.space.order.tolist()])
+    def _there(self, ledger: Ledger) -> Tensor:
+        """int64[chunks]: its sums, in memory of their own, where the detector adds to them."""
+        sums = torch.from_numpy(ledger.sums.view(np.int64))
+        return sums.to(self._detector.device or "cpu", copy=True)
 
 
 def snapshot_of(
@@ -302,9 +282,25 @@ def snapshot_of(
         device: Where to keep the copy; None for where the source is.
         kernels: What compares.
     """
-    snapshot = Snapshot(HostDetector(Space(shares)))
+    snapshot = Snapshot(_detector_for(Space(shares), readers, device, kernels))
     snapshot.capture(readers)
     return snapshot
+
+
+def _detector_for(
+    space: Space, readers: Sequence[Reader], place: torch.device | None, kernels: Kernels
+) -> Detector:
+    """What compares these with a copy at `place`."""
+    devices = {reader.device for reader in readers}
+    if place is not None and place.type != "cpu":  # kernels reach host memory that is pinned
+        devices.add(place)
+    device = device_for(devices, int(space.share_numel.sum()), kernels)
+    if device is None:
+        return HostDetector(space)
+    from deltasync.delta.device import DeviceDetector
+
+    is_apart = place is not None and place.type != device.type
+    return DeviceDetector(space, device, arena(space, place or device, pinned=is_apart))
 
 
 class DeltaPlan:
@@ -320,13 +316,14 @@ class DeltaPlan:
         snapshot: Snapshot,
         detector: Detector,
         found: Sequence[Found],
-        ledger: Ledger,
+        sums: Tensor,
         *,
         bucket_bytes: int,
         max_held_bytes: int,
         base_version: int,
     ) -> None:
-        self._snapshot, self._detector, self._found, self._ledger = snapshot, detector, found, ledger
+        self._snapshot, self._detector, self._found, self._sums = snapshot, detector, found, sums
+        self._ledger: Ledger | None = None
         self.space = snapshot.space
         self._kept: list[Changes] = []
         self.base_version: int | None = base_version
@@ -346,18 +343,20 @@ class DeltaPlan:
     @property
     def ledger(self) -> Ledger:
         """Digests of what was packed."""
+        if self._ledger is None:
+            self._ledger = _ledger_of(self.space, self._sums)
         return self._ledger
 
     @property
     def nnz(self) -> int:
-        return int(sum(one.counts.sum() for one in self._found))
+        return int(self._by_share.sum())
 
     @property
     def changed(self) -> Ints:
-        return np.flatnonzero(self._by_share())
+        return np.flatnonzero(self._by_share)
 
     def counts(self) -> Ints:
-        return self._by_share()[self.changed]
+        return self._by_share[self.changed]
 
     def buckets(self) -> Iterator[Bucket]:
         """The payloads."""
@@ -372,8 +371,9 @@ class DeltaPlan:
         for changes in self._kept:
             self._detector.advance(changes)
         self._kept.clear()
-        self._snapshot.decided(self._ledger)
+        self._snapshot.decided(self.ledger)
 
+    @cached_property
     def _by_share(self) -> Ints:
         """int64[shares], as they were given."""
         space = self.space
@@ -391,7 +391,7 @@ class DeltaPlan:
         payload: Tensor,
         packed: Callable[[], None],
     ) -> None:
-        sums = np.zeros_like(self._ledger.sums)
+        sums = torch.zeros_like(self._sums)
         try:
             changes = found.emit(low, high, payload, sums)
         except SourceMoved:
@@ -399,13 +399,13 @@ class DeltaPlan:
                 "the source was written while it was sent: let nothing step or load until "
                 "send_weights returns, or has called on_source_read"
             ) from None
-        self._ledger.sums += sums
+        self._sums += sums
+        self._ledger = None
         packed()
         if is_held:
-            self._kept.append(Changes.of(payload.clone(), changes.sizes))
+            self._kept.append(Changes.of(changes.memory.clone(), changes.sizes))
         else:
-            self._snapshot.overwritten(changes, sums)
-            self._detector.advance(changes)
+            self._snapshot.overwrite(changes, sums)
 
 
 class FullPlan:
@@ -439,6 +439,13 @@ class FullPlan:
     def _pack(self, low: int, high: int, payload: Tensor, packed: Callable[[], None]) -> None:
         self._detector.full(np.arange(low, high), payload)
         packed()
+
+
+def _ledger_of(space: Space, sums: Tensor) -> Ledger:
+    """With int64[chunks] sums, in memory of its own."""
+    ledger = Ledger(space)
+    ledger.sums[:] = sums.cpu().numpy().view(np.uint64)
+    return ledger
 
 
 def _tile_bytes(item_size: int) -> int:

@@ -1,13 +1,13 @@
 """The receiving half: changes checked and kept beside live weights, then written, or taken back.
 
-Lanes of parameters that lie in host memory in one run are worked on together; the rest goes by
-parameter, through `Live`.
+Here is what hosts do: elements that lie in host memory in one run are worked on together; the rest
+goes by parameter, through `Live`. `delta.live` has the same for a GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -18,10 +18,10 @@ from torch import Tensor
 
 from deltasync.delta.bits import Flat, Live, are_equal
 from deltasync.delta.changes import Changes
+from deltasync.delta.choice import Kernels, device_for
 from deltasync.delta.host import Bits, Pieces, Table, chunks_of, digest_run, memory
 from deltasync.delta.kernels import host as kernels
 from deltasync.delta.ledger import Ledger
-from deltasync.delta.region import Region
 from deltasync.delta.tiles import CHUNK, Ints, Space
 from deltasync.errors import DigestMismatch, LimitExceeded, ProtocolViolation
 from deltasync.wire.digest import MASK
@@ -33,7 +33,8 @@ _POSITION_BYTES = 8
 
 def staged_bytes_of(*, payload_bytes: int, places: int) -> int:
     """Memory that staging takes at most: what comes, the bits before it, and an address for each
-    lane."""
+    lane.
+    """
     return 2 * payload_bytes + _POSITION_BYTES * places
 
 
@@ -43,17 +44,40 @@ class LiveWeights:
     Args:
         flats: Those that are held, by number in the layout. They must outlive this object.
         space: All of the layout, whole.
+        kernels: What checks and writes.
 
     Attributes:
         flats, space: The same.
         ledger: Digests of the version that they hold. The caller measures and replaces it.
         num_bytes: Of the weights.
+        device: Where kernels work on all of them together; None if they do not.
     """
 
-    def __init__(self, flats: Mapping[int, Live], space: Space) -> None:
+    def __init__(
+        self, flats: Mapping[int, Live], space: Space, *, kernels: Kernels = "torch"
+    ) -> None:
         self.flats, self.space, self.ledger = flats, space, Ledger(space)
         self.num_bytes = sum(flat.numel * flat.dtype.item_size for flat in flats.values())
         self._share_of = np.argsort(space.parameter)  # by number in the layout
+        devices = {flat.line.device for flat in flats.values()}
+        self.device = device_for(devices, self.num_bytes, kernels, flats.values())
+        self._device_weights = None
+        if self.device is not None:
+            from deltasync.delta.live import DeviceWeights
+
+            self._device_weights = DeviceWeights(self, self.device)
+
+    def lane(self, space: Space | None = None) -> Lane:
+        """Where what a rank of a trainer sends is in them; None for all of the layout."""
+        if self._device_weights is not None:
+            return self._device_weights.lane(space or self.space)
+        return Lane(self, space or self.space)
+
+    def tally(self) -> Tally:
+        """What a sync that begins now adds up."""
+        return (
+            HostTally(self.ledger) if self._device_weights is None else self._device_weights.tally()
+        )
 
     @property
     def device(self) -> torch.device | None:
@@ -71,6 +95,8 @@ class LiveWeights:
 
     def measure(self, chunks: Ints) -> NDArray[np.uint64]:
         """uint64[n]: the digests of int64[n] chunks of the ledger, read from memory."""
+        if self._device_weights is not None:
+            return self._device_weights.measure(chunks)
         found = np.zeros(len(chunks), np.uint64)
         for n, chunk in enumerate(chunks.tolist()):
             share, start, stop = self.ledger.bounds(chunk)
@@ -86,7 +112,8 @@ class LiveWeights:
 
     def digests_at(self, share: int, positions: Tensor, bits: Tensor) -> tuple[Ints, NDArray[Any]]:
         """(int64[k] chunks, uint64[k]): digests of int[n] bits at increasing int64[n] positions of
-        a parameter."""
+        a parameter.
+        """
         where = positions.cpu().numpy()
         chunk = where // CHUNK
         cuts = np.concatenate(([0], np.flatnonzero(np.diff(chunk)) + 1, [len(where)]))
@@ -104,7 +131,7 @@ class Lane:
     """
 
     def __init__(self, live: LiveWeights, space: Space) -> None:
-        self._live, self.space = live, space
+        self._live, self.space, self._after = live, space, -1
         self._flats = [live.flats.get(share.number) for share in space.shares]
         shares = list(zip(space.shares, self._flats, strict=True))
         self._is_simple = np.array([_is_simple(flat) and not s.gap for s, flat in shares], np.bool_)
@@ -118,11 +145,23 @@ class Lane:
             assert flat is not None
             self._begins[number] = flat.line.data_ptr() + share.region.start * flat.line.itemsize
 
-    def changes(self, changes: Changes, sums: NDArray[np.uint64]) -> Iterator[Staged]:
-        """What changes that were checked write here. What it changes of digests is added to
-        `sums`. Their memory is copied."""
+    def begin(self) -> None:
+        """A new sync begins: any tile may come first."""
+        self._after = -1
+
+    def check(self, changes: Changes) -> None:
+        """Raises InvalidIndices unless they are changes of this space that follow those before."""
         table = Table(self.space, changes)
-        kind = self._is_simple[self.space.share[table.tiles]]
+        table.check(self._after)
+        self._after = int(table.tiles[-1])
+
+    def changes(self, changes: Changes, tally: Any) -> Iterator[Staged]:
+        """What changes that were checked write here. Their memory is copied.
+
+        What it changes of digests is added to what a tally of these weights has.
+        """
+        table, sums = Table(self.space, changes), tally.ledger.sums
+        kind = self._is_simple[table.share]
         if kind.all():
             yield from self._lanes(table, changes.values.cpu(), sums)
         else:
@@ -137,7 +176,7 @@ class Lane:
         """
         size = table.sizes.item_size
         lanes, whole = (np.zeros(n, f"u{size}") for n in (table.sizes.places, table.sizes.whole))
-        is_simple = self._is_simple[self.space.share[table.tiles]]
+        is_simple = self._is_simple[table.share]
         if is_simple.all():
             lanes[:] = memory(size)[table.at(self._begins)]
         else:
@@ -167,12 +206,11 @@ class Lane:
 
     def _read(self, share: int, where: Tensor) -> Bits:
         """unsigned[n]: live bits at int64[n] places of a share; 0 where they are not held."""
-        flat, region = self._flats[share], self.space.shares[share].region
+        flat = self._flats[share]
         found = np.zeros(len(where), f"u{self.space.item_size[share]}")
         if flat is not None:
-            positions = region.places(where).to(flat.line.device)
-            kept = flat.keeps(positions)
-            bits = flat.gather(positions if kept is None else positions[kept])
+            positions, kept = self._held(share, flat, where)
+            bits = flat.gather(positions)
             found[... if kept is None else kept.cpu().numpy()] = kernels.unsigned(bits.cpu())
         return found
 
@@ -191,72 +229,62 @@ class Lane:
         positions = table.positions()
         for share, lanes in table.by_share():
             where = torch.from_numpy(positions[lanes])
-            yield from self._scattered(share, where, values[lanes], sums)
+            if (found := self._scattered(share, where, values[lanes], sums)) is not None:
+                yield found
 
     def _scattered(
         self, share: int, where: Tensor, values: Tensor, sums: NDArray[np.uint64]
-    ) -> Iterator[Staged]:
-        """Elements at int64[n] places of a share."""
-        flat, one = self._flats[share], self.space.shares[share]
-        if flat is None:
-            return
-        positions = one.region.places(where).to(flat.line.device)
-        new = values.to(flat.line.device, copy=True)
-        if (kept := flat.keeps(positions)) is not None:
-            positions, new = positions[kept], new[kept]
-        if len(new):
-            old = self._replaced(share, positions, new, sums)
-            yield Elements(one.spec.name, flat, 0, lambda: positions, positions.nbytes, new, old)
-
-    def _replaced(
-        self, share: int, positions: Tensor, new: Tensor, sums: NDArray[np.uint64]
-    ) -> Tensor:
-        """int[n]: the bits at positions that are held; the digests of what replaces them are added."""
+    ) -> Elements | None:
+        """Elements at int64[n] places of a share; None if none is held."""
         flat = self._flats[share]
-        assert flat is not None
+        if flat is None:
+            return None
+        positions, kept = self._held(share, flat, where)
+        new = values.to(flat.line.device, copy=True)
+        new = new if kept is None else new[kept]
+        if not len(new):
+            return None
         old = flat.gather(positions)
         for bits, add in ((new, np.add), (old, np.subtract)):
             add.at(sums, *self._live.digests_at(int(self._whole[share]), positions, bits))
-        return old
+        return Elements(self.space.shares[share].spec.name, flat, 0, positions, new, old)
+
+    def _held(self, share: int, flat: Live, where: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(int64[k], bool[n]): positions of those of int64[n] places of a share that are held, and
+        which are; None for all.
+        """
+        positions = self.space.shares[share].region.places(where).to(flat.line.device)
+        kept = flat.keeps(positions)
+        return positions if kept is None else positions[kept], kept
+
+    def _positions(self, share: int, flat: Live, low: int, high: int) -> Tensor:
+        """int64[k]: positions of those of a run of a share that are held."""
+        return self._held(share, flat, torch.arange(low, high))[0]
 
     def _whole_run(
         self, share: int, start: int, bits: Tensor, sums: NDArray[np.uint64]
     ) -> Iterator[Staged]:
         """A run of a share. Positions of what is held of it are not kept: they would take more
-        memory than the bits."""
+        memory than the bits.
+        """
         flat, one = self._flats[share], self.space.shares[share]
         if flat is None:
             return
         for chunk, low, high in chunks_of(self._elements[share], start, start + len(bits)):
             new, begin = bits[low - start : high - start], one.region.start + low
             if one.gap or flat.held(begin, begin + len(new)) is not None:
-                places, kept = _held(flat, one.region, low, high)
-                if not len(places):
-                    continue
-                new = new.to(flat.line.device, copy=kept is None)
-                new = new if kept is None else new[kept]
-                old = self._replaced(share, places, new, sums)
-                again = partial(_places_held, flat, one.region, low, high)
-                yield Elements(one.spec.name, flat, 0, again, 0, new, old)
+                if (
+                    found := self._scattered(share, torch.arange(low, high), new, sums)
+                ) is not None:
+                    again = partial(self._positions, share, flat, low, high)
+                    yield replace(found, positions=again)
                 continue
             new = new.to(flat.line.device, copy=True)
             old = flat.read(begin, begin + len(new)).clone()
             whole = int(self._whole[share])
             gained, lost = (digest_run(self._live.space, whole, begin, b) for b in (new, old))
             sums[chunk : chunk + 1] += np.uint64((gained - lost) & MASK)
-            yield Elements(one.spec.name, flat, begin, None, 0, new, old)
-
-
-def _held(flat: Live, region: Region, low: int, high: int) -> tuple[Tensor, Tensor | None]:
-    """(int64[k] positions in a parameter, bool[n]): which elements of a run of a share are held;
-    None for all."""
-    places = region.places(torch.arange(low, high)).to(flat.line.device)
-    kept = flat.keeps(places)
-    return (places, None) if kept is None else (places[kept], kept)
-
-
-def _places_held(flat: Live, region: Region, low: int, high: int) -> Tensor:
-    return _held(flat, region, low, high)[0]
+            yield Elements(one.spec.name, flat, begin, None, new, old)
 
 
 class Staged(Protocol):
@@ -266,16 +294,51 @@ class Staged(Protocol):
     def num_bytes(self) -> int: ...
 
     def commit(self) -> None:
-        """Write, and read back. Raises DigestMismatch."""
+        """Write, and read back. Raises DigestMismatch, or has the tally find it."""
         ...
 
-    def restore(self) -> None:
-        """Write the old bits."""
+    def restore(self) -> bool:
+        """Write the old bits, and read them back. Returns False if they are not there, unless the
+        tally finds it.
+        """
         ...
 
+
+class Tally(Protocol):
+    """What a sync adds up at a receiver."""
+
+    @property
+    def ledger(self) -> Ledger:
+        """The digests after `commit`. Raises InvalidIndices, if that was not checked before."""
+        ...
+
+    def check_written(self) -> None:
+        """Raises DigestMismatch unless what was read back is what was staged."""
+        ...
+
+    @property
     def is_restored(self) -> bool:
-        """Whether they are there."""
+        """Whether the old bits were read back."""
         ...
+
+
+class HostTally:
+    """On hosts what is written is compared at once.
+
+    Args:
+        ledger: Digests before. Not changed.
+
+    Attributes:
+        ledger: Those that everything that was staged leads to.
+    """
+
+    is_restored = True
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger.copy()
+
+    def check_written(self) -> None:
+        """It was."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -303,10 +366,8 @@ class HostLanes:
             if not np.array_equal(everything[at], new):
                 raise DigestMismatch("the weights read back are not those that were written")
 
-    def restore(self) -> None:
+    def restore(self) -> bool:
         memory(self.old.itemsize)[self.at] = self.old
-
-    def is_restored(self) -> bool:
         return np.array_equal(memory(self.old.itemsize)[self.at], self.old)
 
 
@@ -318,22 +379,21 @@ class Elements:
         name: Of the parameter.
         live: Where they are written.
         start: Flat position of the first element of a run.
-        positions: Returns int64[n] flat positions; None for a run.
-        position_bytes: Memory that is held for these.
+        positions: int64[n] flat positions, or what makes them anew; None for a run.
         new, old: int[n]: bits.
     """
 
     name: str
     live: Live
     start: int
-    positions: Callable[[], Tensor] | None
-    position_bytes: int
+    positions: Tensor | Callable[[], Tensor] | None
     new: Tensor
     old: Tensor
 
     @property
     def num_bytes(self) -> int:
-        return self.position_bytes + self.new.nbytes + self.old.nbytes
+        positions = self.positions.nbytes if isinstance(self.positions, Tensor) else 0
+        return positions + self.new.nbytes + self.old.nbytes
 
     def commit(self) -> None:
         self._write(self.new)
@@ -342,22 +402,24 @@ class Elements:
                 f"{self.name}: the weights read back are not those that were written"
             )
 
-    def restore(self) -> None:
+    def restore(self) -> bool:
         self._write(self.old)
-
-    def is_restored(self) -> bool:
         return self._is_there(self.old)
 
     def _write(self, bits: Tensor) -> None:
         if self.positions is None:
             self.live.write(self.start, bits)
         else:
-            self.live.scatter(self.positions(), bits)
+            self.live.scatter(self._where(), bits)
 
     def _is_there(self, bits: Tensor) -> bool:
         if self.positions is None:
             return are_equal(self.live.read(self.start, self.start + len(bits)), bits)
-        return torch.equal(self.live.gather(self.positions()), bits)
+        return torch.equal(self.live.gather(self._where()), bits)
+
+    def _where(self) -> Tensor:
+        assert self.positions is not None
+        return self.positions if isinstance(self.positions, Tensor) else self.positions()
 
 
 class Staging:
@@ -378,7 +440,6 @@ class Staging:
 
     Attributes:
         in_place: Whether it does so.
-        ledger: The digests that the weights have after `commit`.
         staged_bytes: Memory held.
     """
 
@@ -392,12 +453,17 @@ class Staging:
     ) -> None:
         self.in_place, self._writing, self._max_bytes = in_place, writing, max_bytes
         self._staged: list[Staged] = []
-        self.ledger = live.ledger.copy()
+        self._tally = live.tally()
         self.staged_bytes = 0
 
+    @property
+    def ledger(self) -> Ledger:
+        """The digests that the weights have after `commit`. Raises InvalidIndices."""
+        return self._tally.ledger
+
     def stage(self, lane: Lane, changes: Changes) -> None:
-        """Take changes over that were checked; their memory is copied. Raises LimitExceeded."""
-        for staged in lane.changes(changes, self.ledger.sums):
+        """Take changes over that a lane has checked; their memory is copied. Raises LimitExceeded."""
+        for staged in lane.changes(changes, self._tally):
             if self.in_place:
                 self._writing()
                 staged.commit()
@@ -415,16 +481,16 @@ class Staging:
         """
         for staged in self._staged:
             staged.commit()
+        self._tally.check_written()
         return self.ledger.total
 
     def undo(self) -> None:
         """Put the old bits back and check that they are there. Raises DigestMismatch."""
         if self.in_place:
             raise DigestMismatch("weights that were written in place cannot be put back")
-        for staged in reversed(self._staged):
-            staged.restore()
-        if not all(staged.is_restored() for staged in self._staged):
-            raise DigestMismatch("undo failed")
+        are_there = [staged.restore() for staged in reversed(self._staged)]
+        if not (all(are_there) and self._tally.is_restored):
+            raise DigestMismatch("undo failed: the weights are not what they were")
 
 
 def _account(sums: NDArray[np.uint64], pieces: Pieces, old: Any, new: Any) -> None:

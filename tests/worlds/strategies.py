@@ -103,7 +103,12 @@ def pairs(
 
 
 @st.composite
-def models(draw: DrawFn, *, max_parameters: int = 5) -> dict[str, Tensor]:
+def models(
+    draw: DrawFn,
+    *,
+    max_parameters: int = 5,
+    shapes: SearchStrategy[tuple[int, ...]] = SHAPES,
+) -> dict[str, Tensor]:
     """Named tensors of mixed dtypes, shapes and layouts."""
-    drawn = draw(st.lists(tensors(), min_size=1, max_size=max_parameters))
+    drawn = draw(st.lists(tensors(shapes=shapes), min_size=1, max_size=max_parameters))
     return {f"layers.{number}.weight": tensor for number, tensor in enumerate(drawn)}

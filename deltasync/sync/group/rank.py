@@ -7,8 +7,8 @@ from contextlib import suppress
 
 import numpy as np
 
-from deltasync.delta.snapshot import Delta, Plan
 from deltasync.delta.modes import plain_mode
+from deltasync.delta.snapshot import Delta, Plan
 from deltasync.errors import (
     DeltaSyncError,
     MalformedMessage,

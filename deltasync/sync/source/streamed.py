@@ -221,7 +221,7 @@ class _Taken:
         self.space, self._snapshot, self._detector = snapshot.space, snapshot, detector
         self._bucket_bytes, self._room = bucket_bytes, room
         self._place = np.argsort(self.space.order).tolist()
-        self._sums = np.zeros(self.space.num_chunks, np.uint64)  # by what is kept
+        self._sums = torch.zeros(self.space.num_chunks, dtype=torch.int64)  # by what is kept
         self._groups: list[_Group] = []
         self._counts = np.zeros(len(self.space.shares), np.int64)
         self.payload_bytes = self.places = self.held_bytes = 0
@@ -244,7 +244,10 @@ class _Taken:
 
     def _keep(self, found: HostFound) -> None:
         sizes = Sizes(found.section.item_size, *found.ends[-1].tolist())
-        payload, sums = torch.empty(sizes.num_bytes, dtype=torch.uint8), np.zeros_like(self._sums)
+        payload, sums = (
+            torch.empty(sizes.num_bytes, dtype=torch.uint8),
+            torch.zeros_like(self._sums),
+        )
         changes = found.emit(0, 1, payload, sums)
         tiles, _ = changes.table()
         if sizes.num_bytes <= self._room:
@@ -253,8 +256,7 @@ class _Taken:
             self._sums += sums
             self._groups.append(_Group(int(tiles[0]), sizes, changes, tiles))
             return
-        self._detector.advance(changes)
-        self._snapshot.overwritten(changes, sums)
+        self._snapshot.overwrite(changes, sums)
         sizes = whole_sizes(self.space, tiles)
         self._groups.append(_Group(int(tiles[0]), sizes, None, tiles))
 
@@ -262,7 +264,7 @@ class _Taken:
         """All tensors were added."""
         self._groups.sort(key=lambda group: group.first)
         self._ledger = self._snapshot.ledger_of_copy()
-        self._ledger.sums += self._sums
+        self._ledger.sums += self._sums.numpy().view(np.uint64)
         self._buckets = list(self._distributed())
         self.payload_bytes = sum(sizes.num_bytes for sizes, _ in self._buckets)
         self.places = sum(sizes.places for sizes, _ in self._buckets)

@@ -12,7 +12,6 @@ from contextlib import suppress
 import numpy as np
 from torch import Tensor
 
-from deltasync.delta.changes import Changes
 from deltasync.delta.ledger import Ledger, digest_text
 from deltasync.delta.payloads import PayloadReader, Received, most_payload_bytes
 from deltasync.delta.shard import whole
@@ -94,7 +93,7 @@ class BoundWeights:
                 "torch.compile freezes these weights (`torch._inductor.config.freezing`): its code "
                 "computes with copies, which no update reaches. Turn that off, and compile again"
             )
-        self.live = LiveWeights(flats, Space(whole(specs)))
+        self.live = LiveWeights(flats, Space(whole(specs)), kernels=options.kernels)
         self.live.ledger.sums[:] = self.live.measure(np.arange(self.live.space.num_chunks))
         self.may_differ = False
         self._payloads = PayloadReader(self.live, lanes)

@@ -1,0 +1,466 @@
+"""What a sync does on a GPU, over Triton's kernels: find changes, emit and write them, digest tiles.
+
+`delta.host` has the same for hosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from deltasync import dtypes
+from deltasync.delta.bits import Flat, integer_dtype
+from deltasync.delta.changes import Changes
+from deltasync.delta.host import addresses, padded_numel, whole_sizes
+from deltasync.delta.kernels import tiles as kernels
+from deltasync.delta.kernels.reads import AS_IS, COMPUTED, ROUNDED
+from deltasync.delta.kernels.tiles_live import ACCUMULATORS
+from deltasync.delta.kernels.triton_base import TYPES
+from deltasync.delta.launches import Numbers, Tiles, aligned_by_size, on, summed, there
+from deltasync.delta.readers import Computation, Computed, Reader, copy_read
+from deltasync.delta.tiles import Ints, Section, Space
+from deltasync.dtypes import Dtype
+from deltasync.wire.changes import ALIGNMENT, TILE, Sizes
+
+_COPIED = 1 << 24  # elements at once: positions of strided ones take 24 bytes each
+_WIDE, _NARROW = dtypes.BY_NAME["float32"], dtypes.BY_NAME["bfloat16"]
+_WORDS = TILE // 32
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Tiles of a section that one launch compares.
+
+    Attributes:
+        read: How kernels read the source, see `kernels.reads`.
+        is_aligned: Whether both sides begin at multiples of 16 bytes.
+        num: How many tiles.
+        these: int32[num], counted from the first of the section; None for all.
+    """
+
+    read: int
+    is_aligned: bool
+    num: int
+    these: Tensor | None
+
+
+class _Source:
+    """Where kernels read what is sent.
+
+    What they cannot read in place (strided tensors, rare conversions, other devices) is copied
+    before each comparison.
+
+    Args:
+        tiles: What it is compared with.
+        at: int64[shares]: addresses of that.
+        readers: Of all shares, in the order of the space.
+
+    Attributes:
+        new_at: int64[tiles]: addresses.
+        reads_of: int32[tiles]: how each is read.
+        computed: int64[tiles, 4], see `kernels.collect`; `masks` computes what they say.
+        kinds: By item size.
+    """
+
+    def __init__(self, tiles: Tiles, at: Ints, readers: Sequence[Reader]) -> None:
+        self._space, self._device = tiles.space, tiles.device
+        self._copies: list[tuple[Reader, Tensor]] = []
+        pointers, reads, sizes = np.zeros((3, len(readers)), np.int64)
+        codes = {
+            share: reader.computation
+            for share, reader in enumerate(readers)
+            if reader.computation is not None and self._is_computable(reader.computation)
+        }
+        self.masks: Computed | None = None
+        if codes:
+            self.masks = next(iter(codes.values())).together(codes, self._device)
+        for share, reader in enumerate(readers):
+            if (code := codes.get(share)) is not None:
+                row = code.address, code.read, code.source_bytes
+            else:
+                row = self._place(reader)
+            pointers[share], reads[share], sizes[share] = row
+        space = self._space
+        address = pointers[space.share] + space.start * sizes[space.share]
+        self.new_at = there(address, self._device)
+        self.reads_of = there(reads[space.share].astype(np.int32), self._device)
+        self.computed = self.new_at
+        if self.masks is not None:
+            columns = self.masks.columns(len(readers))[space.share]
+            own = np.concatenate((columns, space.start[:, None]), axis=1)
+            self.computed = there(own, self._device)
+            self.masks.place(reads, at, space.first[:-1] * _WORDS)
+        is_aligned = (pointers | at) % ALIGNMENT == 0
+        self.kinds = {
+            one.item_size: list(self._kinds(one, reads, is_aligned)) for one in space.sections
+        }
+        fits = aligned_by_size(space, address)
+        self.suits_wide_loads = {size: fits[size] and tiles.aligned[size] for size in fits}
+
+    def copy(self) -> None:
+        """Copy what is not read in place once more."""
+        for reader, copy in self._copies:
+            copy_read(reader, Flat.of(copy), step=_COPIED)
+
+    def reads(self, item_size: int) -> list[int]:
+        """The ways in which tiles are read."""
+        return sorted({kind.read for kind in self.kinds[item_size]})
+
+    def codes_at(self, read: int) -> Any:
+        """What computes codes that are read in this way."""
+        return None if self.masks is None or read < COMPUTED else self.masks.codes_at
+
+    def _kinds(
+        self, section: Section, reads: Ints, is_aligned: NDArray[np.bool_]
+    ) -> Sequence[_Kind]:
+        share = self._space.share[section.first : section.stop]
+        kinds = (2 * reads + is_aligned)[share]
+        found = []
+        for kind in np.unique(kinds).tolist():
+            tiles = np.flatnonzero(kinds == kind)
+            these = None
+            if len(tiles) < len(kinds):
+                these = there(tiles.astype(np.int32), self._device)
+            found.append(_Kind(kind // 2, bool(kind % 2), len(tiles), these))
+        return found
+
+    def _place(self, reader: Reader) -> tuple[int, int, int]:
+        """(address, read, bytes of an element) of what is not computed as codes are."""
+        flat, one, size = reader.flat, reader.computation, reader.dtype.item_size
+        scales = None if self.masks is None or one is None else self.masks.source_of(one)
+        if scales is not None:
+            address, is_wide = scales
+            is_rounded = is_wide and reader.dtype == _NARROW
+        elif flat is not None and self._is_readable(flat, reader.dtype):
+            address, is_rounded = flat.line.data_ptr(), flat.dtype != reader.dtype
+        else:
+            dtype = integer_dtype(reader.dtype)
+            copy = torch.empty(reader.numel, dtype=dtype, device=self._device)
+            self._copies.append((reader, copy))
+            return copy.data_ptr(), AS_IS, size
+        return (address, ROUNDED, _WIDE.item_size) if is_rounded else (address, AS_IS, size)
+
+    def _is_computable(self, computation: Computation) -> bool:
+        return computation.kept_dtype is None and computation.has_kernels(self._device)
+
+    def _is_readable(self, flat: Flat, dtype: Dtype) -> bool:
+        is_read_as = flat.dtype == dtype or (flat.dtype, dtype) == (_WIDE, _NARROW)
+        return is_read_as and flat.is_contiguous and flat.line.device == self._device
+
+
+class DeviceFound:
+    """Where the tiles of a section differ: see `delta.host.HostFound`.
+
+    Args:
+        detector, source: What was compared.
+        section: Whose tiles.
+        group: How many of them are one group.
+        words, plan, ends, changed: As kernels have them.
+        sums: int64[4, groups + 1]: of the rows of `plan`, at the borders of groups.
+
+    Attributes:
+        section: The same.
+        ends: int64[groups + 1, 3]: tiles, places and whole elements of all groups before.
+    """
+
+    def __init__(
+        self,
+        detector: DeviceDetector,
+        source: _Source,
+        section: Section,
+        group: int,
+        words: Tensor,
+        plan: Tensor,
+        ends: Tensor,
+        changed: Tensor,
+        sums: Ints,
+    ) -> None:
+        self._detector, self._source, self.section, self._group = detector, source, section, group
+        self._words, self._plan, self._plan_ends, self._changed = words, plan, ends, changed
+        before = (sums - sums[:, :1]).T
+        self.ends: Ints = before[:, :3]
+        self._num_whole: Ints = before[:, 3]
+
+    @cached_property
+    def counts(self) -> Ints:
+        """int64[shares]: elements that differ."""
+        space, section = self._detector.space, self.section
+        with on(self._detector.device):
+            ends = summed(self._changed.to(torch.int64))
+            first = np.clip(space.first, section.first, section.stop) - section.first
+            return np.diff(ends[there(first, ends.device)].cpu().numpy())
+
+    def emit(self, low: int, high: int, payload: Tensor, sums: Tensor) -> Changes:
+        """Write the changes of groups [low, high) to a payload of their sizes.
+
+        What they change of digests is added to int64[chunks] on the device.
+        """
+        detector, section = self._detector, self.section
+        sizes = Sizes(section.item_size, *(self.ends[high] - self.ends[low]).tolist())
+        num_whole = int(self._num_whole[high] - self._num_whole[low])
+        with on(detector.device):
+            changes = Changes.of(detector.memory_for(payload), sizes)
+            changes.memory[: sizes.columns[-1][0]] = 0
+            tile_of = torch.empty(sizes.places, dtype=torch.int32, device=detector.device)
+            whole = torch.empty(2 + 2 * num_whole, dtype=torch.int32, device=detector.device)
+            count = section.stop - section.first
+            first, stop = low * self._group, min(high * self._group, count)
+            kernels.locate[(-(-(stop - first) // kernels.GROUP),)](
+                self._words,
+                self._plan,
+                self._plan_ends,
+                changes.tiles,
+                changes.counts,
+                changes.places,
+                tile_of,
+                whole,
+                section.first,
+                count,
+                first,
+                stop,
+                GROUP=kernels.GROUP,
+                num_warps=4,
+            )
+            self._collect(changes, tile_of, sums)
+            if num_whole:
+                detector.copy_whole(self._source, changes, whole, num_whole, sums)
+            if changes.memory is not payload:
+                payload.copy_(changes.memory)
+        return changes
+
+    def _collect(self, changes: Changes, tile_of: Tensor, sums: Tensor) -> None:
+        source, size, tiles = self._source, self.section.item_size, self._detector.tiles
+        count, reads = len(changes.places), self._source.reads(self.section.item_size)
+        for read in reads if count else ():
+            kernels.collect[(-(-count // kernels.LANES),)](
+                tiles.table,
+                source.new_at,
+                source.reads_of,
+                source.computed,
+                tile_of,
+                changes.places,
+                changes.values,
+                sums,
+                count,
+                TYPE=TYPES[size],
+                READ=read,
+                CODES_AT=source.codes_at(read),
+                SOME=len(reads) > 1,
+                ODD=tiles.odd,
+                WIDTH=tiles.table.shape[1],
+                LANES=kernels.LANES,
+                num_warps=4,
+                **_EXACT,
+            )
+
+
+_EXACT = {"enable_fp_fusion": False}  # codes are computed as torch would
+
+
+class DeviceDetector:
+    """A copy of a source that kernels reach, and how the source differs from it.
+
+    Args:
+        space: What is sent.
+        device: Where kernels run, and the source lives.
+        lines: int[numel] of each share, where the copy is: on the device, or in pinned host memory.
+
+    Attributes:
+        space, device: The same.
+        tiles: Where the copy is.
+        ahead: uint8[tiles]: which have other bits here than the version that is held.
+        num_bytes: Of the copy.
+        old: Payloads on a GPU are not coded.
+    """
+
+    old = None
+
+    def __init__(self, space: Space, device: torch.device, lines: Sequence[Tensor]) -> None:
+        self.space, self.device, self._lines = space, device, lines
+        self._at = addresses(lines)
+        self.tiles = Tiles.of_copy(space, self._at, device)
+        self.num_bytes = int((space.share_numel * space.item_size).sum())
+        self.ahead = torch.zeros(len(space), dtype=torch.uint8, device=device)
+        self._readers: Sequence[Reader] = ()
+        self._source: _Source | None = None
+        self._borders: tuple[tuple[int, ...], Tensor] | None = None
+
+    def take(self, readers: Sequence[Reader]) -> None:
+        """Read from these from now on: one for each share, in the order in which they were given.
+
+        Nothing is looked up again if it is the same list as before.
+        """
+        if readers is not self._readers:
+            self._readers, self._source = readers, None
+
+    def capture(self) -> None:
+        """Copy the source."""
+        for number, line in zip(self.space.order.tolist(), self._lines, strict=True):
+            copy_read(self._readers[number], Flat.of(line), step=_COPIED)
+        self.ahead.zero_()
+
+    def find(
+        self, groups: Sequence[int], room: int, meanwhile: Callable[[], None]
+    ) -> list[DeviceFound]:
+        """Compare all tiles.
+
+        Args:
+            groups: How many tiles of each section are one group.
+            room: Masks are kept, whatever they lead to.
+            meanwhile: Called while kernels run.
+        """
+        count = len(self.space)
+        with on(self.device):
+            source = self._look_up()
+            words = torch.empty((count, _WORDS), dtype=torch.int32, device=self.device)
+            plan = torch.empty(4 * count, dtype=torch.int64, device=self.device)
+            changed = torch.empty(count, dtype=torch.int32, device=self.device)
+            if source.masks is not None:
+                source.masks.compare(words)
+            for section in self.space.sections:
+                tiles = slice(section.first, section.stop)
+                own = plan[4 * section.first : 4 * section.stop]
+                self._compare(source, section, words[tiles], own, changed[tiles])
+            ends = summed(plan)
+            numbers = Numbers(ends[self._borders_of(groups)])
+            meanwhile()
+            sums, found, at = numbers.read(), list[DeviceFound](), 0
+            for section, group in zip(self.space.sections, groups, strict=True):
+                tiles = slice(section.first, section.stop)
+                own = slice(4 * section.first, 4 * section.stop)
+                stop = at + 4 * (-(-(section.stop - section.first) // group) + 1)
+                found.append(
+                    DeviceFound(
+                        self,
+                        source,
+                        section,
+                        group,
+                        words[tiles],
+                        plan[own],
+                        ends[own.start : own.stop + 1],
+                        changed[tiles],
+                        sums[at:stop].reshape(4, -1),
+                    )
+                )
+                at = stop
+        return found
+
+    def memory_for(self, payload: Tensor) -> Tensor:
+        """uint8[n] where kernels can pack: the payload itself if they can there."""
+        if payload.device == self.device and not payload.data_ptr() % ALIGNMENT:
+            return payload
+        return torch.empty(payload.shape, dtype=torch.uint8, device=self.device)
+
+    def copy_whole(
+        self, source: _Source | None, changes: Changes, whole: Tensor, num_whole: int, sums: Tensor
+    ) -> None:
+        """Fill the column of whole tiles, from the copy if there is no source."""
+        tiles, size = self.tiles, changes.sizes.item_size
+        at = self._own_at if source is None else source.new_at
+        reads = [AS_IS] if source is None else source.reads(size)
+        fits = tiles.aligned if source is None else source.suits_wide_loads
+        for read in reads:
+            kernels.copy_whole[(num_whole * (TILE // kernels.SPAN),)](
+                tiles.table,
+                at,
+                at if source is None else source.reads_of,
+                at if source is None else source.computed,
+                whole,
+                changes.whole,
+                sums,
+                TYPE=TYPES[size],
+                READ=read,
+                CODES_AT=None if source is None else source.codes_at(read),
+                SOME=len(reads) > 1,
+                ODD=tiles.odd,
+                ALIGNED=fits[size],
+                WIDTH=tiles.table.shape[1],
+                SPAN=kernels.SPAN,
+                num_warps=4,
+                **_EXACT,
+            )
+
+    def advance(self, changes: Changes, *, ahead: bool = False) -> None:
+        """Write changes, which `emit` has made, to the copy; with `ahead`, before they are decided."""
+        section = self.space.section_of(changes.sizes.item_size)
+        assert section is not None
+        with on(self.device):
+            flag, after = self.tiles.blank(), torch.full_like(self.tiles.blank(), -1)
+            opened = self.tiles.open(changes, section, flag, after)
+            gains = torch.zeros(ACCUMULATORS, dtype=torch.int64, device=self.device)
+            self.tiles.write(opened, (changes.values, changes.whole), flag, gains)
+            if ahead:
+                self.ahead[changes.tiles.to(torch.int64)] = 1
+
+    def full(self, tiles: Ints, payload: Tensor) -> None:
+        """Write all of int64[T] tiles, of one section, to a payload of their sizes."""
+        sizes = whole_sizes(self.space, tiles)
+        lengths = padded_numel(self.space.numel[tiles], sizes.item_size)
+        entries = np.stack((tiles, np.cumsum(lengths) - lengths), axis=1).astype(np.int32)
+        with on(self.device):
+            changes = Changes.of(self.memory_for(payload), sizes)
+            changes.memory[: sizes.columns[-1][0]] = 0
+            changes.tiles.copy_(torch.from_numpy(tiles))
+            whole = there(np.concatenate(([len(tiles), 0], entries.reshape(-1))), self.device)
+            sums = torch.zeros(self.space.num_chunks, dtype=torch.int64, device=self.device)
+            self.copy_whole(None, changes, whole.to(torch.int32), len(tiles), sums)
+            if changes.memory is not payload:
+                payload.copy_(changes.memory)
+
+    def measure(self, chunks: Ints) -> NDArray[np.uint64]:
+        """uint64[n]: the digests of int64[n] chunks of a ledger, read from the copy."""
+        return self.tiles.measure(chunks)
+
+    @cached_property
+    def _own_at(self) -> Tensor:
+        """int64[tiles]: addresses of the copy."""
+        return self.tiles.table[:, 0].contiguous()
+
+    def _look_up(self) -> _Source:
+        if self._source is None:
+            readers = [self._readers[number] for number in self.space.order.tolist()]
+            self._source = _Source(self.tiles, self._at, readers)
+        self._source.copy()
+        return self._source
+
+    def _borders_of(self, groups: Sequence[int]) -> Tensor:
+        """int64[n]: where the sums of plans stand at the borders of groups."""
+        known = self._borders
+        if known is None or known[0] != tuple(groups):
+            places = []
+            for section, group in zip(self.space.sections, groups, strict=True):
+                count = section.stop - section.first
+                borders = np.append(np.arange(0, count, group), count)
+                places += [4 * section.first + row * count + borders for row in range(4)]
+            known = self._borders = tuple(groups), there(np.concatenate(places), self.device)
+        return known[1]
+
+    def _compare(
+        self, source: _Source, section: Section, words: Tensor, plan: Tensor, changed: Tensor
+    ) -> None:
+        """Compare the tiles of a section."""
+        for kind in source.kinds[section.item_size]:
+            kernels.compare[(kind.num,)](
+                self.tiles.table,
+                source.new_at,
+                self.ahead,
+                self.ahead if kind.these is None else kind.these,
+                words,
+                plan,
+                changed,
+                section.first,
+                section.stop - section.first,
+                TYPE=TYPES[section.item_size],
+                READ=kind.read,
+                ALIGNED=kind.is_aligned,
+                SOME=kind.these is not None,
+                WIDTH=self.tiles.table.shape[1],
+                num_warps=4,
+            )

@@ -1,0 +1,361 @@
+"""A space on a device, and the launches of kernels over it that both ends of a sync make."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from deltasync.delta.changes import Changes
+from deltasync.delta.kernels import tiles as kernels
+from deltasync.delta.kernels import tiles_live
+from deltasync.delta.kernels.triton_base import TYPES
+from deltasync.delta.tiles import CHUNK_TILES, Ints, Section, Space
+from deltasync.wire.changes import ALIGNMENT, TILE
+from deltasync.wire.digest import GOLDEN_RATIO
+
+IN_RUNS = -1
+"""See `Tiles.ways`."""
+
+_LEAST_PROGRAMS = 4096  # over whole tiles, which may be tiny
+_LARGEST_COLS = 1 << 30  # kernels divide by them; a tile sees no more than one end of such a row
+_ROWS, _ROW_LANES = 16, 64  # of one program of `expand`
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Make `device` the one that kernels are launched on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def there(array: NDArray[Any], device: torch.device) -> Tensor:
+    """An array on a device."""
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+
+class Numbers:
+    """A tensor's values on their way to the host, as they are on the current stream now."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(tensor.device))
+        else:
+            self._host = tensor.clone()
+
+    def read(self) -> NDArray[Any]:
+        """Wait until they have arrived."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.numpy()
+
+
+def summed(plan: Tensor) -> Tensor:
+    """int64[n + 1]: the sums of all of int64[n] before each, and of all."""
+    ends = torch.empty(len(plan) + 1, dtype=torch.int64, device=plan.device)
+    ends[:1].zero_()
+    torch.cumsum(plan, 0, out=ends[1:])
+    return ends
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """How elements of each tile lie in their parameter.
+
+    Attributes:
+        begin: int64[tiles]: how far its first element is from the first one of the share.
+        before, cols, gap: int64[tiles]: elements of its row before that, in a row, and between two.
+    """
+
+    begin: Ints
+    before: Ints
+    cols: Ints
+    gap: Ints
+
+    @classmethod
+    def of(cls, space: Space) -> Rows:
+        """Of all tiles."""
+        cols = np.array([share.cols for share in space.shares], np.int64)[space.share]
+        gap = np.array([share.gap for share in space.shares], np.int64)[space.share]
+        row, before = np.divmod(space.start, cols)
+        few = np.minimum(cols, _LARGEST_COLS)
+        before = np.where(cols == few, before, few - np.minimum(cols - before, few))
+        return cls(space.start + row * gap, before, few, gap)
+
+    def key(self, space: Space) -> Ints:
+        """int64[tiles]: the digest seed of its first element."""
+        begin = self.begin.view(np.uint64) * np.uint64(GOLDEN_RATIO)
+        return (space.seeds[space.share] + begin).view(np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Boxes:
+    """Where elements are that lie in no run, see `kernels.tiles_live`.
+
+    Attributes:
+        dims: Dimensions of a box.
+        num: How many there are.
+        table: int64[2 + 3 * dims + 16, num].
+        entries: int32[n].
+        is_small: Whether no parameter has 2^31 elements.
+    """
+
+    dims: int
+    num: int
+    table: Tensor
+    entries: Tensor
+    is_small: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Changes, and what kernels need to know of them.
+
+    Attributes:
+        section: Whose tiles they are.
+        num_tiles: T.
+        tile_of, whole: See `kernels.locate`.
+        places: int16[N].
+    """
+
+    section: Section
+    num_tiles: int
+    tile_of: Tensor
+    places: Tensor
+    whole: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """A space as kernels see it.
+
+    Attributes:
+        space: The same.
+        table: int64[tiles, width]: see `kernels.tiles`.
+        odd: What kernels take as ODD.
+        aligned: By item size, whether tiles begin at multiples of 16 bytes, and have a multiple of
+            16 elements.
+        boxes: Of elements that lie in no run.
+        ways: By item size, where kernels have to look for elements: in runs (`IN_RUNS`), in boxes
+            (0), and for so many codes in these.
+    """
+
+    space: Space
+    table: Tensor
+    odd: int
+    aligned: dict[int, bool]
+    boxes: Boxes
+    ways: dict[int, Sequence[int]]
+
+    @classmethod
+    def of_copy(cls, space: Space, at: Ints, device: torch.device) -> Tiles:
+        """Of shares that lie at int64[shares] addresses."""
+        rows = Rows.of(space)
+        address = at[space.share] + space.start * space.item_size[space.share]
+        columns = [address, rows.key(space), space.numel, space.chunk]
+        if odd := kernels.SHARES if space.gaps else 0:
+            columns += [rows.before, rows.cols, rows.gap, np.zeros_like(address)]
+        table = there(np.stack(columns, axis=1).astype(np.int64), device)
+        boxes = Boxes(0, 1, table, table, is_small=True)
+        ways = {one.item_size: (IN_RUNS,) for one in space.sections}
+        return cls(space, table, odd, aligned_by_size(space, address), boxes, ways)
+
+    @property
+    def device(self) -> torch.device:
+        return self.table.device
+
+    def blank(self) -> Tensor:
+        """int32[1]: a flag while nothing is bad."""
+        return torch.full((1,), kernels.CLEAR, dtype=torch.int32, device=self.device)
+
+    def open(self, changes: Changes, section: Section, flag: Tensor, after: Tensor) -> Opened:
+        """Check changes on the device. Nothing waits; what is bad raises the flag.
+
+        Args:
+            changes: Of some tiles, at least one.
+            section: Which tiles may come.
+            flag, after: See `kernels.unpack`.
+        """
+        count, lanes, values = len(changes.tiles), len(changes.places), len(changes.whole)
+        size, device, width = section.item_size, self.device, self.table.shape[1]
+        each = ALIGNMENT // size
+        plan = torch.empty(3 * count, dtype=torch.int64, device=device)
+        kernels.unpack[(-(-count // kernels.LANES),)](
+            self.table,
+            changes.tiles,
+            changes.counts,
+            plan,
+            flag,
+            after,
+            section.first,
+            section.stop,
+            count,
+            EACH=each,
+            WIDTH=width,
+            LANES=kernels.LANES,
+            num_warps=4,
+        )
+        tile_of = torch.empty(lanes, dtype=torch.int32, device=device)
+        num_whole = min(count, -(-values // each))
+        whole = torch.empty(2 + 2 * num_whole, dtype=torch.int32, device=device)
+        kernels.expand[(-(-count // _ROWS),)](
+            self.table,
+            changes.tiles,
+            plan,
+            summed(plan),
+            changes.places,
+            tile_of,
+            whole,
+            flag,
+            after,
+            count,
+            lanes,
+            values,
+            WIDTH=width,
+            ROWS=_ROWS,
+            LANES=_ROW_LANES,
+            num_warps=4,
+        )
+        return Opened(section, count, tile_of, changes.places, whole)
+
+    def predict(
+        self,
+        opened: Opened,
+        new: tuple[Tensor, Tensor],
+        old: tuple[Tensor, Tensor],
+        flag: Tensor,
+        sums: Tensor,
+        gains: Tensor,
+    ) -> None:
+        """Keep the bits that changes replace, and tell by how much they change digests.
+
+        Args:
+            opened: The changes.
+            new: int[N] and int[W]: their bits.
+            old: Of the same sizes: where those that they replace go.
+            flag, sums, gains: See `kernels.tiles_live.predict`.
+        """
+        for codes in self.ways[opened.section.item_size]:
+            way = self._way(opened.section.item_size, codes)
+            if lanes := len(opened.places):
+                tiles_live.predict[(-(-lanes // kernels.LANES),)](
+                    *self._where(),
+                    opened.tile_of,
+                    opened.places,
+                    new[0],
+                    old[0],
+                    flag,
+                    sums,
+                    gains,
+                    lanes,
+                    LANES=kernels.LANES,
+                    num_warps=4,
+                    **way,
+                )
+            if len(new[1]):
+                tiles_live.predict_whole[(self._programs(opened, new[1]),)](
+                    *self._where(),
+                    opened.whole,
+                    new[1],
+                    old[1],
+                    flag,
+                    sums,
+                    gains,
+                    **self._whole_way(way, opened.section.item_size),
+                )
+
+    def write(
+        self, opened: Opened, new: tuple[Tensor, Tensor], flag: Tensor, gains: Tensor
+    ) -> None:
+        """Write int[N] and int[W] bits of changes, unless the flag is raised.
+
+        Digests of what is read back are added to int64[ACCUMULATORS].
+        """
+        for codes in self.ways[opened.section.item_size]:
+            way = self._way(opened.section.item_size, codes)
+            if lanes := len(opened.places):
+                tiles_live.write[(-(-lanes // tiles_live.PART),)](
+                    *self._where(),
+                    opened.tile_of,
+                    opened.places,
+                    new[0],
+                    flag,
+                    gains,
+                    lanes,
+                    PART=tiles_live.PART,
+                    num_warps=tiles_live.PART // 32,
+                    **way,
+                )
+            if len(new[1]):
+                tiles_live.write_whole[(self._programs(opened, new[1]),)](
+                    *self._where(),
+                    opened.whole,
+                    new[1],
+                    flag,
+                    gains,
+                    **self._whole_way(way, opened.section.item_size),
+                )
+
+    def measure(self, chunks: Ints) -> NDArray[np.uint64]:
+        """uint64[n]: the digests of int64[n] chunks of this space, read from memory."""
+        space, sums = self.space, torch.zeros(len(chunks), dtype=torch.int64, device=self.device)
+        share = space.first_chunk.searchsorted(chunks, "right") - 1
+        first = space.first[share] + (chunks - space.first_chunk[share]) * CHUNK_TILES
+        count = np.minimum(CHUNK_TILES, space.first[share + 1] - first)
+        place = np.repeat(np.arange(len(chunks)), count)
+        tile = np.arange(len(place)) + np.repeat(first - np.cumsum(count) + count, count)
+        with on(self.device):
+            for section in space.sections:
+                here = (tile >= section.first) & (tile < section.stop)
+                if not here.any():
+                    continue
+                tiles, places = (
+                    there(c[here].astype(np.int32), self.device) for c in (tile, place)
+                )
+                for codes in self.ways[section.item_size]:
+                    way = self._way(section.item_size, codes)
+                    tiles_live.digest[(len(tiles) * (TILE // kernels.SPAN),)](
+                        *self._where(),
+                        tiles,
+                        places,
+                        sums,
+                        **self._whole_way(way, section.item_size),
+                    )
+        return sums.cpu().numpy().view(np.uint64)
+
+    def _where(self) -> tuple[Tensor, Tensor, Tensor, int]:
+        return self.table, self.boxes.table, self.boxes.entries, self.boxes.num
+
+    def _way(self, item_size: int, codes: int) -> dict[str, Any]:
+        """What kernels are compiled for: `codes` as in `ways`."""
+        return {
+            "TYPE": TYPES[item_size],
+            "DIMS": 0 if codes == IN_RUNS else self.boxes.dims,
+            "CODES": max(codes, 0),
+            "ODD": self.odd,
+            "WIDTH": self.table.shape[1],
+            "SMALL": self.boxes.is_small,
+        }
+
+    def _whole_way(self, way: dict[str, Any], item_size: int) -> dict[str, Any]:
+        aligned = self.aligned[item_size] and not way["DIMS"]
+        return way | {"ALIGNED": aligned, "SPAN": kernels.SPAN, "num_warps": 4}
+
+    def _programs(self, opened: Opened, whole: Tensor) -> int:
+        """Of a launch over whole tiles, of which the device alone knows how many there are."""
+        most = opened.num_tiles * (TILE // kernels.SPAN)
+        return min(most, max(-(-len(whole) // kernels.SPAN), _LEAST_PROGRAMS))
+
+
+def aligned_by_size(space: Space, address: Ints) -> dict[int, bool]:
+    """Whether tiles that lie at int64[tiles] addresses suit wide loads, by item size."""
+    odd = (address | space.numel) % ALIGNMENT
+    return {one.item_size: not odd[one.first : one.stop].any() for one in space.sections}

@@ -1,0 +1,333 @@
+"""Live weights on a GPU, and what a receiver does with them over Triton's kernels.
+
+`delta.staging` has the same for hosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from deltasync.delta.bits import INTEGERS, Live
+from deltasync.delta.changes import Changes
+from deltasync.delta.codes import Codes, Spread
+from deltasync.delta.kernels import tiles as kernels
+from deltasync.delta.kernels import tiles_live
+from deltasync.delta.launches import (
+    IN_RUNS,
+    Boxes,
+    Numbers,
+    Opened,
+    Rows,
+    Tiles,
+    aligned_by_size,
+    on,
+    there,
+)
+from deltasync.delta.ledger import Ledger
+from deltasync.delta.region import Region, paired
+from deltasync.delta.staging import Lane, LiveWeights, Staged
+from deltasync.delta.tiles import CHUNK, Ints, Space
+from deltasync.errors import DigestMismatch, InvalidIndices
+
+_NO_STRIDE = 1 << 62  # of dimensions that a box has not: no position lies so far
+_MOST_NUMEL = (1 << 31) - 1  # of parameters in which kernels count in 32 bits
+_ACCUMULATORS = tiles_live.ACCUMULATORS
+
+
+class DeviceWeights:
+    """Live weights as kernels find them.
+
+    Args:
+        live: The weights. They have this as a part.
+        device: Where they live.
+    """
+
+    def __init__(self, live: LiveWeights, device: torch.device) -> None:
+        self._live, self._device = live, device
+        self._tiles = tiles_of(live, live.space, device)
+
+    def lane(self, space: Space) -> DeviceLane:
+        """Where what a rank of a trainer sends is in them."""
+        is_all = space is self._live.space
+        tiles = self._tiles if is_all else tiles_of(self._live, space, self._device)
+        return DeviceLane(self._live, tiles)
+
+    def tally(self) -> DeviceTally:
+        """What a sync that begins now adds up."""
+        return DeviceTally(self._live.ledger, self._device)
+
+    def measure(self, chunks: Ints) -> NDArray[np.uint64]:
+        """uint64[n]: the digests of int64[n] chunks of the ledger, read from memory."""
+        return self._tiles.measure(chunks)
+
+
+def tiles_of(live: LiveWeights, space: Space, device: torch.device) -> Tiles:
+    """Where the tiles of a space, whose shares are parts of parameters, are in live weights."""
+    share, rows = space.share, Rows.of(space)
+    flats = [live.flats.get(one.number) for one in space.shares]
+    whole = np.array([live.share_of(one.number) for one in space.shares], np.int64)
+    start = np.array([one.region.start for one in space.shares], np.int64)
+    kind = np.array([_kind_of(flat) for flat in flats], np.int64)[share]
+    runs = [0 if f is None or not f.is_contiguous else f.line.data_ptr() for f in flats]
+    begin = start[share] + rows.begin
+    address = np.array(runs, np.int64)[share] + begin * space.item_size[share]
+    address[kind != _RUN] = 0
+    chunk, before = live.space.first_chunk[whole[share]] + begin // CHUNK, begin % CHUNK
+    is_odd = bool(space.gaps) or bool((before + space.numel > CHUNK).any())
+    boxes, met = _boxes_of(space, flats, begin, rows, device)
+    columns = [address, rows.key(space), space.numel, chunk]
+    if is_odd or boxes.dims:
+        columns += [rows.before, rows.cols, rows.gap, before]
+    if boxes.dims:
+        columns += [begin, kind, *met]
+    ways = {
+        one.item_size: tuple(
+            {_RUN: IN_RUNS, tiles_live.BOXES: 0, tiles_live.CODES: 2 * one.item_size}[found]
+            for found in np.unique(kind[one.first : one.stop]).tolist()
+            if found != _ELSEWHERE
+        )
+        for one in space.sections
+    }
+    return Tiles(
+        space,
+        there(np.stack(columns, axis=1).astype(np.int64), device),
+        kernels.PARAMETERS if is_odd else 0,
+        aligned_by_size(space, address),
+        boxes,
+        ways,
+    )
+
+
+_ELSEWHERE, _RUN = -1, 0  # kinds of tiles beside `BOXES` and `CODES`
+
+
+def _kind_of(flat: Live | None) -> int:
+    """How kernels find a parameter."""
+    if flat is None:
+        return _ELSEWHERE
+    if isinstance(flat, Codes):
+        return tiles_live.CODES
+    return _RUN if flat.is_contiguous else tiles_live.BOXES
+
+
+def _boxes_of(
+    space: Space, flats: Sequence[Live | None], begin: Ints, rows: Rows, device: torch.device
+) -> tuple[Boxes, tuple[Ints, Ints]]:
+    """The boxes of what lies in no run, and which of their entries each tile meets.
+
+    Args:
+        space: The tiles.
+        flats: What its shares are parts of.
+        begin: int64[tiles]: flat positions of their first elements.
+        rows: How they lie.
+        device: Where kernels run.
+
+    Returns:
+        The second: int64[tiles] each: the first entry, and how many.
+    """
+    boxes, tiles, entries = list[Spread](), [np.zeros(0, np.int64)], list[int]()
+    last = space.numel - 1
+    end = begin + last + (rows.before + last) // rows.cols * rows.gap
+    for share, flat in enumerate(flats):
+        first, stop = space.first[share : share + 2].tolist()
+        for box in () if flat is None or flat.is_contiguous else _spread(flat):
+            low = first + int(end[first:stop].searchsorted(box.source.start))
+            high = first + int(begin[first:stop].searchsorted(box.source.stop))
+            if low < high:
+                tiles.append(np.arange(low, high))
+                entries += [len(boxes)] * (high - low)
+                boxes.append(box)
+    every = np.concatenate(tiles)
+    count = np.bincount(every, minlength=len(space))
+    dims = [paired(box.source, box.target) for box in boxes]
+    most = max((max(1, len(one)) for one in dims), default=0)
+    table = np.zeros((2 + 3 * most + tiles_live.MOST_CODES, max(1, len(boxes))), np.int64)
+    for nth, (box, own) in enumerate(zip(boxes, dims, strict=True)):
+        padded = chain.from_iterable([(1, _NO_STRIDE, 0)] * (most - len(own)) + own)
+        numbers = [box.address, box.source.start, *padded, *box.apart]
+        table[: len(numbers), nth] = numbers
+    ordered = np.array([*entries, 0], np.int32)[np.append(np.argsort(every, kind="stable"), -1)]
+    numels = (one.spec.numel for one in space.shares)
+    is_small = max(numels, default=0) < _MOST_NUMEL
+    there_all = there(table, device), there(ordered, device)
+    return Boxes(most, table.shape[1], *there_all, is_small), (np.cumsum(count) - count, count)
+
+
+def _spread(flat: Live) -> list[Spread]:
+    """The boxes of a parameter, of codes or not."""
+    if isinstance(flat, Codes):
+        found = flat.spread()
+        assert found is not None, "the host works on such weights"
+        return found
+    return [
+        Spread(view.data_ptr(), positions, Region(0, Region.of(view).dims), ())
+        for positions, view in flat.boxes()
+    ]
+
+
+class DeviceLane(Lane):
+    """Where what a rank of a trainer sends is in live weights on a device.
+
+    Args:
+        live: The weights.
+        tiles: What the rank sends.
+    """
+
+    def __init__(self, live: LiveWeights, tiles: Tiles) -> None:
+        super().__init__(live, tiles.space)
+        self.tiles = tiles
+        self._last = torch.full((1,), -1, dtype=torch.int32, device=tiles.device)
+
+    def begin(self) -> None:
+        self._last.fill_(-1)
+
+    def check(self, changes: Changes) -> None:
+        """Raises InvalidIndices for what shows in sizes; kernels check the rest."""
+        if self.space.section_of(changes.sizes.item_size) is None or not len(changes.tiles):
+            raise InvalidIndices("tiles of a payload are out of range, unsorted or repeated")
+
+    def changes(self, changes: Changes, tally: Any) -> Iterator[Staged]:
+        """Check changes, and tell what they write. Nothing waits. Their memory is copied.
+
+        The tally raises InvalidIndices if they are bad; then nothing of the sync is written.
+        """
+        assert isinstance(tally, DeviceTally)
+        tiles, size = self.tiles, changes.sizes.item_size
+        section = self.space.section_of(size)
+        assert section is not None
+        tally.add()
+        with on(tiles.device):
+            here, kept = _taken(changes, tiles.device)
+            opened = tiles.open(here, section, tally.flag, self._last)
+            old = torch.empty_like(here.values), torch.empty_like(here.whole)
+            new = here.values, here.whole
+            tiles.predict(opened, new, old, tally.flag, tally.sums, tally.predicted)
+        yield DeviceChanges(tiles, tally, opened, kept, new, old)
+
+
+def _taken(changes: Changes, device: torch.device) -> tuple[Changes, int]:
+    """Changes on a device, of which places, values and whole tiles are in memory of their own.
+
+    Also how much memory that is.
+    """
+    sizes = changes.sizes
+    begin = sizes.columns[2][0]
+    kept = changes.memory[begin:].to(device, copy=True)
+    bits = INTEGERS[sizes.item_size]
+    places, values, whole = (
+        kept[at - begin : at - begin + length].view(dtype)
+        for (at, length), dtype in zip(sizes.columns[2:], (torch.int16, bits, bits), strict=True)
+    )
+    tiles, counts = changes.tiles.to(device), changes.counts.to(device)
+    return Changes(tiles, counts, places, values, whole, kept), kept.nbytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceChanges:
+    """One payload at a receiver: see `delta.staging.Staged`.
+
+    Attributes:
+        tiles: Where it belongs.
+        tally: What is added up.
+        opened: What it changes.
+        kept_bytes: Memory of places and new bits.
+        new, old: int[N] and int[W]: bits.
+    """
+
+    tiles: Tiles
+    tally: DeviceTally
+    opened: Opened
+    kept_bytes: int
+    new: tuple[Tensor, Tensor]
+    old: tuple[Tensor, Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        others = (self.opened.tile_of, self.opened.whole, *self.old)
+        return self.kept_bytes + sum(one.nbytes for one in others)
+
+    def commit(self) -> None:
+        with on(self.tiles.device):
+            self.tiles.write(self.opened, self.new, self.tally.flag, self.tally.written)
+
+    def restore(self) -> bool:
+        with on(self.tiles.device):
+            self.tiles.write(self.opened, self.old, self.tally.flag, self.tally.restored)
+        return True
+
+
+class DeviceTally:
+    """What a sync adds up on a device, and the host reads when all was launched.
+
+    Args:
+        before: Digests before. Not changed.
+        device: Where it is added up.
+
+    Attributes:
+        sums: int64[chunks]: by how much digests change.
+        predicted: int64[2, n]: digests of all bits that are staged, and of those that they replace.
+        written, restored: int64[n]: digests of what was read back.
+        flag: int32[2]: the first says what is bad, see `kernels.tiles`.
+    """
+
+    def __init__(self, before: Ledger, device: torch.device) -> None:
+        self._before = before
+        self._ledger: Ledger | None = None
+        with on(device):
+            sizes = len(before.sums), 2 * _ACCUMULATORS, _ACCUMULATORS, _ACCUMULATORS
+            numbers = torch.zeros(sum(sizes) + 1, dtype=torch.int64, device=device)
+            self._numbers = numbers
+            self.sums, predicted, self.written, self.restored = numbers[:-1].split(sizes)
+            self.predicted = predicted.view(2, -1)
+            numbers[-1:] = kernels.CLEAR  # of which kernels look at the low half
+            self.flag = numbers[-1:].view(torch.int32)
+
+    @property
+    def ledger(self) -> Ledger:
+        """The digests that everything that was staged leads to. Waits. Raises InvalidIndices."""
+        if self._ledger is None:
+            numbers = Numbers(self._numbers).read()
+            if (fault := int(numbers[-1])) != kernels.CLEAR:
+                raise InvalidIndices(_FAULTS[fault])
+            self._ledger = self._before.copy()
+            self._ledger.sums += numbers[: len(self._before.sums)].view(np.uint64)
+        return self._ledger
+
+    def add(self) -> None:
+        """More is staged."""
+        self._ledger = None
+
+    def check_written(self) -> None:
+        """Raises DigestMismatch unless what was read back is what was staged."""
+        new, _, written, _, _ = self._totals()
+        self.written.zero_()
+        if written != new:
+            raise DigestMismatch("the weights read back are not those that were written")
+
+    @property
+    def is_restored(self) -> bool:
+        """Whether the old bits were read back, if anything was written."""
+        _, old, _, restored, fault = self._totals()
+        self.restored.zero_()
+        return fault != kernels.CLEAR or restored == old
+
+    def _totals(self) -> list[int]:
+        """Digests of bits that are staged, replaced, written, restored; and the flag."""
+        *sums, flag = Numbers(self._numbers[len(self._before.sums) :]).read()
+        digests = np.array(sums).view(np.uint64).reshape(-1, _ACCUMULATORS).sum(axis=1)
+        return [*digests.tolist(), int(flag)]
+
+
+_FAULTS = {
+    kernels.UNSORTED: "tiles of a payload are out of range, unsorted or repeated",
+    kernels.MISCOUNTED: "the counts of a payload do not add up to what it has",
+    kernels.MISPLACED: "places in a tile are out of range, unsorted or repeated",
+}
