@@ -28,7 +28,6 @@ _ESCAPE = 255  # of steps: the new bits follow
 _WIDE = 2  # bytes of a gap
 _ESCAPES = {1: 0xFF, _WIDE: 0xFFFF}  # of gaps, by their width: so many more follow
 _NARROW_UP_TO = 368  # mean gap from which two bytes are shorter than one and its escapes
-_MOST_TIMES = 4  # as long as what they stand for may streams be
 
 
 def encode(changes: Changes, old: Bits, old_whole: Bits) -> bytes | None:

@@ -49,7 +49,7 @@ _ROW = np.dtype(
 class ClassCodec:
     """Codes each share by the classes of its old values; see `delta.codecs.Codec`."""
 
-    def encode(self, changes: Changes, old: Old) -> bytes:
+    def encode(self, changes: Changes, old: Old) -> bytes | None:
         table, new = Table(old.space, changes), unsigned(changes.values)
         (before, before_whole), where = old.old(changes), table.positions()
         is_left = np.ones(len(table.tiles), np.bool_)
@@ -80,7 +80,9 @@ class ClassCodec:
                 new[lanes_left],
                 unsigned(changes.whole),
             )
-            rest = gap.encode(left, before[lanes_left], before_whole)
+            if (coded := gap.encode(left, before[lanes_left], before_whole)) is None:
+                return None
+            rest = coded
         head = _REST.pack(int(is_left.sum())) + np.array(rows, _ROW).tobytes()
         return packed([head, b"".join(index), b"".join(value), rest])
 
@@ -149,11 +151,8 @@ def _pieces(table: Table) -> Iterator[_Piece]:
 
 def _run(space: Space, first: int, last: int) -> tuple[int, int, int]:
     """(share, start, stop): the elements of tiles [first, last] of one share."""
-    return (
-        int(space.share[first]),
-        int(space.start[first]),
-        int(space.start[last] + space.numel[last]),
-    )
+    share, start, numel = space.find(np.array([first, last]))
+    return int(share[0]), int(start[0]), int(start[1] + numel[1])
 
 
 def _check(
@@ -168,9 +167,10 @@ def _check(
         raise InvalidTable("a row is of tiles that are not there")
     if not (first <= last).all() or not (first[1:] > last[:-1]).all():
         raise InvalidTable("rows overlap, or are unsorted")
-    if (last - first >= _MOST_TILES).any() or (space.share[first] != space.share[last]).any():
+    (share, start, _), (same, end, numel) = space.find(first), space.find(last)
+    if (last - first >= _MOST_TILES).any() or (share != same).any():
         raise InvalidTable("a row is of several shares, or of too many tiles")
-    spans = space.start[last] + space.numel[last] - space.start[first]
+    spans = end + numel - start
     if not ((rows["count"] > 0) & (rows["count"] <= spans.astype(np.uint64))).all():
         raise InvalidTable("a row has more changes than elements, or none")
     if int(rows["count"].sum()) > sizes.places:
@@ -229,16 +229,12 @@ def _joined(found: list[tuple[Ints, Bits]], rest: Changes) -> Changes:
 def _changes(
     tiles: Ints, counts: Ints, places: NDArray[np.integer], values: Bits, whole: Bits
 ) -> Changes:
-    columns = (
-        tiles.astype(np.uint32).view(np.int32),
-        counts.astype(np.uint16).view(np.int16),
-        places.astype(np.uint16).view(np.int16),
-        *(
-            bits.view(f"i{bits.itemsize}" if bits.itemsize > 1 else "u1")
-            for bits in (values, whole)
-        ),
-    )
-    return Changes(*map(torch.from_numpy, columns))
+    sizes = Sizes(values.itemsize, len(tiles), len(places), len(whole))
+    made = Changes.of(torch.zeros(sizes.num_bytes, dtype=torch.uint8, device="cpu"), sizes)
+    columns = ("tiles", "counts", "places", "values", "whole")
+    for name, numbers in zip(columns, (tiles, counts, places, values, whole), strict=True):
+        unsigned(getattr(made, name))[:] = numbers
+    return made
 
 
 CODECS["class"] = ClassCodec()
