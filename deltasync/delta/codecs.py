@@ -31,8 +31,8 @@ class Old(Protocol):
 class Codec(Protocol):
     """Makes changes short by the bits that they replace, on hosts."""
 
-    def encode(self, changes: Changes, old: Old) -> bytes:
-        """The coded form of changes. It may be longer."""
+    def encode(self, changes: Changes, old: Old) -> bytes | None:
+        """The coded form of changes, which may be longer; None if there is none."""
         ...
 
     def decode(self, data: memoryview, sizes: Sizes, lane: Lane) -> Changes:

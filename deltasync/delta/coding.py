@@ -59,10 +59,14 @@ class Coder:
                 "take 'none'"
             )
         changes = Changes.of(payload, bucket.sizes)
-        if self.coding == "class":
-            return codec_of("class").encode(changes, bucket.old), "class"
-        coded = gap.encode(changes, *bucket.old.old(changes))
-        return (compress(payload.numpy().data), "zstd") if coded is None else (coded, "gap")
+        coded = (
+            codec_of("class").encode(changes, bucket.old)
+            if self.coding == "class"
+            else gap.encode(changes, *bucket.old.old(changes))
+        )
+        if coded is None:
+            return compress(payload.numpy().data), "zstd"
+        return coded, self.coding
 
     def _count(self, name: str, num_bytes: int) -> None:
         self.bytes_by_codec[name] = self.bytes_by_codec.get(name, 0) + num_bytes

@@ -80,11 +80,6 @@ class LiveWeights:
         )
 
     @property
-    def device(self) -> torch.device | None:
-        """Where kernels work on all of them together; None if there is no such device."""
-        return None
-
-    @property
     def specs(self) -> tuple[ParameterSpec, ...]:
         """The layout."""
         return tuple(share.spec for share in self.space.given)

@@ -49,7 +49,7 @@ _ROW = np.dtype(
 class ClassCodec:
     """Codes each share by the classes of its old values; see `delta.codecs.Codec`."""
 
-    def encode(self, changes: Changes, old: Old) -> bytes:
+    def encode(self, changes: Changes, old: Old) -> bytes | None:
         table, new = Table(old.space, changes), unsigned(changes.values)
         (before, before_whole), where = old.old(changes), table.positions()
         is_left = np.ones(len(table.tiles), np.bool_)
@@ -70,7 +70,7 @@ class ClassCodec:
                 rows.append((piece.first, piece.last, count, len(one), len(other)))
                 index.append(one)
                 value.append(other)
-        rest = b""
+        rest: bytes | None = b""
         if is_left.any():
             lanes_left = np.repeat(is_left, table.counts)
             left = _changes(
@@ -81,6 +81,8 @@ class ClassCodec:
                 unsigned(changes.whole),
             )
             rest = gap.encode(left, before[lanes_left], before_whole)
+        if rest is None:
+            return None
         head = _REST.pack(int(is_left.sum())) + np.array(rows, _ROW).tobytes()
         return packed([head, b"".join(index), b"".join(value), rest])
 
@@ -230,16 +232,12 @@ def _joined(found: list[tuple[Ints, Bits]], rest: Changes) -> Changes:
 def _changes(
     tiles: Ints, counts: Ints, places: NDArray[np.integer], values: Bits, whole: Bits
 ) -> Changes:
-    columns = (
-        tiles.astype(np.uint32).view(np.int32),
-        counts.astype(np.uint16).view(np.int16),
-        places.astype(np.uint16).view(np.int16),
-        *(
-            bits.view(f"i{bits.itemsize}" if bits.itemsize > 1 else "u1")
-            for bits in (values, whole)
-        ),
-    )
-    return Changes(*map(torch.from_numpy, columns))
+    sizes = Sizes(values.itemsize, len(tiles), len(places), len(whole))
+    changes = Changes.of(torch.zeros(sizes.num_bytes, dtype=torch.uint8, device="cpu"), sizes)
+    columns = changes.tiles, changes.counts, changes.places, changes.values, changes.whole
+    for column, numbers in zip(columns, (tiles, counts, places, values, whole), strict=True):
+        unsigned(column)[:] = numbers
+    return changes
 
 
 CODECS["class"] = ClassCodec()
