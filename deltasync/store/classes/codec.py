@@ -70,7 +70,7 @@ class ClassCodec:
                 rows.append((piece.first, piece.last, count, len(one), len(other)))
                 index.append(one)
                 value.append(other)
-        rest = b""
+        rest: bytes | None = b""
         if is_left.any():
             lanes_left = np.repeat(is_left, table.counts)
             left = _changes(
@@ -80,9 +80,9 @@ class ClassCodec:
                 new[lanes_left],
                 unsigned(changes.whole),
             )
-            if (coded := gap.encode(left, before[lanes_left], before_whole)) is None:
-                return None
-            rest = coded
+            rest = gap.encode(left, before[lanes_left], before_whole)
+        if rest is None:
+            return None
         head = _REST.pack(int(is_left.sum())) + np.array(rows, _ROW).tobytes()
         return packed([head, b"".join(index), b"".join(value), rest])
 
@@ -230,11 +230,11 @@ def _changes(
     tiles: Ints, counts: Ints, places: NDArray[np.integer], values: Bits, whole: Bits
 ) -> Changes:
     sizes = Sizes(values.itemsize, len(tiles), len(places), len(whole))
-    made = Changes.of(torch.zeros(sizes.num_bytes, dtype=torch.uint8, device="cpu"), sizes)
-    columns = ("tiles", "counts", "places", "values", "whole")
-    for name, numbers in zip(columns, (tiles, counts, places, values, whole), strict=True):
-        unsigned(getattr(made, name))[:] = numbers
-    return made
+    changes = Changes.of(torch.zeros(sizes.num_bytes, dtype=torch.uint8, device="cpu"), sizes)
+    columns = changes.tiles, changes.counts, changes.places, changes.values, changes.whole
+    for column, numbers in zip(columns, (tiles, counts, places, values, whole), strict=True):
+        unsigned(column)[:] = numbers
+    return changes
 
 
 CODECS["class"] = ClassCodec()
