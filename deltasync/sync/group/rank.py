@@ -284,7 +284,7 @@ class TrainerRank(Closing):
         self._captured = order.capture
 
     def _holding(self, copies: Sequence[orders.CopyRuns]) -> orders.SnapshotState:
-        plan = self._weights.full()
+        plan = self._weights.full(ways=self.world)
         return orders.SnapshotState(
             digests=digests_told(self._weights.digests, copies),
             payload_bytes=plan.payload_bytes,
