@@ -30,8 +30,8 @@ from deltasync.store.classes.bitstream import Bits, Bytes
 from deltasync.wire.changes import TILE, Sizes
 from deltasync.wire.streams import packed, unpacked
 
-LEAST = 256
-"""Changes of a share in a payload for which a row pays."""
+LEAST = 64
+"""Changes of a share in a payload, from which on a row pays."""
 
 _MOST_TILES = 1 << 14  # of a row: all of its old bits are read at once
 _REST = struct.Struct("<Q")  # tiles that no row has
