@@ -183,6 +183,7 @@ class Snapshot:
         self.space, self._detector, self.num_bytes = detector.space, detector, detector.num_bytes
         self.ledger = Ledger(self.space) if ledger is None else ledger
         self._sums = self._there(self.ledger)  # of the bits that the copy has
+        self._is_overwriting = False
 
     @property
     def device(self) -> torch.device | None:
@@ -195,7 +196,7 @@ class Snapshot:
         self._detector.capture()
         self.ledger = Ledger(self.space)
         self.ledger.sums[:] = self.measure(np.arange(self.space.num_chunks))
-        self._sums = self._there(self.ledger)
+        self._sums, self._is_overwriting = self._there(self.ledger), False
 
     def measure(self, chunks: Ints) -> NDArray[np.uint64]:
         """uint64[n]: the digests of int64[n] chunks of the ledger, read from memory."""
@@ -227,7 +228,7 @@ class Snapshot:
             self,
             self._detector,
             self._detector.find(groups, max_held_bytes, meanwhile or (lambda: None)),
-            self._sums.clone(),
+            self._settled().clone(),
             bucket_bytes=bucket_bytes,
             max_held_bytes=max_held_bytes,
             base_version=base_version,
@@ -239,12 +240,23 @@ class Snapshot:
 
     def ledger_of_copy(self) -> Ledger:
         """A new one, of the bits that the copy has."""
-        return _ledger_of(self.space, self._sums)
+        return _ledger_of(self.space, self._settled())
 
     def overwrite(self, changes: Changes, sums: Tensor) -> None:
         """Write these before they are decided, which changes the digests of the copy by `sums`."""
+        self._is_overwriting = True
         self._detector.advance(changes, ahead=True)
         self._sums += sums
+        self._is_overwriting = False
+
+    def _settled(self) -> Tensor:
+        """int64[chunks]: digests of the bits that the copy has, whatever broke off."""
+        if self._is_overwriting:
+            ahead = torch.as_tensor(self._detector.ahead).cpu().numpy()
+            chunks, ledger = np.unique(self.space.chunk[ahead]), self.ledger.copy()
+            ledger.sums[chunks] = self.measure(chunks)
+            self._sums, self._is_overwriting = self._there(ledger), False
+        return self._sums
 
     def decided(self, ledger: Ledger) -> None:
         """The copy is what receivers hold."""

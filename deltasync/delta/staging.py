@@ -74,11 +74,6 @@ class LiveWeights:
         """What a sync that begins now adds up."""
         return HostTally(self.ledger) if self._device_weights is None else self._device_weights.tally()
 
-    @property
-    def device(self) -> torch.device | None:
-        """Where kernels work on all of them together; None if there is no such device."""
-        return None
-
     def share_of(self, parameter: int) -> int:
         """Its share of `space`."""
         return int(self._share_of[parameter])
