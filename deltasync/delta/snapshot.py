@@ -336,6 +336,8 @@ class DeltaPlan:
         ]
         self.payload_bytes = self.held_bytes = self.places = 0
         self._num_held = 0
+        # Where the copy is ahead, its bits are not those that receivers have.
+        self._has_old = detector.old is not None and not bool(detector.ahead.any())
         for _, _, _, sizes in self._buckets:
             self.payload_bytes += sizes.num_bytes
             self.places += sizes.places
@@ -366,7 +368,7 @@ class DeltaPlan:
         for number, (found, low, high, sizes) in enumerate(self._buckets):
             is_held = number < self._num_held
             pack = partial(self._pack, found, low, high, is_held)
-            yield Bucket(sizes, device, pack, self._detector.old)
+            yield Bucket(sizes, device, pack, self._detector.old if self._has_old else None)
 
     def decided(self) -> None:
         """Advance the snapshot by what was held."""
