@@ -10,12 +10,16 @@ from torch import Tensor
 
 from deltasync.delta import gap
 from deltasync.delta.changes import Changes
+from deltasync.delta.codecs import codec_of
 from deltasync.delta.snapshot import Bucket
 from deltasync.errors import ConfigError
 from deltasync.wire.compression import Compression, compress
 
-Coding = Literal["none", "zstd", "gap"]
-"""What is done to a payload: nothing, zstd, or a codec of its changes."""
+Coding = Literal["none", "zstd", "gap", "class"]
+"""What is done to a payload: nothing, zstd, or a codec of its changes. `class` is not for links."""
+
+LONGEST = 1.0
+"""Of the length of what it stands for: a coded payload of so much or more is not sent."""
 
 LONGEST = 1.0
 """Of the length of what it stands for: a coded payload of so much or more is not sent."""
@@ -50,15 +54,19 @@ class Coder:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8), compression
 
     def _made(self, payload: Tensor, bucket: Bucket) -> tuple[bytes, Compression]:
-        if self.coding == "gap" and bucket.old is not None:
+        if self.coding != "zstd" and bucket.old is not None:
             if not payload.is_cpu:
                 raise ConfigError(
-                    "compression 'gap' is made on hosts, and these weights are on a GPU: take "
-                    "'none'"
+                    f"compression {self.coding!r} is made on hosts, and these weights are on a "
+                    "GPU: take 'none'"
                 )
             changes = Changes.of(payload, bucket.sizes)
-            if (coded := gap.encode(changes, *bucket.old(changes))) is not None:
-                return coded, "gap"
+            if self.coding == "class":
+                coded = codec_of(self.coding).encode(changes, bucket.old)
+            else:
+                coded = gap.encode(changes, *bucket.old.old(changes))
+            if coded is not None:
+                return coded, self.coding
         return compress(payload.cpu().numpy().data), "zstd"
 
     def _count(self, name: str, num_bytes: int) -> None:

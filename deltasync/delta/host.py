@@ -245,7 +245,7 @@ def digest_run(space: Space, share: int, start: int, bits: Tensor) -> int:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Part:
+class Part:
     """Changes of a group of tiles: their table, places and values. Whole tiles stay in the source.
 
     Attributes:
@@ -271,7 +271,7 @@ class HostFound:
         self._detector, self.section = detector, section
         self.counts = np.zeros(len(detector.space.shares), np.int64)
         self._groups: list[tuple[int, int]] = []
-        self._parts: list[_Part | None] = []
+        self._parts: list[Part | None] = []
         self._rows = [(0, 0, 0)]
 
     @cached_property
@@ -314,12 +314,12 @@ class HostFound:
         self._detector.copy_whole(changes, changed)
         return changes
 
-    def _sizes(self, part: _Part) -> Sizes:
+    def _sizes(self, part: Part) -> Sizes:
         size = self.section.item_size
         whole = padded_numel(self._detector.space.numel[part.tiles[part.counts == 0]], size)
         return Sizes(size, len(part.tiles), len(part.places), int(whole.sum()))
 
-    def _part(self, nth: int) -> _Part:
+    def _part(self, nth: int) -> Part:
         """Of a group; found once more if it was not kept."""
         part, self._parts[nth] = self._parts[nth], None
         if part is None:
@@ -359,6 +359,11 @@ class HostDetector:
         self.ahead = np.zeros(len(space), np.bool_)
         self._readers: Mapping[int, Reader] = {}
 
+    @property
+    def before(self) -> HostDetector:
+        """What codecs know: its `old` and `read`."""
+        return self
+
     def take(self, readers: Sequence[Reader]) -> None:
         """Read from these from now on: one for each share, in the order in which they were given."""
         self._readers = {n: readers[given] for n, given in enumerate(self.space.order.tolist())}
@@ -394,7 +399,7 @@ class HostDetector:
                 room -= made[-1].add(low, min(low + group, section.stop), room)
         return made
 
-    def part(self, low: int, high: int) -> _Part:
+    def part(self, low: int, high: int) -> Part:
         """How the tiles [low, high) differ."""
         space, found = self.space, list[tuple[int, tuple[Bits, ...]]]()
         for share, start, stop in space.parts(low, high):
@@ -409,10 +414,10 @@ class HostDetector:
         if not found:
             none = np.zeros(0, np.int64)
             bits = np.zeros(0, f"u{space.item_size[space.share[low]]}")
-            return _Part(none, none, none.astype(np.uint16), bits, none)
+            return Part(none, none, none.astype(np.uint16), bits, none)
         numbers = [first + columns[0] for first, columns in found]
         rest = zip(*(columns[1:] for _, columns in found), strict=True)
-        return _Part(*map(np.concatenate, (numbers, *rest)))
+        return Part(*map(np.concatenate, (numbers, *rest)))
 
     def add_lanes(self, changes: Changes, sums: NDArray[np.uint64]) -> None:
         """Add by how much the lanes change digests."""
@@ -441,6 +446,10 @@ class HostDetector:
         for share, lanes in table.by_share():
             found[lanes] = kernels.unsigned(self.lines[share])[positions[lanes]]
         return found
+
+    def read(self, share: int, start: int, stop: int) -> Tensor:
+        """int[stop - start]: the bits of the copy of a run of a share; read only."""
+        return self.lines[share][start:stop]
 
     def old(self, changes: Changes) -> tuple[Bits, Bits]:
         """(unsigned[N], unsigned[W]): the bits of the copy at lanes and whole tiles of changes."""

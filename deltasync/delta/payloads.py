@@ -11,6 +11,7 @@ from torch import Tensor
 
 from deltasync.delta import gap
 from deltasync.delta.changes import Changes
+from deltasync.delta.codecs import codec_of
 from deltasync.delta.host import Table
 from deltasync.delta.staging import Lane, LiveWeights
 from deltasync.delta.tiles import Ints, Space, space_of
@@ -101,6 +102,9 @@ class PayloadReader:
             table = Table(place.space, changes)
             table.check()
             opened.fill(*place.old(table))
+        elif bucket.compression == "class" and payload is not None:
+            data = payload.cpu().numpy().data
+            changes = codec_of(bucket.compression).decode(data, sizes, place)
         else:
             changes = Changes.of(aligned(inflated(bucket, payload)), sizes)
         place.check(changes)

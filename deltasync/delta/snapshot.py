@@ -17,7 +17,8 @@ from torch import Tensor
 
 from deltasync.delta.changes import Changes
 from deltasync.delta.choice import Kernels, device_for
-from deltasync.delta.host import Bits, HostDetector, SourceMoved, arena, whole_sizes
+from deltasync.delta.codecs import Old
+from deltasync.delta.host import HostDetector, SourceMoved, arena, whole_sizes
 from deltasync.delta.ledger import Ledger
 from deltasync.delta.readers import Reader
 from deltasync.delta.shard import Share
@@ -72,7 +73,11 @@ class Detector(Protocol):
     def device(self) -> torch.device | None: ...
 
     @property
-    def old(self) -> Callable[[Changes], tuple[Bits, Bits]] | None: ...
+    def before(self) -> Old | None:
+        """The copy, for codecs. None if payloads are not coded where it is."""
+        ...
+
+    def read(self, share: int, start: int, stop: int) -> Tensor: ...
 
     def take(self, readers: Sequence[Reader]) -> None: ...
 
@@ -98,14 +103,14 @@ class Bucket:
         device: Where it is packed.
         pack: Writes it to uint8[sizes.num_bytes]. Calls what is given when it stands there, before
             anything of what it changes is overwritten.
-        old: Returns the bits that values and whole tiles of changes replace, unsigned[N] and
-            unsigned[W]. Ask after it was packed, before that is called. None if there are none.
+        old: Has the bits that it changes. Ask after it was packed, before that is called. None if
+            there are none.
     """
 
     sizes: Sizes
     device: torch.device
     pack: Callable[[Tensor, Callable[[], None]], None]
-    old: Callable[[Changes], tuple[Bits, Bits]] | None = None
+    old: Old | None = None
 
 
 class Plan(Protocol):
@@ -184,6 +189,7 @@ class Snapshot:
         self.ledger = Ledger(self.space) if ledger is None else ledger
         self._sums = self._there(self.ledger)  # of the bits that the copy has
         self._is_overwriting = False
+        self._place = np.argsort(self.space.order)  # of a share among those of the space
 
     @property
     def device(self) -> torch.device | None:
@@ -194,6 +200,10 @@ class Snapshot:
         """Take the source's bits as they are now, all of them."""
         self._detector.take(readers)
         self._detector.capture()
+        self.measure_again()
+
+    def measure_again(self) -> None:
+        """Take what the copy has for what receivers hold."""
         self.ledger = Ledger(self.space)
         self.ledger.sums[:] = self.measure(np.arange(self.space.num_chunks))
         self._sums, self._is_overwriting = self._there(self.ledger), False
@@ -201,6 +211,13 @@ class Snapshot:
     def measure(self, chunks: Ints) -> NDArray[np.uint64]:
         """uint64[n]: the digests of int64[n] chunks of the ledger, read from memory."""
         return self._detector.measure(chunks)
+
+    def read(self, number: int, start: int, stop: int) -> Tensor:
+        """int[stop - start]: the bits of the copy of a run of a share; read only.
+
+        Args: the number of the share in the order in which they were given.
+        """
+        return self._detector.read(int(self._place[number]), start, stop)
 
     def compare(
         self,
@@ -252,9 +269,9 @@ class Snapshot:
     def _settled(self) -> Tensor:
         """int64[chunks]: digests of the bits that the copy has, whatever broke off."""
         if self._is_overwriting:
-            ahead = torch.as_tensor(self._detector.ahead).cpu().numpy()
+            ahead = np.flatnonzero(torch.as_tensor(self._detector.ahead).cpu().numpy())
             chunks, ledger = np.unique(self.space.chunk[ahead]), self.ledger.copy()
-            ledger.sums[chunks] = self.measure(chunks)
+            ledger.sums[chunks] = self.measure(chunks.astype(np.int64))
             self._sums, self._is_overwriting = self._there(ledger), False
         return self._sums
 
@@ -337,7 +354,8 @@ class DeltaPlan:
         self.payload_bytes = self.held_bytes = self.places = 0
         self._num_held = 0
         # Where the copy is ahead, its bits are not those that receivers have.
-        self._has_old = detector.old is not None and not bool(detector.ahead.any())
+        has_old = detector.before is not None and not bool(detector.ahead.any())
+        self._old = detector.before if has_old else None
         for _, _, _, sizes in self._buckets:
             self.payload_bytes += sizes.num_bytes
             self.places += sizes.places
@@ -368,7 +386,7 @@ class DeltaPlan:
         for number, (found, low, high, sizes) in enumerate(self._buckets):
             is_held = number < self._num_held
             pack = partial(self._pack, found, low, high, is_held)
-            yield Bucket(sizes, device, pack, self._detector.old if self._has_old else None)
+            yield Bucket(sizes, device, pack, self._old)
 
     def decided(self) -> None:
         """Advance the snapshot by what was held."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,9 +22,11 @@ from deltasync.delta.choice import Kernels, device_for
 from deltasync.delta.host import Bits, Pieces, Table, chunks_of, digest_run, memory
 from deltasync.delta.kernels import host as kernels
 from deltasync.delta.ledger import Ledger
+from deltasync.delta.region import Region
 from deltasync.delta.tiles import CHUNK, Ints, Space
-from deltasync.errors import DigestMismatch, LimitExceeded
+from deltasync.errors import DigestMismatch, LimitExceeded, ProtocolViolation
 from deltasync.wire.digest import MASK
+from deltasync.wire.messages import ParameterSpec
 
 _BLOCK = 1 << 14  # elements written before they are read back: their lines fit the L2 cache
 _POSITION_BYTES = 8
@@ -73,6 +76,11 @@ class LiveWeights:
     def tally(self) -> Tally:
         """What a sync that begins now adds up."""
         return HostTally(self.ledger) if self._device_weights is None else self._device_weights.tally()
+
+    @property
+    def specs(self) -> tuple[ParameterSpec, ...]:
+        """The layout."""
+        return tuple(share.spec for share in self.space.given)
 
     def share_of(self, parameter: int) -> int:
         """Its share of `space`."""
@@ -171,6 +179,23 @@ class Lane:
             whole[run.there] = self._read(run.share, torch.arange(run.start, run.stop))
         return lanes, whole
 
+    def span(self, share: int, start: int, stop: int) -> Bits | None:
+        """unsigned[stop - start]: live bits of a run of a share; None if they are not held.
+
+        Raises ProtocolViolation if a part of them is.
+        """
+        flat, one = self._flats[share], self.space.shares[share]
+        if flat is None:
+            return None
+        if one.gap or flat.held(one.region.start + start, one.region.start + stop) is not None:
+            raise ProtocolViolation(
+                f"{one.spec.name}: codec class needs all of it, and a part is held here; send with "
+                "compression='gap'"
+            )
+        bits = flat.read(one.region.start + start, one.region.start + stop)
+        found: Bits = kernels.unsigned(bits.cpu())
+        return found
+
     def _read(self, share: int, where: Tensor) -> Bits:
         """unsigned[n]: live bits at int64[n] places of a share; 0 where they are not held."""
         flat, region = self._flats[share], self.space.shares[share].region
@@ -203,39 +228,66 @@ class Lane:
         self, share: int, where: Tensor, values: Tensor, sums: NDArray[np.uint64]
     ) -> Iterator[Staged]:
         """Elements at int64[n] places of a share."""
-        flat, region = self._flats[share], self.space.shares[share].region
+        flat, one = self._flats[share], self.space.shares[share]
         if flat is None:
             return
-        positions = region.places(where).to(flat.line.device)
+        positions = one.region.places(where).to(flat.line.device)
         new = values.to(flat.line.device, copy=True)
         if (kept := flat.keeps(positions)) is not None:
             positions, new = positions[kept], new[kept]
-        if not len(new):
-            return
+        if len(new):
+            old = self._replaced(share, positions, new, sums)
+            yield Elements(one.spec.name, flat, 0, lambda: positions, positions.nbytes, new, old)
+
+    def _replaced(
+        self, share: int, positions: Tensor, new: Tensor, sums: NDArray[np.uint64]
+    ) -> Tensor:
+        """int[n]: the bits at positions that are held; the digests of what replaces them are added."""
+        flat = self._flats[share]
+        assert flat is not None
         old = flat.gather(positions)
         for bits, add in ((new, np.add), (old, np.subtract)):
             add.at(sums, *self._live.digests_at(int(self._whole[share]), positions, bits))
-        yield Elements(self.space.shares[share].spec.name, flat, 0, positions, new, old)
+        return old
 
     def _whole_run(
         self, share: int, start: int, bits: Tensor, sums: NDArray[np.uint64]
     ) -> Iterator[Staged]:
-        """A run of a share."""
+        """A run of a share. Positions of what is held of it are not kept: they would take more
+        memory than the bits."""
         flat, one = self._flats[share], self.space.shares[share]
         if flat is None:
             return
         for chunk, low, high in chunks_of(self._elements[share], start, start + len(bits)):
-            new = bits[low - start : high - start]
-            begin = one.region.start + low
+            new, begin = bits[low - start : high - start], one.region.start + low
             if one.gap or flat.held(begin, begin + len(new)) is not None:
-                yield from self._scattered(share, torch.arange(low, high), new, sums)
+                places, kept = _held(flat, one.region, low, high)
+                if not len(places):
+                    continue
+                new = new.to(flat.line.device, copy=kept is None)
+                new = new if kept is None else new[kept]
+                old = self._replaced(share, places, new, sums)
+                again = partial(_places_held, flat, one.region, low, high)
+                yield Elements(one.spec.name, flat, 0, again, 0, new, old)
                 continue
             new = new.to(flat.line.device, copy=True)
             old = flat.read(begin, begin + len(new)).clone()
             whole = int(self._whole[share])
             gained, lost = (digest_run(self._live.space, whole, begin, b) for b in (new, old))
             sums[chunk : chunk + 1] += np.uint64((gained - lost) & MASK)
-            yield Elements(one.spec.name, flat, begin, None, new, old)
+            yield Elements(one.spec.name, flat, begin, None, 0, new, old)
+
+
+def _held(flat: Live, region: Region, low: int, high: int) -> tuple[Tensor, Tensor | None]:
+    """(int64[k] positions in a parameter, bool[n]): which elements of a run of a share are held;
+    None for all."""
+    places = region.places(torch.arange(low, high)).to(flat.line.device)
+    kept = flat.keeps(places)
+    return (places, None) if kept is None else (places[kept], kept)
+
+
+def _places_held(flat: Live, region: Region, low: int, high: int) -> Tensor:
+    return _held(flat, region, low, high)[0]
 
 
 class Staged(Protocol):
@@ -330,21 +382,22 @@ class Elements:
         name: Of the parameter.
         live: Where they are written.
         start: Flat position of the first element of a run.
-        positions: int64[n] flat positions; None for a run.
+        positions: Returns int64[n] flat positions; None for a run.
+        position_bytes: Memory that is held for these.
         new, old: int[n]: bits.
     """
 
     name: str
     live: Live
     start: int
-    positions: Tensor | None
+    positions: Callable[[], Tensor] | None
+    position_bytes: int
     new: Tensor
     old: Tensor
 
     @property
     def num_bytes(self) -> int:
-        positions = 0 if self.positions is None else self.positions.nbytes
-        return positions + self.new.nbytes + self.old.nbytes
+        return self.position_bytes + self.new.nbytes + self.old.nbytes
 
     def commit(self) -> None:
         self._write(self.new)
@@ -361,12 +414,12 @@ class Elements:
         if self.positions is None:
             self.live.write(self.start, bits)
         else:
-            self.live.scatter(self.positions, bits)
+            self.live.scatter(self.positions(), bits)
 
     def _is_there(self, bits: Tensor) -> bool:
         if self.positions is None:
             return are_equal(self.live.read(self.start, self.start + len(bits)), bits)
-        return torch.equal(self.live.gather(self.positions), bits)
+        return torch.equal(self.live.gather(self.positions()), bits)
 
 
 class Staging:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any, TypeAlias
+
 import numpy as np
 from numpy.typing import NDArray
 
+from deltasync.dtypes import Dtype
 from deltasync.errors import TruncatedFrame
 
 MAX_WIDTH = 56
@@ -13,6 +17,15 @@ MAX_WIDTH = 56
 Ints = NDArray[np.int64]
 Words = NDArray[np.uint64]
 Bytes = NDArray[np.uint8]
+Indices: TypeAlias = NDArray[np.int32]
+Bits: TypeAlias = NDArray[Any]
+"""unsigned[n] (uint8, uint16, uint32 or uint64, by the item size): the bits of n elements."""
+
+
+@cache
+def unsigned_dtype(dtype: Dtype) -> np.dtype[Any]:
+    """The numpy type that carries the bits of `dtype`."""
+    return np.dtype(f"<u{dtype.item_size}")
 
 
 def pack_fields(values: Words, widths: Ints) -> bytes:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deltasync.delta.codecs.base import Bits
+from deltasync.delta.host import Bits
 from deltasync.dtypes import Dtype
 
 _SIGNED = ("int8", "int16", "int32", "int64")
