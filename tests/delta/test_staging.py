@@ -312,7 +312,7 @@ def test_a_write_that_does_not_stick_is_an_error(tile: Tile, layout: own.Layout)
     "What is written is read back; a write that does not persist is an error.",
 )
 def test_a_write_among_others_that_does_not_stick_is_an_error() -> None:
-    """Where elements of several parameters are written together: here one twice, with other bits."""
+    """Where elements of several parameters are written together: here one twice."""
     tensor = torch.zeros(10, dtype=torch.int16)
     [lanes] = stage_tiles(live_of({"w": tensor}), [Tile(0, (4, 5), (1, 2))])._staged
     assert isinstance(lanes, HostLanes)
