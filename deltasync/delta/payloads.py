@@ -96,13 +96,15 @@ class PayloadReader:
                 "the sync is larger than its begin declared: begin must count all payloads"
             )
         place = self._lanes[lane]
-        if bucket.compression == "gap" and payload is not None:
+        if payload is None:
+            payload = torch.empty(0, dtype=torch.uint8, device="cpu")
+        if bucket.compression == "gap":
             changes = Changes.of(torch.zeros(sizes.num_bytes, dtype=torch.uint8), sizes)
             opened = gap.Opened(payload.cpu().numpy().data, sizes, changes)
             table = Table(place.space, changes)
             table.check()
             opened.fill(*place.old(table))
-        elif bucket.compression == "class" and payload is not None:
+        elif bucket.compression == "class":
             data = payload.cpu().numpy().data
             changes = codec_of(bucket.compression).decode(data, sizes, place)
         else:
@@ -116,10 +118,8 @@ def aligned(payload: Tensor) -> Tensor:
     return payload.clone() if payload.data_ptr() % ALIGNMENT else payload
 
 
-def inflated(bucket: Bucket, payload: Tensor | None) -> Tensor:
+def inflated(bucket: Bucket, payload: Tensor) -> Tensor:
     """uint8[n]: a payload as it was packed. Raises WireError."""
-    if payload is None:
-        payload = torch.empty(0, dtype=torch.uint8, device="cpu")
     if bucket.compression == "none":
         return payload
     sent, raw_bytes = payload.cpu().numpy().data, bucket.sizes.num_bytes

@@ -152,11 +152,8 @@ def _pieces(table: Table) -> Iterator[_Piece]:
 
 def _run(space: Space, first: int, last: int) -> tuple[int, int, int]:
     """(share, start, stop): the elements of tiles [first, last] of one share."""
-    return (
-        int(space.share[first]),
-        int(space.start[first]),
-        int(space.start[last] + space.numel[last]),
-    )
+    (share, _), starts, numels = space.find(np.array([first, last]))
+    return int(share), int(starts[0]), int(starts[1] + numels[1])
 
 
 def _check(
@@ -171,9 +168,10 @@ def _check(
         raise InvalidTable("a row is of tiles that are not there")
     if not (first <= last).all() or not (first[1:] > last[:-1]).all():
         raise InvalidTable("rows overlap, or are unsorted")
-    if (last - first >= _MOST_TILES).any() or (space.share[first] != space.share[last]).any():
+    (share, start, _), (end_share, end, numel) = space.find(first), space.find(last)
+    if (last - first >= _MOST_TILES).any() or (share != end_share).any():
         raise InvalidTable("a row is of several shares, or of too many tiles")
-    spans = space.start[last] + space.numel[last] - space.start[first]
+    spans = end + numel - start
     if not ((rows["count"] > 0) & (rows["count"] <= spans.astype(np.uint64))).all():
         raise InvalidTable("a row has more changes than elements, or none")
     if int(rows["count"].sum()) > sizes.places:
@@ -232,16 +230,15 @@ def _joined(found: list[tuple[Ints, Bits]], rest: Changes) -> Changes:
 def _changes(
     tiles: Ints, counts: Ints, places: NDArray[np.integer], values: Bits, whole: Bits
 ) -> Changes:
-    columns = (
-        tiles.astype(np.uint32).view(np.int32),
-        counts.astype(np.uint16).view(np.int16),
-        places.astype(np.uint16).view(np.int16),
-        *(
-            bits.view(f"i{bits.itemsize}" if bits.itemsize > 1 else "u1")
-            for bits in (values, whole)
-        ),
-    )
-    return Changes(*map(torch.from_numpy, columns))
+    sizes = Sizes(values.itemsize, len(tiles), len(places), len(whole))
+    memory = torch.zeros(sizes.num_bytes, dtype=torch.uint8, device="cpu")
+    changes = Changes.of(memory, sizes)
+    changes.tiles.numpy().view(np.uint32)[:] = tiles
+    changes.counts.numpy().view(np.uint16)[:] = counts
+    changes.places.numpy().view(np.uint16)[:] = places
+    unsigned(changes.values)[:] = values
+    unsigned(changes.whole)[:] = whole
+    return changes
 
 
 CODECS["class"] = ClassCodec()
