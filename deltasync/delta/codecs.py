@@ -32,7 +32,7 @@ class Codec(Protocol):
     """Makes changes short by the bits that they replace, on hosts."""
 
     def encode(self, changes: Changes, old: Old) -> bytes | None:
-        """The coded form of changes, which may be longer; None if it cannot be read."""
+        """The coded form of changes, which may be longer; None if there is none."""
         ...
 
     def decode(self, data: memoryview, sizes: Sizes, lane: Lane) -> Changes:

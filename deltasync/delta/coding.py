@@ -21,9 +21,6 @@ Coding = Literal["none", "zstd", "gap", "class"]
 LONGEST = 1.0
 """Of the length of what it stands for: a coded payload of so much or more is not sent."""
 
-LONGEST = 1.0
-"""Of the length of what it stands for: a coded payload of so much or more is not sent."""
-
 
 @dataclass(slots=True)
 class Coder:
@@ -54,20 +51,22 @@ class Coder:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8), compression
 
     def _made(self, payload: Tensor, bucket: Bucket) -> tuple[bytes, Compression]:
-        if self.coding != "zstd" and bucket.old is not None:
-            if not payload.is_cpu:
-                raise ConfigError(
-                    f"compression {self.coding!r} is made on hosts, and these weights are on a "
-                    "GPU: take 'none'"
-                )
-            changes = Changes.of(payload, bucket.sizes)
-            if self.coding == "class":
-                coded = codec_of(self.coding).encode(changes, bucket.old)
-            else:
-                coded = gap.encode(changes, *bucket.old.old(changes))
-            if coded is not None:
-                return coded, self.coding
-        return compress(payload.cpu().numpy().data), "zstd"
+        if self.coding == "zstd" or bucket.old is None:
+            return compress(payload.cpu().numpy().data), "zstd"
+        if not payload.is_cpu:
+            raise ConfigError(
+                f"compression {self.coding!r} is made on hosts, and these weights are on a GPU: "
+                "take 'none'"
+            )
+        changes = Changes.of(payload, bucket.sizes)
+        coded = (
+            codec_of("class").encode(changes, bucket.old)
+            if self.coding == "class"
+            else gap.encode(changes, *bucket.old.old(changes))
+        )
+        if coded is None:
+            return compress(payload.numpy().data), "zstd"
+        return coded, self.coding
 
     def _count(self, name: str, num_bytes: int) -> None:
         self.bytes_by_codec[name] = self.bytes_by_codec.get(name, 0) + num_bytes

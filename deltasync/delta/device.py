@@ -277,10 +277,10 @@ class DeviceDetector:
         tiles: Where the copy is.
         ahead: uint8[tiles]: which have other bits here than the version that is held.
         num_bytes: Of the copy.
-        before: None: payloads on a GPU are not coded.
+        old: Payloads on a GPU are not coded.
     """
 
-    before = None
+    old = None
 
     def __init__(self, space: Space, device: torch.device, lines: Sequence[Tensor]) -> None:
         self.space, self.device, self._lines = space, device, lines
@@ -398,10 +398,6 @@ class DeviceDetector:
             self.tiles.write(opened, (changes.values, changes.whole), flag, gains)
             if ahead:
                 self.ahead[changes.tiles.to(torch.int64)] = 1
-
-    def read(self, share: int, start: int, stop: int) -> Tensor:
-        """int[stop - start]: the bits of the copy of a run of a share; read only."""
-        return self._lines[share][start:stop]
 
     def full(self, tiles: Ints, payload: Tensor) -> None:
         """Write all of int64[T] tiles, of one section, to a payload of their sizes."""

@@ -217,7 +217,8 @@ class WholeRun:
 
 def chunks_of(begin: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
     """(chunk, low, high): elements [start, stop) of a share, which begins at an element of all
-    chunks, cut where chunks end."""
+    chunks, cut where chunks end.
+    """
     while start < stop:
         chunk = (begin + start) // CHUNK
         high = min(stop, (chunk + 1) * CHUNK - begin)
@@ -277,7 +278,8 @@ class HostFound:
     @cached_property
     def ends(self) -> Ints:
         """int64[groups + 1, 3]: tiles, places and whole elements of all groups before. Asked for
-        when all groups are there."""
+        when all groups are there.
+        """
         return np.cumsum(np.array(self._rows, np.int64), axis=0)
 
     def add(self, low: int, high: int, room: int) -> int:
@@ -358,11 +360,6 @@ class HostDetector:
         self._elements = space.first_chunk[:-1] * CHUNK
         self.ahead = np.zeros(len(space), np.bool_)
         self._readers: Mapping[int, Reader] = {}
-
-    @property
-    def before(self) -> HostDetector:
-        """What codecs know: its `old` and `read`."""
-        return self
 
     def take(self, readers: Sequence[Reader]) -> None:
         """Read from these from now on: one for each share, in the order in which they were given."""

@@ -317,7 +317,9 @@ class Tiles:
                 here = (tile >= section.first) & (tile < section.stop)
                 if not here.any():
                     continue
-                tiles, places = (there(c[here].astype(np.int32), self.device) for c in (tile, place))
+                tiles, places = (
+                    there(c[here].astype(np.int32), self.device) for c in (tile, place)
+                )
                 for codes in self.ways[section.item_size]:
                     way = self._way(section.item_size, codes)
                     tiles_live.digest[(len(tiles) * (TILE // kernels.SPAN),)](

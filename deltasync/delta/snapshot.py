@@ -60,7 +60,7 @@ class Found(Protocol):
     def emit(self, low: int, high: int, payload: Tensor, sums: Tensor) -> Changes: ...
 
 
-class Detector(Protocol):
+class Detector(Old, Protocol):
     """A copy of a source, and how the source differs from it: see `delta.host.HostDetector`."""
 
     space: Space
@@ -71,13 +71,6 @@ class Detector(Protocol):
 
     @property
     def device(self) -> torch.device | None: ...
-
-    @property
-    def before(self) -> Old | None:
-        """The copy, for codecs. None if payloads are not coded where it is."""
-        ...
-
-    def read(self, share: int, start: int, stop: int) -> Tensor: ...
 
     def take(self, readers: Sequence[Reader]) -> None: ...
 
@@ -270,8 +263,8 @@ class Snapshot:
         """int64[chunks]: digests of the bits that the copy has, whatever broke off."""
         if self._is_overwriting:
             ahead = np.flatnonzero(torch.as_tensor(self._detector.ahead).cpu().numpy())
-            chunks, ledger = np.unique(self.space.chunk[ahead]), self.ledger.copy()
-            ledger.sums[chunks] = self.measure(chunks.astype(np.int64))
+            chunks, ledger = np.unique(self.space.chunk[ahead]).astype(np.int64), self.ledger.copy()
+            ledger.sums[chunks] = self.measure(chunks)
             self._sums, self._is_overwriting = self._there(ledger), False
         return self._sums
 
@@ -353,9 +346,9 @@ class DeltaPlan:
         ]
         self.payload_bytes = self.held_bytes = self.places = 0
         self._num_held = 0
-        # Where the copy is ahead, its bits are not those that receivers have.
-        has_old = detector.before is not None and not bool(detector.ahead.any())
-        self._old = detector.before if has_old else None
+        # Where the copy is ahead, its bits are not those that receivers have. Only hosts code.
+        is_ahead = snapshot.device is None and bool(detector.ahead.any())
+        self._old = None if is_ahead else detector
         for _, _, _, sizes in self._buckets:
             self.payload_bytes += sizes.num_bytes
             self.places += sizes.places

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltasync.delta.bits import Flat, dtype_of, torch_dtype
-from deltasync.delta.steps import in_order
 from deltasync.delta.kernels import KERNELS
 from deltasync.delta.kernels.host import unsigned
 from deltasync.delta.patch import CHUNK_NUMEL
 from deltasync.delta.readers import WireReader
+from deltasync.delta.steps import in_order
 from deltasync.dtypes import Dtype
 from deltasync.errors import LayoutMismatch
 from deltasync.wire.compression import compress

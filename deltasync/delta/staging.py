@@ -7,7 +7,7 @@ goes by parameter, through `Live`. `delta.live` has the same for a GPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -22,7 +22,6 @@ from deltasync.delta.choice import Kernels, device_for
 from deltasync.delta.host import Bits, Pieces, Table, chunks_of, digest_run, memory
 from deltasync.delta.kernels import host as kernels
 from deltasync.delta.ledger import Ledger
-from deltasync.delta.region import Region
 from deltasync.delta.tiles import CHUNK, Ints, Space
 from deltasync.errors import DigestMismatch, LimitExceeded, ProtocolViolation
 from deltasync.wire.digest import MASK
@@ -34,7 +33,8 @@ _POSITION_BYTES = 8
 
 def staged_bytes_of(*, payload_bytes: int, places: int) -> int:
     """Memory that staging takes at most: what comes, the bits before it, and an address for each
-    lane."""
+    lane.
+    """
     return 2 * payload_bytes + _POSITION_BYTES * places
 
 
@@ -75,7 +75,9 @@ class LiveWeights:
 
     def tally(self) -> Tally:
         """What a sync that begins now adds up."""
-        return HostTally(self.ledger) if self._device_weights is None else self._device_weights.tally()
+        return (
+            HostTally(self.ledger) if self._device_weights is None else self._device_weights.tally()
+        )
 
     @property
     def specs(self) -> tuple[ParameterSpec, ...]:
@@ -105,7 +107,8 @@ class LiveWeights:
 
     def digests_at(self, share: int, positions: Tensor, bits: Tensor) -> tuple[Ints, NDArray[Any]]:
         """(int64[k] chunks, uint64[k]): digests of int[n] bits at increasing int64[n] positions of
-        a parameter."""
+        a parameter.
+        """
         where = positions.cpu().numpy()
         chunk = where // CHUNK
         cuts = np.concatenate(([0], np.flatnonzero(np.diff(chunk)) + 1, [len(where)]))
@@ -198,12 +201,11 @@ class Lane:
 
     def _read(self, share: int, where: Tensor) -> Bits:
         """unsigned[n]: live bits at int64[n] places of a share; 0 where they are not held."""
-        flat, region = self._flats[share], self.space.shares[share].region
+        flat = self._flats[share]
         found = np.zeros(len(where), f"u{self.space.item_size[share]}")
         if flat is not None:
-            positions = region.places(where).to(flat.line.device)
-            kept = flat.keeps(positions)
-            bits = flat.gather(positions if kept is None else positions[kept])
+            positions, kept = self._held(share, flat, where)
+            bits = flat.gather(positions)
             found[... if kept is None else kept.cpu().numpy()] = kernels.unsigned(bits.cpu())
         return found
 
@@ -222,72 +224,62 @@ class Lane:
         positions = table.positions()
         for share, lanes in table.by_share():
             where = torch.from_numpy(positions[lanes])
-            yield from self._scattered(share, where, values[lanes], sums)
+            if (found := self._scattered(share, where, values[lanes], sums)) is not None:
+                yield found
 
     def _scattered(
         self, share: int, where: Tensor, values: Tensor, sums: NDArray[np.uint64]
-    ) -> Iterator[Staged]:
-        """Elements at int64[n] places of a share."""
-        flat, one = self._flats[share], self.space.shares[share]
-        if flat is None:
-            return
-        positions = one.region.places(where).to(flat.line.device)
-        new = values.to(flat.line.device, copy=True)
-        if (kept := flat.keeps(positions)) is not None:
-            positions, new = positions[kept], new[kept]
-        if len(new):
-            old = self._replaced(share, positions, new, sums)
-            yield Elements(one.spec.name, flat, 0, lambda: positions, positions.nbytes, new, old)
-
-    def _replaced(
-        self, share: int, positions: Tensor, new: Tensor, sums: NDArray[np.uint64]
-    ) -> Tensor:
-        """int[n]: the bits at positions that are held; the digests of what replaces them are added."""
+    ) -> Elements | None:
+        """Elements at int64[n] places of a share; None if none is held."""
         flat = self._flats[share]
-        assert flat is not None
+        if flat is None:
+            return None
+        positions, kept = self._held(share, flat, where)
+        new = values.to(flat.line.device, copy=True)
+        new = new if kept is None else new[kept]
+        if not len(new):
+            return None
         old = flat.gather(positions)
         for bits, add in ((new, np.add), (old, np.subtract)):
             add.at(sums, *self._live.digests_at(int(self._whole[share]), positions, bits))
-        return old
+        return Elements(self.space.shares[share].spec.name, flat, 0, positions, new, old)
+
+    def _held(self, share: int, flat: Live, where: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(int64[k], bool[n]): positions of those of int64[n] places of a share that are held, and
+        which are; None for all.
+        """
+        positions = self.space.shares[share].region.places(where).to(flat.line.device)
+        kept = flat.keeps(positions)
+        return positions if kept is None else positions[kept], kept
+
+    def _positions(self, share: int, flat: Live, low: int, high: int) -> Tensor:
+        """int64[k]: positions of those of a run of a share that are held."""
+        return self._held(share, flat, torch.arange(low, high))[0]
 
     def _whole_run(
         self, share: int, start: int, bits: Tensor, sums: NDArray[np.uint64]
     ) -> Iterator[Staged]:
         """A run of a share. Positions of what is held of it are not kept: they would take more
-        memory than the bits."""
+        memory than the bits.
+        """
         flat, one = self._flats[share], self.space.shares[share]
         if flat is None:
             return
         for chunk, low, high in chunks_of(self._elements[share], start, start + len(bits)):
             new, begin = bits[low - start : high - start], one.region.start + low
             if one.gap or flat.held(begin, begin + len(new)) is not None:
-                places, kept = _held(flat, one.region, low, high)
-                if not len(places):
-                    continue
-                new = new.to(flat.line.device, copy=kept is None)
-                new = new if kept is None else new[kept]
-                old = self._replaced(share, places, new, sums)
-                again = partial(_places_held, flat, one.region, low, high)
-                yield Elements(one.spec.name, flat, 0, again, 0, new, old)
+                if (
+                    found := self._scattered(share, torch.arange(low, high), new, sums)
+                ) is not None:
+                    again = partial(self._positions, share, flat, low, high)
+                    yield replace(found, positions=again)
                 continue
             new = new.to(flat.line.device, copy=True)
             old = flat.read(begin, begin + len(new)).clone()
             whole = int(self._whole[share])
             gained, lost = (digest_run(self._live.space, whole, begin, b) for b in (new, old))
             sums[chunk : chunk + 1] += np.uint64((gained - lost) & MASK)
-            yield Elements(one.spec.name, flat, begin, None, 0, new, old)
-
-
-def _held(flat: Live, region: Region, low: int, high: int) -> tuple[Tensor, Tensor | None]:
-    """(int64[k] positions in a parameter, bool[n]): which elements of a run of a share are held;
-    None for all."""
-    places = region.places(torch.arange(low, high)).to(flat.line.device)
-    kept = flat.keeps(places)
-    return (places, None) if kept is None else (places[kept], kept)
-
-
-def _places_held(flat: Live, region: Region, low: int, high: int) -> Tensor:
-    return _held(flat, region, low, high)[0]
+            yield Elements(one.spec.name, flat, begin, None, new, old)
 
 
 class Staged(Protocol):
@@ -382,22 +374,21 @@ class Elements:
         name: Of the parameter.
         live: Where they are written.
         start: Flat position of the first element of a run.
-        positions: Returns int64[n] flat positions; None for a run.
-        position_bytes: Memory that is held for these.
+        positions: int64[n] flat positions, or what makes them anew; None for a run.
         new, old: int[n]: bits.
     """
 
     name: str
     live: Live
     start: int
-    positions: Callable[[], Tensor] | None
-    position_bytes: int
+    positions: Tensor | Callable[[], Tensor] | None
     new: Tensor
     old: Tensor
 
     @property
     def num_bytes(self) -> int:
-        return self.position_bytes + self.new.nbytes + self.old.nbytes
+        positions = self.positions.nbytes if isinstance(self.positions, Tensor) else 0
+        return positions + self.new.nbytes + self.old.nbytes
 
     def commit(self) -> None:
         self._write(self.new)
@@ -414,12 +405,16 @@ class Elements:
         if self.positions is None:
             self.live.write(self.start, bits)
         else:
-            self.live.scatter(self.positions(), bits)
+            self.live.scatter(self._where(), bits)
 
     def _is_there(self, bits: Tensor) -> bool:
         if self.positions is None:
             return are_equal(self.live.read(self.start, self.start + len(bits)), bits)
-        return torch.equal(self.live.gather(self.positions()), bits)
+        return torch.equal(self.live.gather(self._where()), bits)
+
+    def _where(self) -> Tensor:
+        assert self.positions is not None
+        return self.positions if isinstance(self.positions, Tensor) else self.positions()
 
 
 class Staging:

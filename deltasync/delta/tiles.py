@@ -146,7 +146,8 @@ class Space:
     @cached_property
     def gaps(self) -> dict[int, Region]:
         """The shares that are no run in their parameter, and where their elements lie from the
-        first one on."""
+        first one on.
+        """
         return {n: Region(0, s.region.dims) for n, s in enumerate(self.shares) if s.gap}
 
     @cached_property

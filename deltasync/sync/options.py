@@ -8,9 +8,9 @@ from typing import Literal
 
 from pydantic import Field
 
+from deltasync.delta.choice import Kernels
 from deltasync.delta.coding import Coding
 from deltasync.delta.options import OptionsModel
-from deltasync.delta.choice import Kernels
 from deltasync.delta.snapshot import MIN_BUCKET_BYTES
 from deltasync.errors import ConfigError
 from deltasync.transports.control.connection import LONGEST_S

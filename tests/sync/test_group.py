@@ -493,7 +493,7 @@ class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @pytest.mark.promise("Cost", "No rank of a sharded trainer creates a full-size tensor.")
 def test_no_rank_makes_a_tensor_of_full_size() -> None:
-    shapes = {"big": (256, 512), "other": (128, 512)}
+    shapes = {"big": (2048, 1024), "other": (1024, 1024)}
     source, target = random_model(shapes, 1), random_model(shapes, 2)
     boxes = [
         {name: placed(shape, (4,), (rank,), [(1, 1)]) for name, shape in shapes.items()}

@@ -483,8 +483,8 @@ def test_after_any_history_whoever_is_clean_holds_the_version_it_names(cell: Cel
         phases=[Phase.explicit, Phase.reuse, Phase.generate],
     )
     @given(histories, models(), sending)
-    def played(history: list[Event], tensors: dict[str, Tensor], sends: Any, chunk: int) -> None:
-        with closing(World(cell, tensors, sends, chunk)) as world:
+    def played(history: list[Event], tensors: dict[str, Tensor], sends: Any) -> None:
+        with closing(World(cell, tensors, sends)) as world:
             play(world, [("sync", 0.4), *history])
 
     played()

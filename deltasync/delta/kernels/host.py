@@ -119,7 +119,9 @@ def differing(new: _Bits, old: _Bits, ahead: NDArray[np.bool_]) -> tuple[_Bits, 
     positions = _positions(new, old)
     if positions is None:  # most words differ: count before finding
         mask = _differ(new, old)
-        changed = np.add.reduceat(mask.view(np.uint8), np.arange(0, len(mask), TILE), dtype=np.int64)
+        changed = np.add.reduceat(
+            mask.view(np.uint8), np.arange(0, len(mask), TILE), dtype=np.int64
+        )
     else:
         changed = np.bincount(positions >> _PLACES, minlength=count)
     if not (changed.any() or ahead.any()):

@@ -70,7 +70,7 @@ class ClassCodec:
                 rows.append((piece.first, piece.last, count, len(one), len(other)))
                 index.append(one)
                 value.append(other)
-        rest = b""
+        rest: bytes | None = b""
         if is_left.any():
             lanes_left = np.repeat(is_left, table.counts)
             left = _changes(
@@ -80,10 +80,9 @@ class ClassCodec:
                 new[lanes_left],
                 unsigned(changes.whole),
             )
-            coded = gap.encode(left, before[lanes_left], before_whole)
-            if coded is None:
-                return None
-            rest = coded
+            rest = gap.encode(left, before[lanes_left], before_whole)
+        if rest is None:
+            return None
         head = _REST.pack(int(is_left.sum())) + np.array(rows, _ROW).tobytes()
         return packed([head, b"".join(index), b"".join(value), rest])
 
@@ -152,8 +151,11 @@ def _pieces(table: Table) -> Iterator[_Piece]:
 
 def _run(space: Space, first: int, last: int) -> tuple[int, int, int]:
     """(share, start, stop): the elements of tiles [first, last] of one share."""
-    (share, _), starts, numels = space.find(np.array([first, last]))
-    return int(share), int(starts[0]), int(starts[1] + numels[1])
+    return (
+        int(space.share[first]),
+        int(space.start[first]),
+        int(space.start[last] + space.numel[last]),
+    )
 
 
 def _check(
@@ -164,14 +166,14 @@ def _check(
     if not len(rows):
         return
     first, last = (rows[name].astype(np.int64) for name in ("first", "last"))
-    if section is None or not section.first <= first.min() <= last.max() < section.stop:
+    if section is None or first[0] < section.first or last.max() >= section.stop:
         raise InvalidTable("a row is of tiles that are not there")
-    if not (first <= last).all() or not (first[1:] > last[:-1]).all():
-        raise InvalidTable("rows overlap, or are unsorted")
-    (share, start, _), (end_share, end, numel) = space.find(first), space.find(last)
-    if (last - first >= _MOST_TILES).any() or (share != end_share).any():
-        raise InvalidTable("a row is of several shares, or of too many tiles")
-    spans = end + numel - start
+    good = (
+        (first <= last) & (last - first < _MOST_TILES) & (space.share[first] == space.share[last])
+    )
+    if not good.all() or not (first[1:] > last[:-1]).all():
+        raise InvalidTable("rows overlap, are unsorted, or not of one share each")
+    spans = space.start[last] + space.numel[last] - space.start[first]
     if not ((rows["count"] > 0) & (rows["count"] <= spans.astype(np.uint64))).all():
         raise InvalidTable("a row has more changes than elements, or none")
     if int(rows["count"].sum()) > sizes.places:
@@ -231,13 +233,10 @@ def _changes(
     tiles: Ints, counts: Ints, places: NDArray[np.integer], values: Bits, whole: Bits
 ) -> Changes:
     sizes = Sizes(values.itemsize, len(tiles), len(places), len(whole))
-    memory = torch.zeros(sizes.num_bytes, dtype=torch.uint8, device="cpu")
-    changes = Changes.of(memory, sizes)
-    changes.tiles.numpy().view(np.uint32)[:] = tiles
-    changes.counts.numpy().view(np.uint16)[:] = counts
-    changes.places.numpy().view(np.uint16)[:] = places
-    unsigned(changes.values)[:] = values
-    unsigned(changes.whole)[:] = whole
+    changes = Changes.of(torch.zeros(sizes.num_bytes, dtype=torch.uint8, device="cpu"), sizes)
+    columns = changes.tiles, changes.counts, changes.places, changes.values, changes.whole
+    for column, numbers in zip(columns, (tiles, counts, places, values, whole), strict=True):
+        unsigned(column)[:] = numbers
     return changes
 
 

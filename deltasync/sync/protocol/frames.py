@@ -151,7 +151,8 @@ class Emitter:
 
     def shares(self) -> tuple[Shares, Tensor] | None:
         """The message that says what buckets carry, and its payload; None if that is all of the
-        layout."""
+        layout.
+        """
         space: Space = self._plan.space
         if space.is_whole:
             return None

@@ -244,7 +244,10 @@ class _Taken:
 
     def _keep(self, found: HostFound) -> None:
         sizes = Sizes(found.section.item_size, *found.ends[-1].tolist())
-        payload, sums = torch.empty(sizes.num_bytes, dtype=torch.uint8), torch.zeros_like(self._sums)
+        payload, sums = (
+            torch.empty(sizes.num_bytes, dtype=torch.uint8),
+            torch.zeros_like(self._sums),
+        )
         changes = found.emit(0, 1, payload, sums)
         tiles, _ = changes.table()
         if sizes.num_bytes <= self._room:

@@ -12,7 +12,6 @@ from contextlib import suppress
 import numpy as np
 from torch import Tensor
 
-from deltasync.delta.changes import Changes
 from deltasync.delta.ledger import Ledger, digest_text
 from deltasync.delta.payloads import PayloadReader, Received, most_payload_bytes
 from deltasync.delta.shard import whole
