@@ -60,7 +60,7 @@ class Found(Protocol):
     def emit(self, low: int, high: int, payload: Tensor, sums: Tensor) -> Changes: ...
 
 
-class Detector(Old, Protocol):
+class Detector(Protocol):
     """A copy of a source, and how the source differs from it: see `delta.host.HostDetector`."""
 
     space: Space
@@ -71,6 +71,11 @@ class Detector(Old, Protocol):
 
     @property
     def device(self) -> torch.device | None: ...
+
+    @property
+    def before(self) -> Old | None:
+        """What codecs ask for the bits before; None if payloads are not coded here."""
+        ...
 
     def take(self, readers: Sequence[Reader]) -> None: ...
 
@@ -86,6 +91,8 @@ class Detector(Old, Protocol):
 
     def measure(self, chunks: Ints) -> NDArray[np.uint64]: ...
 
+    def read(self, share: int, start: int, stop: int) -> Tensor: ...
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
@@ -97,7 +104,7 @@ class Bucket:
         pack: Writes it to uint8[sizes.num_bytes]. Calls what is given when it stands there, before
             anything of what it changes is overwritten.
         old: Has the bits that it changes. Ask after it was packed, before that is called. None if
-            there are none.
+            there are none, or none on a host.
     """
 
     sizes: Sizes
@@ -348,7 +355,7 @@ class DeltaPlan:
         self._num_held = 0
         # Where the copy is ahead, its bits are not those that receivers have. Only hosts code.
         is_ahead = snapshot.device is None and bool(detector.ahead.any())
-        self._old = None if is_ahead else detector
+        self._old = None if is_ahead else detector.before
         for _, _, _, sizes in self._buckets:
             self.payload_bytes += sizes.num_bytes
             self.places += sizes.places

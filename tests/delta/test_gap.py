@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,7 @@ from deltasync.delta import gap
 from deltasync.delta.bits import as_bits
 from deltasync.delta.changes import Changes
 from deltasync.delta.coding import Coder
+from deltasync.errors import ConfigError
 from deltasync.wire.changes import TILE, Sizes
 from tests.delta.ends import Receiver, aborted, equal, packed, sole
 from tests.wire import reference
@@ -102,7 +105,10 @@ def test_steps_go_from_any_pattern_to_any(size: int) -> None:
 
 
 def sparse_model() -> dict[str, Tensor]:
-    return {"w": torch.zeros(40 * TILE, dtype=torch.int16), "x": torch.zeros(1000, dtype=torch.int64)}
+    return {
+        "w": torch.zeros(40 * TILE, dtype=torch.int16),
+        "x": torch.zeros(1000, dtype=torch.int64),
+    }
 
 
 @pytest.mark.parametrize("coding", ["zstd", "gap"])
@@ -138,3 +144,12 @@ def test_gaps_are_not_made_by_bits_that_receivers_do_not_have() -> None:
     assert equal(receiver.live, sender.held)
     sender.held["w"][::20] = 7
     assert [packed(bucket, "gap")[1] for bucket in sender.delta().buckets()] == ["gap"]
+
+
+def test_codecs_of_hosts_are_refused_where_payloads_are_elsewhere() -> None:
+    sender = sole(sparse_model())
+    sender.held["w"][::20] = 1
+    [bucket] = sender.delta().buckets()
+    for one in (bucket, replace(bucket, old=None)):
+        with pytest.raises(ConfigError, match="take 'none'"):
+            Coder("gap").coded(torch.empty(64, dtype=torch.uint8, device="meta"), one)
