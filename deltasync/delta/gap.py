@@ -195,7 +195,7 @@ def _zigzag(new: Bits, old: Bits) -> Bits:
 
 def _stepped(zigzagged: Bits, old: Bits) -> Bits:
     """unsigned[n]: the inverse of `_zigzag`."""
-    steps = zigzagged & _one(old)
+    steps: Bits = zigzagged & _one(old)
     np.negative(steps, out=steps)
     steps ^= zigzagged >> _one(old)
     steps += old

@@ -70,8 +70,8 @@ class LiveWeights:
     def lane(self, space: Space | None = None) -> Lane:
         """Where what a rank of a trainer sends is in them; None for all of the layout."""
         if self._device_weights is not None:
-            return self._device_weights.lane(space or self.space)
-        return Lane(self, space or self.space)
+            return self._device_weights.lane(self.space if space is None else space)
+        return Lane(self, self.space if space is None else space)
 
     def tally(self) -> Tally:
         """What a sync that begins now adds up."""

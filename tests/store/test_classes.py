@@ -115,7 +115,7 @@ def test_weights_of_any_density_come_back_and_take_no_more_than_raw() -> None:
     cut=st.integers(-9, 9),
     other=st.tuples(st.binary(max_size=100), st.binary(max_size=100)),
 )
-def test_wrong_blocks_are_a_wire_error_or_sound(
+def test_w31_w32_w33_wrong_blocks_are_a_wire_error_or_sound(
     case: Case, seed: int, cut: int, other: tuple[bytes, bytes]
 ) -> None:
     """Damaged ones, and arbitrary ones beside one that is right or not."""
@@ -247,7 +247,7 @@ def test_who_holds_a_part_is_told() -> None:
 
 
 @given(pair=versions(), seed=own.SEEDS)
-def test_wrong_payloads_are_an_error_by_type_or_sound(
+def test_w30_wrong_payloads_are_an_error_by_type_or_sound(
     pair: tuple[Version, Version], seed: int
 ) -> None:
     """Bytes of each stream that are others, fewer or more, and sizes that lie."""
