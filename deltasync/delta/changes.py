@@ -50,9 +50,7 @@ class Changes:
     @property
     def sizes(self) -> Sizes:
         """T, N and W."""
-        return Sizes(
-            self.values.element_size(), len(self.tiles), len(self.places), len(self.whole)
-        )
+        return Sizes(self.values.element_size(), len(self.tiles), len(self.places), len(self.whole))
 
     @property
     def num_bytes(self) -> int:

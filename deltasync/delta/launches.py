@@ -246,7 +246,7 @@ class Tiles:
         for codes in self.ways[opened.section.item_size]:
             way = self._way(opened.section.item_size, codes)
             if lanes := len(opened.places):
-                tiles_live.predict[(-(-lanes // kernels.LANES),)](
+                tiles_live.predict[(-(-lanes // _span(codes)),)](
                     *self._where(),
                     opened.tile_of,
                     opened.places,
@@ -256,12 +256,12 @@ class Tiles:
                     sums,
                     gains,
                     lanes,
-                    LANES=kernels.LANES,
+                    LANES=_span(codes),
                     num_warps=4,
                     **way,
                 )
             if len(new[1]):
-                tiles_live.predict_whole[(self._programs(opened, new[1]),)](
+                tiles_live.predict_whole[(self._programs(opened, new[1], codes),)](
                     *self._where(),
                     opened.whole,
                     new[1],
@@ -269,7 +269,7 @@ class Tiles:
                     flag,
                     sums,
                     gains,
-                    **self._whole_way(way, opened.section.item_size),
+                    **self._whole_way(way, opened.section.item_size, codes),
                 )
 
     def write(
@@ -295,13 +295,13 @@ class Tiles:
                     **way,
                 )
             if len(new[1]):
-                tiles_live.write_whole[(self._programs(opened, new[1]),)](
+                tiles_live.write_whole[(self._programs(opened, new[1], codes),)](
                     *self._where(),
                     opened.whole,
                     new[1],
                     flag,
                     gains,
-                    **self._whole_way(way, opened.section.item_size),
+                    **self._whole_way(way, opened.section.item_size, codes),
                 )
 
     def measure(self, chunks: Ints) -> NDArray[np.uint64]:
@@ -317,15 +317,17 @@ class Tiles:
                 here = (tile >= section.first) & (tile < section.stop)
                 if not here.any():
                     continue
-                tiles, places = (there(c[here].astype(np.int32), self.device) for c in (tile, place))
+                tiles, places = (
+                    there(c[here].astype(np.int32), self.device) for c in (tile, place)
+                )
                 for codes in self.ways[section.item_size]:
                     way = self._way(section.item_size, codes)
-                    tiles_live.digest[(len(tiles) * (TILE // kernels.SPAN),)](
+                    tiles_live.digest[(len(tiles) * (TILE // _span(codes)),)](
                         *self._where(),
                         tiles,
                         places,
                         sums,
-                        **self._whole_way(way, section.item_size),
+                        **self._whole_way(way, section.item_size, codes),
                     )
         return sums.cpu().numpy().view(np.uint64)
 
@@ -343,14 +345,19 @@ class Tiles:
             "SMALL": self.boxes.is_small,
         }
 
-    def _whole_way(self, way: dict[str, Any], item_size: int) -> dict[str, Any]:
-        aligned = self.aligned[item_size] and not way["DIMS"]
-        return way | {"ALIGNED": aligned, "SPAN": kernels.SPAN, "num_warps": 4}
+    def _whole_way(self, way: dict[str, Any], item_size: int, codes: int) -> dict[str, Any]:
+        aligned = self.aligned[item_size] and codes == IN_RUNS
+        return way | {"ALIGNED": aligned, "SPAN": _span(codes), "num_warps": 4}
 
-    def _programs(self, opened: Opened, whole: Tensor) -> int:
+    def _programs(self, opened: Opened, whole: Tensor, codes: int) -> int:
         """Of a launch over whole tiles, of which the device alone knows how many there are."""
-        most = opened.num_tiles * (TILE // kernels.SPAN)
-        return min(most, max(-(-len(whole) // kernels.SPAN), _LEAST_PROGRAMS))
+        most = opened.num_tiles * (TILE // _span(codes))
+        return min(most, max(-(-len(whole) // _span(codes)), _LEAST_PROGRAMS))
+
+
+def _span(codes: int) -> int:
+    """Elements that one program looks for: in boxes each takes many registers."""
+    return kernels.SPAN if codes == IN_RUNS else 256
 
 
 def aligned_by_size(space: Space, address: Ints) -> dict[int, bool]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,6 +22,7 @@ from deltasync.delta.choice import Kernels, device_for
 from deltasync.delta.host import Bits, Pieces, Table, chunks_of, digest_run, memory
 from deltasync.delta.kernels import host as kernels
 from deltasync.delta.ledger import Ledger
+from deltasync.delta.region import Region
 from deltasync.delta.tiles import CHUNK, Ints, Space
 from deltasync.errors import DigestMismatch, LimitExceeded
 from deltasync.wire.digest import MASK
@@ -72,7 +74,9 @@ class LiveWeights:
 
     def tally(self) -> Tally:
         """What a sync that begins now adds up."""
-        return HostTally(self.ledger) if self._device_weights is None else self._device_weights.tally()
+        return (
+            HostTally(self.ledger) if self._device_weights is None else self._device_weights.tally()
+        )
 
     def share_of(self, parameter: int) -> int:
         """Its share of `space`."""
@@ -200,13 +204,19 @@ class Lane:
             yield from self._scattered(share, where, values[lanes], sums)
 
     def _scattered(
-        self, share: int, where: Tensor, values: Tensor, sums: NDArray[np.uint64]
+        self,
+        share: int,
+        numbers: Tensor,
+        values: Tensor,
+        sums: NDArray[np.uint64],
+        *,
+        is_run: bool = False,
     ) -> Iterator[Staged]:
-        """Elements at int64[n] places of a share."""
-        flat, region = self._flats[share], self.space.shares[share].region
+        """Elements of int64[n] numbers of a share. Of a run, their positions are not kept."""
+        flat, one = self._flats[share], self.space.shares[share]
         if flat is None:
             return
-        positions = region.places(where).to(flat.line.device)
+        positions = one.region.places(numbers).to(flat.line.device)
         new = values.to(flat.line.device, copy=True)
         if (kept := flat.keeps(positions)) is not None:
             positions, new = positions[kept], new[kept]
@@ -215,7 +225,10 @@ class Lane:
         old = flat.gather(positions)
         for bits, add in ((new, np.add), (old, np.subtract)):
             add.at(sums, *self._live.digests_at(int(self._whole[share]), positions, bits))
-        yield Elements(self.space.shares[share].spec.name, flat, 0, positions, new, old)
+        where: Tensor | Callable[[], Tensor] = positions
+        if is_run:
+            where = partial(_positions_of, flat, one.region, int(numbers[0]), len(numbers))
+        yield Elements(one.spec.name, flat, 0, where, new, old)
 
     def _whole_run(
         self, share: int, start: int, bits: Tensor, sums: NDArray[np.uint64]
@@ -228,7 +241,8 @@ class Lane:
             new = bits[low - start : high - start]
             begin = one.region.start + low
             if one.gap or flat.held(begin, begin + len(new)) is not None:
-                yield from self._scattered(share, torch.arange(low, high), new, sums)
+                numbers = torch.arange(low, high)
+                yield from self._scattered(share, numbers, new, sums, is_run=True)
                 continue
             new = new.to(flat.line.device, copy=True)
             old = flat.read(begin, begin + len(new)).clone()
@@ -330,20 +344,20 @@ class Elements:
         name: Of the parameter.
         live: Where they are written.
         start: Flat position of the first element of a run.
-        positions: int64[n] flat positions; None for a run.
+        where: int64[n] flat positions, or what finds them; None for a run.
         new, old: int[n]: bits.
     """
 
     name: str
     live: Live
     start: int
-    positions: Tensor | None
+    where: Tensor | Callable[[], Tensor] | None
     new: Tensor
     old: Tensor
 
     @property
     def num_bytes(self) -> int:
-        positions = 0 if self.positions is None else self.positions.nbytes
+        positions = self.where.nbytes if isinstance(self.where, Tensor) else 0
         return positions + self.new.nbytes + self.old.nbytes
 
     def commit(self) -> None:
@@ -358,15 +372,18 @@ class Elements:
         return self._is_there(self.old)
 
     def _write(self, bits: Tensor) -> None:
-        if self.positions is None:
+        if (positions := self._positions()) is None:
             self.live.write(self.start, bits)
         else:
-            self.live.scatter(self.positions, bits)
+            self.live.scatter(positions, bits)
 
     def _is_there(self, bits: Tensor) -> bool:
-        if self.positions is None:
+        if (positions := self._positions()) is None:
             return are_equal(self.live.read(self.start, self.start + len(bits)), bits)
-        return torch.equal(self.live.gather(self.positions), bits)
+        return torch.equal(self.live.gather(positions), bits)
+
+    def _positions(self) -> Tensor | None:
+        return self.where() if callable(self.where) else self.where
 
 
 class Staging:
@@ -438,6 +455,13 @@ class Staging:
         are_there = [staged.restore() for staged in reversed(self._staged)]
         if not (all(are_there) and self._tally.is_restored):
             raise DigestMismatch("undo failed: the weights are not what they were")
+
+
+def _positions_of(flat: Live, region: Region, start: int, count: int) -> Tensor:
+    """int64[n]: flat positions of what is held of so many elements of a region from `start` on."""
+    found = region.places(torch.arange(start, start + count)).to(flat.line.device)
+    kept = flat.keeps(found)
+    return found if kept is None else found[kept]
 
 
 def _account(sums: NDArray[np.uint64], pieces: Pieces, old: Any, new: Any) -> None:

@@ -23,7 +23,15 @@ import triton
 import triton.language as tl
 
 from deltasync.delta.kernels import reads
-from deltasync.delta.kernels.triton_base import GOLDEN, add_up, aligned, load, mix, popcount, seed_of
+from deltasync.delta.kernels.triton_base import (
+    GOLDEN,
+    add_up,
+    aligned,
+    load,
+    mix,
+    popcount,
+    seed_of,
+)
 
 GROUP = 4
 """Tiles whose masks one program of `locate` reads."""
@@ -177,7 +185,9 @@ def locate(
         at = nth.to(tl.int64)[:, None] * WORDS + column
         left = tl.load(words + at, mask=(count > 0)[:, None], other=0).to(tl.uint32, bitcast=True)
         found = popcount(left)
-        begin = tl.load(ends + num_tiles + nth, mask=live, other=0) - tl.load(ends + num_tiles + low)
+        begin = tl.load(ends + num_tiles + nth, mask=live, other=0) - tl.load(
+            ends + num_tiles + low
+        )
         lane = begin.to(tl.int32)[:, None] + tl.cumsum(found, axis=1) - found
         tile = tl.zeros_like(lane) + (first + nth)[:, None]
         rounds = tl.max(found)
@@ -309,9 +319,7 @@ def copy_whole(
         elements.
     """
     EACH: tl.constexpr = 16 // (TYPE.primitive_bitwidth // 8)
-    tile, row, offset, numel, begin = whole_at(
-        table, whole, tl.program_id(0), WIDTH, ALIGNED, SPAN
-    )
+    tile, row, offset, numel, begin = whole_at(table, whole, tl.program_id(0), WIDTH, ALIGNED, SPAN)
     is_here = True
     if SOME:
         is_here = tl.load(reads_of + tile) == READ
@@ -415,5 +423,3 @@ def expand(
         raise_flag(flag, bad, _MISPLACED)
         tl.store(tile_of + lane, tiles_of, mask=there)
         done += LANES
-
-
