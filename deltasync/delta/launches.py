@@ -44,7 +44,9 @@ class Numbers:
     def __init__(self, tensor: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
         if tensor.is_cuda:
-            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host = torch.empty(
+                tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True
+            )
             self._host.copy_(tensor, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(tensor.device))
