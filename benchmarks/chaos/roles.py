@@ -22,7 +22,7 @@ from benchmarks.chaos.actors import Diary
 from benchmarks.chaos.weights import Model, Truth, fingerprint
 from benchmarks.descriptors import descriptors
 from deltasync import ModuleSource, ModuleTarget, ReceiverOptions, SenderOptions
-from deltasync.delta.codecs.coding import Coding
+from deltasync.delta.coding import Coding
 from deltasync.errors import (
     ObjectDamaged,
     StoreError,

@@ -34,7 +34,7 @@ from benchmarks.store.ways import (
     state_of,
 )
 from deltasync.delta.bits import are_equal, as_bits
-from deltasync.delta.codecs.coding import Coding
+from deltasync.delta.coding import Coding
 from deltasync.store.objects import StoreOptions
 from deltasync.sync.options import SenderOptions
 

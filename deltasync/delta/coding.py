@@ -10,12 +10,16 @@ from torch import Tensor
 
 from deltasync.delta import gap
 from deltasync.delta.changes import Changes
+from deltasync.delta.codecs import codec_of
 from deltasync.delta.snapshot import Bucket
 from deltasync.errors import ConfigError
 from deltasync.wire.compression import Compression, compress
 
-Coding = Literal["none", "zstd", "gap"]
-"""What is done to a payload: nothing, zstd, or a codec of its changes."""
+Coding = Literal["none", "zstd", "gap", "class"]
+"""What is done to a payload: nothing, zstd, or a codec of its changes. `class` is not for links."""
+
+LONGEST = 1.0
+"""Of the length of what it stands for: a coded payload of so much or more is not sent."""
 
 
 @dataclass(slots=True)
@@ -40,7 +44,7 @@ class Coder:
             bucket: What was packed.
         """
         data, compression = self._made(payload, bucket)
-        if len(data) >= len(payload):
+        if len(data) >= LONGEST * len(payload):
             self._count("none", len(payload))
             return payload, "none"
         self._count(compression, len(data))
@@ -51,10 +55,18 @@ class Coder:
             return compress(payload.cpu().numpy().data), "zstd"
         if not payload.is_cpu:
             raise ConfigError(
-                "compression 'gap' is made on hosts, and these weights are on a GPU: take 'none'"
+                f"compression {self.coding!r} is made on hosts, and these weights are on a GPU: "
+                "take 'none'"
             )
         changes = Changes.of(payload, bucket.sizes)
-        return gap.encode(changes, *bucket.old(changes)), "gap"
+        coded = (
+            codec_of("class").encode(changes, bucket.old)
+            if self.coding == "class"
+            else gap.encode(changes, *bucket.old.old(changes))
+        )
+        if coded is None:
+            return compress(payload.numpy().data), "zstd"
+        return coded, self.coding
 
     def _count(self, name: str, num_bytes: int) -> None:
         self.bytes_by_codec[name] = self.bytes_by_codec.get(name, 0) + num_bytes

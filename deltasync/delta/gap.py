@@ -16,24 +16,23 @@ from numpy.typing import NDArray
 
 from deltasync.delta.changes import Changes
 from deltasync.delta.tiles import Ints
-from deltasync.errors import InvalidIndices, LimitExceeded, TruncatedFrame, WireError
+from deltasync.errors import InvalidIndices, TruncatedFrame, WireError
 from deltasync.wire.changes import TILE, Sizes
-from deltasync.wire.compression import compress, decompress
+from deltasync.wire.streams import packed, unpacked
 
 Bits: TypeAlias = NDArray[Any]
 Block: TypeAlias = NDArray[np.uint8]
 
-_HEADER = struct.Struct("<8Q")  # of each stream its length, and how many bytes it takes here
-_LEAST_COMPRESSED = 64  # bytes: shorter streams are stored
 _BLOCK = 1 << 15  # elements worked on at once: temporaries stay in the L2 cache
 _ESCAPE = 255  # of steps: the new bits follow
 _WIDE = 2  # bytes of a gap
 _ESCAPES = {1: 0xFF, _WIDE: 0xFFFF}  # of gaps, by their width: so many more follow
 _NARROW_UP_TO = 368  # mean gap from which two bytes are shorter than one and its escapes
+_MOST_TIMES = 4  # as long as what they stand for may streams be
 
 
-def encode(changes: Changes, old: Bits, old_whole: Bits) -> bytes:
-    """The coded form of changes on a host.
+def encode(changes: Changes, old: Bits, old_whole: Bits) -> bytes | None:
+    """The coded form of changes on a host; None if they are so few that gaps are mostly escapes.
 
     Args:
         changes: What is sent.
@@ -44,15 +43,14 @@ def encode(changes: Changes, old: Bits, old_whole: Bits) -> bytes:
     places = changes.places.numpy().view(np.uint16)
     whole = tiles[counts == 0].astype("<u4").tobytes()
     codes = np.repeat(tiles * TILE, counts) + places
+    if len(codes) and int(codes[-1] - codes[0]) > _ESCAPES[_WIDE] * len(codes):
+        return None  # the streams could be longer than a reader inflates them
     gaps = _encode_gaps(codes) if len(codes) else b""
     steps = (
         _encode_steps(_unsigned(new.numpy()), before)
         for new, before in ((changes.values, old), (changes.whole, old_whole))
     )
-    streams = [whole, gaps, *steps]
-    stored = list(map(_shortest, streams))
-    lengths = (len(one) for pair in zip(streams, stored, strict=True) for one in pair)
-    return b"".join((_HEADER.pack(*lengths), *stored))
+    return packed([whole, gaps, *steps])
 
 
 class Opened:
@@ -68,11 +66,11 @@ class Opened:
     """
 
     def __init__(self, data: memoryview, sizes: Sizes, changes: Changes) -> None:
-        whole, gaps, self._steps, self._whole_steps = _streams(data, sizes.num_bytes)
+        whole, gaps, self._steps, self._whole_steps = unpacked(data, sizes.num_bytes)
         if len(whole) % 4:
             raise TruncatedFrame("numbers of whole tiles in an odd number of bytes")
         goes_whole = whole.view("<u4").astype(np.int64)
-        codes = _decode_gaps(gaps, sizes.places) if sizes.places else np.zeros(0, np.int64)
+        codes = _decode_gaps(gaps, sizes.places)
         tiles, counts = np.unique(codes // TILE, return_counts=True)
         if len(tiles) + len(goes_whole) != sizes.tiles:
             raise InvalidIndices("a coded payload has not as many tiles as its bucket says")
@@ -93,31 +91,6 @@ class Opened:
             (self._whole_steps, old_whole, self._changes.whole),
         ):
             _unsigned(into.numpy())[:] = _decode_steps(steps, before)
-
-
-def _streams(data: memoryview, raw_bytes: int) -> list[Block]:
-    """The streams of a payload, inflated to no more than it stands for. Raises WireError."""
-    if len(data) < _HEADER.size:
-        raise TruncatedFrame(f"coded payload of {len(data)} bytes has no header")
-    lengths = _HEADER.unpack(data[: _HEADER.size])
-    if _HEADER.size + sum(lengths[1::2]) != len(data):
-        raise TruncatedFrame(f"coded payload of {len(data)} bytes, its streams have others")
-    if sum(lengths[::2]) > 4 * raw_bytes:
-        raise LimitExceeded(f"coded streams of over four times the {raw_bytes} they stand for")
-    found, at = list[Block](), _HEADER.size
-    for full, stored in zip(lengths[::2], lengths[1::2], strict=True):
-        kind = "none" if full == stored else "zstd"
-        stream = decompress(data[at : at + stored], compression=kind, raw_bytes=full)
-        found.append(np.frombuffer(stream, np.uint8))
-        at += stored
-    return found
-
-
-def _shortest(stream: bytes) -> bytes:
-    if len(stream) < _LEAST_COMPRESSED:
-        return stream
-    frame = compress(stream)
-    return frame if len(frame) < len(stream) else stream
 
 
 def _encode_gaps(codes: Ints) -> bytes:
@@ -155,8 +128,10 @@ def _gap_codes(codes: Ints, before: int | None, kind: np.dtype[Any]) -> bytes:
 def _decode_gaps(block: Block, count: int) -> Ints:
     """int64[count]: strictly increasing numbers. Raises WireError."""
     head = struct.calcsize("<BQ")
-    if len(block) < head or block[0] not in _ESCAPES:
-        raise WireError("gaps that do not begin with their width")
+    if not count and not len(block):
+        return np.zeros(0, np.int64)
+    if not count or len(block) < head or block[0] not in _ESCAPES:
+        raise WireError("gaps of nothing, or that do not begin with their width")
     width, first = struct.unpack("<BQ", block[:head].tobytes())
     codes = block[head:]
     if width == _WIDE:
@@ -238,4 +213,5 @@ def _one(like: Bits) -> Any:
 
 
 def _unsigned(bits: Bits) -> Bits:
-    return bits.view(f"u{bits.itemsize}")
+    unsigned: Bits = bits.view(f"u{bits.itemsize}")
+    return unsigned

@@ -59,6 +59,10 @@ class Table:
         tiles, counts: int64[T].
         places: uint16[N].
         ends: int64[T]: where the lanes of each tile end.
+        share, start, numel: int64[T]: as of a `Space`.
+
+    Raises:
+        InvalidIndices: A tile is not there.
     """
 
     def __init__(self, space: Space, changes: Changes) -> None:
@@ -66,16 +70,16 @@ class Table:
         self.tiles, self.counts = changes.table()
         self.places = changes.places.cpu().numpy().view(np.uint16)
         self.ends: Ints = np.cumsum(self.counts)
+        self.share, self.start, self.numel = space.find(self.tiles)
 
     def check(self, after: int = -1) -> None:
         """Raises InvalidIndices unless they are changes of this space, in order, past a tile."""
         tiles, sizes, section = self.tiles, self.sizes, self.space.section_of(self.sizes.item_size)
-        inside = section is not None and len(tiles) > 0
-        inside = inside and max(section.first, after + 1) <= tiles[0] <= tiles[-1] < section.stop
+        first, stop = (0, 0) if section is None else (section.first, section.stop)
+        inside = len(tiles) > 0 and max(first, after + 1) <= tiles[0] <= tiles[-1] < stop
         if not inside or not (tiles[1:] > tiles[:-1]).all():
             raise InvalidIndices("tiles of a payload are out of range, unsorted or repeated")
-        numel = self.space.numel[tiles]
-        whole = padded_numel(numel[self.counts == 0], sizes.item_size)
+        whole = padded_numel(self.numel[self.counts == 0], sizes.item_size)
         if int(self.ends[-1]) != sizes.places or int(whole.sum()) != sizes.whole:
             raise InvalidIndices("the counts of a payload do not add up to what it has")
         places, sparse = self.places, self.counts > 0
@@ -85,25 +89,24 @@ class Table:
         rises[0] = True
         np.greater(places[1:], places[:-1], out=rises[1:])
         rises[ends[:-1]] = True
-        good = places[ends - 1] < numel[sparse]
+        good = places[ends - 1] < self.numel[sparse]
         if rises.all() and good.all():
             return
         lane = int(ends[np.argmin(good)]) - 1 if rises.all() else int(np.argmin(rises))
-        share = self.space.share[tiles[self.ends.searchsorted(lane, "right")]]
+        share = self.share[self.ends.searchsorted(lane, "right")]
         name = self.space.shares[share].spec.name
         raise InvalidIndices(f"{name}: places out of range, unsorted or repeated")
 
     def at(self, begins: Ints) -> Ints:
         """int64[N]: indices of `memory` of all lanes, if shares begin at int64[shares] addresses."""
-        size, space = self.sizes.item_size, self.space
-        first = (begins[space.share[self.tiles]] - _NULL) // size + space.start[self.tiles]
+        first = (begins[self.share] - _NULL) // self.sizes.item_size + self.start
         found: Ints = np.repeat(first, self.counts)
         found += self.places
         return found
 
     def positions(self) -> Ints:
         """int64[N]: where lanes are in their shares."""
-        found: Ints = np.repeat(self.space.start[self.tiles], self.counts)
+        found: Ints = np.repeat(self.start, self.counts)
         found += self.places
         return found
 
@@ -113,48 +116,52 @@ class Table:
         Args:
             begins: int64[shares]: which element of all chunks the first one of each share is.
         """
-        space, sparse = self.space, self.counts > 0
-        tiles, ends = self.tiles[sparse], self.ends[sparse]
-        low = begins[space.share[tiles]] + space.start[tiles]
+        sparse = self.counts > 0
+        share, start, numel, ends = (
+            column[sparse] for column in (self.share, self.start, self.numel, self.ends)
+        )
+        low = begins[share] + start
         chunk = low // CHUNK
         border = (chunk + 1) * CHUNK - low
         cuts = np.concatenate(([0], ends))
-        key = space.key[tiles]
-        if not (border < space.numel[tiles]).any():
-            return Pieces(self, tiles, cuts, key, chunk)
+        key = self.space.keys_of(share, start)
+        if not (border < numel).any():
+            return Pieces(self, share, cuts, key, chunk)
         made = list[tuple[int, int, int]]()
-        for n in np.flatnonzero(border < space.numel[tiles]).tolist():
+        for n in np.flatnonzero(border < numel).tolist():
             lanes = self.places[cuts[n] : cuts[n + 1]]
             made.append((n, int(cuts[n]) + int(lanes.searchsorted(border[n])), int(chunk[n]) + 1))
         where, extra, later = (np.array(column) for column in zip(*made, strict=True))
         cuts = np.insert(cuts, where + 1, extra)
-        tiles, key = np.insert(tiles, where + 1, tiles[where]), np.insert(key, where + 1, key[where])
+        share = np.insert(share, where + 1, share[where])
+        key = np.insert(key, where + 1, key[where])
         chunk = np.insert(chunk, where + 1, later)
         filled = np.flatnonzero(np.diff(cuts))
-        return Pieces(self, tiles[filled], np.append(cuts[filled], cuts[-1]), key[filled], chunk[filled])
+        cuts = np.append(cuts[filled], cuts[-1])
+        return Pieces(self, share[filled], cuts, key[filled], chunk[filled])
 
     def by_share(self) -> Iterator[tuple[int, slice]]:
         """(share, lanes): of each share that has some."""
-        share = self.space.share[self.tiles]
-        bounds = np.flatnonzero(np.diff(share, prepend=-1, append=-1))
+        bounds = np.flatnonzero(np.diff(self.share, prepend=-1, append=-1))
         ends = np.concatenate(([0], self.ends))
         for low, high in pairwise(bounds.tolist()):
             if ends[low] < ends[high]:
-                yield int(share[low]), slice(int(ends[low]), int(ends[high]))
+                yield int(self.share[low]), slice(int(ends[low]), int(ends[high]))
 
     def runs(self) -> Iterator[WholeRun]:
         """All whole tiles, in order: those together that follow each other."""
-        tiles, space = self.tiles[self.counts == 0], self.space
+        goes = self.counts == 0
+        tiles, share, start, numel = (
+            column[goes] for column in (self.tiles, self.share, self.start, self.numel)
+        )
         if not len(tiles):
             return
-        lengths = padded_numel(space.numel[tiles], self.sizes.item_size)
+        lengths = padded_numel(numel, self.sizes.item_size)
         at = np.cumsum(lengths) - lengths
-        share = space.share[tiles]
         breaks = np.flatnonzero((np.diff(tiles) > 1) | (np.diff(share) > 0)) + 1
         for low, high in pairwise([0, *breaks.tolist(), len(tiles)]):
-            first, last = tiles[low], tiles[high - 1]
-            start, stop = int(space.start[first]), int(space.start[last] + space.numel[last])
-            yield WholeRun(int(share[low]), start, stop, int(at[low]))
+            stop = int(start[high - 1] + numel[high - 1])
+            yield WholeRun(int(share[low]), int(start[low]), stop, int(at[low]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,14 +170,14 @@ class Pieces:
 
     Attributes:
         table: Whose lanes they are.
-        tiles: int64[n]: the tile of each piece.
+        share: int64[n]: of each piece.
         cuts: int64[n + 1]: where each begins, and N. None is empty.
         key: uint64[n]: digest seeds of their tiles.
         chunk: int64[n].
     """
 
     table: Table
-    tiles: Ints
+    share: Ints
     cuts: Ints
     key: NDArray[np.uint64]
     chunk: Ints
@@ -180,7 +187,7 @@ class Pieces:
         table, space = self.table, self.table.space
         if not space.gaps:
             return kernels.digest_pieces(table.places, bits, self.key, self.cuts)
-        positions, share = table.positions(), space.share[self.tiles]
+        positions, share = table.positions(), self.share
         for number, region in space.gaps.items():
             for n in np.flatnonzero(share == number).tolist():
                 lanes = slice(self.cuts[n], self.cuts[n + 1])
@@ -210,7 +217,8 @@ class WholeRun:
 
 def chunks_of(begin: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
     """(chunk, low, high): elements [start, stop) of a share, which begins at an element of all
-    chunks, cut where chunks end."""
+    chunks, cut where chunks end.
+    """
     while start < stop:
         chunk = (begin + start) // CHUNK
         high = min(stop, (chunk + 1) * CHUNK - begin)
@@ -218,7 +226,7 @@ def chunks_of(begin: int, start: int, stop: int) -> Iterator[tuple[int, int, int
         start = int(high)
 
 
-def padded_numel(numel: NDArray[np.int32], item_size: int) -> Ints:
+def padded_numel(numel: NDArray[np.integer], item_size: int) -> Ints:
     """int64[n]: elements that whole tiles take of a payload."""
     each = ALIGNMENT // item_size
     found: Ints = -(-numel.astype(np.int64) // each) * each
@@ -232,11 +240,13 @@ def digest_run(space: Space, share: int, start: int, bits: Tensor) -> int:
         return KERNELS[bits.device.type].digest_run(bits, key, start)
     positions = region.places(torch.arange(start, start + len(bits)))
     keys, cuts = np.array([key], np.uint64), np.array([0, len(bits)])
-    return int(kernels.digest_pieces(positions.numpy(), bits.cpu().numpy(), keys, cuts).sum()) & MASK
+    return (
+        int(kernels.digest_pieces(positions.numpy(), bits.cpu().numpy(), keys, cuts).sum()) & MASK
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Part:
+class Part:
     """Changes of a group of tiles: their table, places and values. Whole tiles stay in the source.
 
     Attributes:
@@ -262,13 +272,14 @@ class HostFound:
         self._detector, self.section = detector, section
         self.counts = np.zeros(len(detector.space.shares), np.int64)
         self._groups: list[tuple[int, int]] = []
-        self._parts: list[_Part | None] = []
+        self._parts: list[Part | None] = []
         self._rows = [(0, 0, 0)]
 
     @cached_property
     def ends(self) -> Ints:
         """int64[groups + 1, 3]: tiles, places and whole elements of all groups before. Asked for
-        when all groups are there."""
+        when all groups are there.
+        """
         return np.cumsum(np.array(self._rows, np.int64), axis=0)
 
     def add(self, low: int, high: int, room: int) -> int:
@@ -305,12 +316,12 @@ class HostFound:
         self._detector.copy_whole(changes, changed)
         return changes
 
-    def _sizes(self, part: _Part) -> Sizes:
+    def _sizes(self, part: Part) -> Sizes:
         size = self.section.item_size
         whole = padded_numel(self._detector.space.numel[part.tiles[part.counts == 0]], size)
         return Sizes(size, len(part.tiles), len(part.places), int(whole.sum()))
 
-    def _part(self, nth: int) -> _Part:
+    def _part(self, nth: int) -> Part:
         """Of a group; found once more if it was not kept."""
         part, self._parts[nth] = self._parts[nth], None
         if part is None:
@@ -385,9 +396,9 @@ class HostDetector:
                 room -= made[-1].add(low, min(low + group, section.stop), room)
         return made
 
-    def part(self, low: int, high: int) -> _Part:
+    def part(self, low: int, high: int) -> Part:
         """How the tiles [low, high) differ."""
-        space, found = self.space, list[tuple[int, list[Bits]]]()
+        space, found = self.space, list[tuple[int, tuple[Bits, ...]]]()
         for share, start, stop in space.parts(low, high):
             for begin in range(start, stop, CHUNK):
                 end = min(begin + CHUNK, stop)
@@ -400,10 +411,10 @@ class HostDetector:
         if not found:
             none = np.zeros(0, np.int64)
             bits = np.zeros(0, f"u{space.item_size[space.share[low]]}")
-            return _Part(none, none, none.astype(np.uint16), bits, none)
-        tiles = np.concatenate([first + columns[0] for first, columns in found])
-        rest = (np.concatenate(c) for c in zip(*(columns[1:] for _, columns in found), strict=True))
-        return _Part(tiles, *rest)
+            return Part(none, none, none.astype(np.uint16), bits, none)
+        numbers = [first + columns[0] for first, columns in found]
+        rest = zip(*(columns[1:] for _, columns in found), strict=True)
+        return Part(*map(np.concatenate, (numbers, *rest)))
 
     def add_lanes(self, changes: Changes, sums: NDArray[np.uint64]) -> None:
         """Add by how much the lanes change digests."""
@@ -432,6 +443,10 @@ class HostDetector:
         for share, lanes in table.by_share():
             found[lanes] = kernels.unsigned(self.lines[share])[positions[lanes]]
         return found
+
+    def read(self, share: int, start: int, stop: int) -> Tensor:
+        """int[stop - start]: the bits of the copy of a run of a share; read only."""
+        return self.lines[share][start:stop]
 
     def old(self, changes: Changes) -> tuple[Bits, Bits]:
         """(unsigned[N], unsigned[W]): the bits of the copy at lanes and whole tiles of changes."""

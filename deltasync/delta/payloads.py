@@ -11,6 +11,7 @@ from torch import Tensor
 
 from deltasync.delta import gap
 from deltasync.delta.changes import Changes
+from deltasync.delta.codecs import codec_of
 from deltasync.delta.host import Table
 from deltasync.delta.staging import Lane, LiveWeights
 from deltasync.delta.tiles import Ints, Space, space_of
@@ -49,7 +50,7 @@ class Received:
     def parameters(self) -> Ints:
         """int64[n]: numbers of the layout's parameters that they speak of, increasing."""
         space = self.lane.space
-        found: Ints = np.unique(space.parameter[space.share[self.table.tiles]])
+        found: Ints = np.unique(space.parameter[self.table.share])
         return found
 
 
@@ -95,12 +96,17 @@ class PayloadReader:
                 "the sync is larger than its begin declared: begin must count all payloads"
             )
         place = self._lanes[lane]
-        if bucket.compression == "gap" and payload is not None:
+        if payload is None:
+            payload = torch.empty(0, dtype=torch.uint8, device="cpu")
+        if bucket.compression == "gap":
             changes = Changes.of(torch.zeros(sizes.num_bytes, dtype=torch.uint8), sizes)
             opened = gap.Opened(payload.cpu().numpy().data, sizes, changes)
             table = Table(place.space, changes)
             table.check()
             opened.fill(*place.old(table))
+        elif bucket.compression == "class":
+            data = payload.cpu().numpy().data
+            changes = codec_of(bucket.compression).decode(data, sizes, place)
         else:
             changes = Changes.of(aligned(inflated(bucket, payload)), sizes)
         place.check(changes)
@@ -112,10 +118,8 @@ def aligned(payload: Tensor) -> Tensor:
     return payload.clone() if payload.data_ptr() % ALIGNMENT else payload
 
 
-def inflated(bucket: Bucket, payload: Tensor | None) -> Tensor:
+def inflated(bucket: Bucket, payload: Tensor) -> Tensor:
     """uint8[n]: a payload as it was packed. Raises WireError."""
-    if payload is None:
-        payload = torch.empty(0, dtype=torch.uint8, device="cpu")
     if bucket.compression == "none":
         return payload
     sent, raw_bytes = payload.cpu().numpy().data, bucket.sizes.num_bytes

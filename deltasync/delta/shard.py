@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from deltasync.delta.modes import writable
+from deltasync.delta.patch import MAX_SPARSE_SPAN
 from deltasync.delta.region import Region, row_major
 from deltasync.errors import ConfigError
 from deltasync.wire.messages import ParameterSpec
-from deltasync.delta.patch import MAX_SPARSE_SPAN
 
 SPLIT_ABOVE = 1 << 20
 """Bytes up to which a box that several ranks hold is sent by one of them, whatever the model."""

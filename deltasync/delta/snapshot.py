@@ -17,7 +17,8 @@ from torch import Tensor
 
 from deltasync.delta.changes import Changes
 from deltasync.delta.choice import Kernels, device_for
-from deltasync.delta.host import Bits, HostDetector, SourceMoved, arena, whole_sizes
+from deltasync.delta.codecs import Old
+from deltasync.delta.host import HostDetector, SourceMoved, arena, whole_sizes
 from deltasync.delta.ledger import Ledger
 from deltasync.delta.readers import Reader
 from deltasync.delta.shard import Share
@@ -25,8 +26,8 @@ from deltasync.delta.tiles import Ints, Section, Space
 from deltasync.errors import SourceChanged
 from deltasync.wire.changes import ALIGNMENT, TILE, Sizes
 
-MIN_BUCKET_BYTES = 1 << 16
-"""A tile of the widest elements, and more."""
+MIN_BUCKET_BYTES = 256
+"""What a small tile takes; a payload has one tile at least, whatever that takes."""
 
 _MOST_TILES = 1024  # in a group: the unit in which changes are counted and distributed over buckets
 
@@ -47,7 +48,8 @@ class Digests(Protocol):
 class Found(Protocol):
     """Where some tiles of a source differ: see `delta.host.HostFound`."""
 
-    section: Section
+    @property
+    def section(self) -> Section: ...
 
     @property
     def ends(self) -> Ints: ...
@@ -58,7 +60,7 @@ class Found(Protocol):
     def emit(self, low: int, high: int, payload: Tensor, sums: Tensor) -> Changes: ...
 
 
-class Detector(Protocol):
+class Detector(Old, Protocol):
     """A copy of a source, and how the source differs from it: see `delta.host.HostDetector`."""
 
     space: Space
@@ -69,9 +71,6 @@ class Detector(Protocol):
 
     @property
     def device(self) -> torch.device | None: ...
-
-    @property
-    def old(self) -> Callable[[Changes], tuple[Bits, Bits]] | None: ...
 
     def take(self, readers: Sequence[Reader]) -> None: ...
 
@@ -97,14 +96,14 @@ class Bucket:
         device: Where it is packed.
         pack: Writes it to uint8[sizes.num_bytes]. Calls what is given when it stands there, before
             anything of what it changes is overwritten.
-        old: Returns the bits that values and whole tiles of changes replace, unsigned[N] and
-            unsigned[W]. Ask after it was packed, before that is called. None if there are none.
+        old: Has the bits that it changes. Ask after it was packed, before that is called. None if
+            there are none.
     """
 
     sizes: Sizes
     device: torch.device
     pack: Callable[[Tensor, Callable[[], None]], None]
-    old: Callable[[Changes], tuple[Bits, Bits]] | None = None
+    old: Old | None = None
 
 
 class Plan(Protocol):
@@ -182,6 +181,7 @@ class Snapshot:
         self.space, self._detector, self.num_bytes = detector.space, detector, detector.num_bytes
         self.ledger = Ledger(self.space) if ledger is None else ledger
         self._sums = self._there(self.ledger)  # of the bits that the copy has
+        self._place = np.argsort(self.space.order)  # of a share among those of the space
 
     @property
     def device(self) -> torch.device | None:
@@ -192,6 +192,10 @@ class Snapshot:
         """Take the source's bits as they are now, all of them."""
         self._detector.take(readers)
         self._detector.capture()
+        self.measure_again()
+
+    def measure_again(self) -> None:
+        """Take what the copy has for what receivers hold."""
         self.ledger = Ledger(self.space)
         self.ledger.sums[:] = self.measure(np.arange(self.space.num_chunks))
         self._sums = self._there(self.ledger)
@@ -199,6 +203,13 @@ class Snapshot:
     def measure(self, chunks: Ints) -> NDArray[np.uint64]:
         """uint64[n]: the digests of int64[n] chunks of the ledger, read from memory."""
         return self._detector.measure(chunks)
+
+    def read(self, number: int, start: int, stop: int) -> Tensor:
+        """int[stop - start]: the bits of the copy of a run of a share; read only.
+
+        Args: the number of the share in the order in which they were given.
+        """
+        return self._detector.read(int(self._place[number]), start, stop)
 
     def compare(
         self,
@@ -353,7 +364,7 @@ class DeltaPlan:
         for number, (found, low, high, sizes) in enumerate(self._buckets):
             is_held = number < self._num_held
             pack = partial(self._pack, found, low, high, is_held)
-            yield Bucket(sizes, device, pack, self._detector.old)
+            yield Bucket(sizes, device, pack, self._detector)
 
     def decided(self) -> None:
         """Advance the snapshot by what was held."""

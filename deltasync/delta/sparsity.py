@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltasync.delta.bits import Flat, dtype_of, torch_dtype
-from deltasync.delta.codecs.steps import in_order
 from deltasync.delta.kernels import KERNELS
 from deltasync.delta.kernels.host import unsigned
-from deltasync.delta.patch import chunk_numel_on
+from deltasync.delta.patch import CHUNK_NUMEL
 from deltasync.delta.readers import WireReader
+from deltasync.delta.steps import in_order
 from deltasync.dtypes import Dtype
 from deltasync.errors import LayoutMismatch
 from deltasync.wire.compression import compress
@@ -88,15 +88,13 @@ def sparsity(
         raise LayoutMismatch(f"shape {tuple(new.shape)} against {tuple(old.shape)}")
     reader, held = WireReader.of(new, dtype_of(old), name="new"), Flat.of(old, name="old")
     changed = KERNELS[held.line.device.type].changed
-    step, total = chunk_numel_on(held.line.device.type), Sparsity()
+    step, total = CHUNK_NUMEL, Sparsity()
     if not encodings:  # which alone depend on where chunks end
         step *= _CHUNKS
     for start in range(0, held.numel, step):
         stop = min(start + step, held.numel)
         before, after = held.read(start, stop), reader.read(start, stop)
-        found = changed(after, before, stop - start)[1]
-        assert found is not None  # no more than there are elements
-        positions, *bits = found
+        positions, *bits = changed(after, before)
         chunk = _Chunk(held.dtype, before, positions, *(b.cpu() for b in bits))
         total += chunk.measured(exponents=exponents, encodings=encodings)
     return total

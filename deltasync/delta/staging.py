@@ -7,7 +7,7 @@ goes by parameter, through `Live`. `delta.live` has the same for a GPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -22,10 +22,10 @@ from deltasync.delta.choice import Kernels, device_for
 from deltasync.delta.host import Bits, Pieces, Table, chunks_of, digest_run, memory
 from deltasync.delta.kernels import host as kernels
 from deltasync.delta.ledger import Ledger
-from deltasync.delta.region import Region
 from deltasync.delta.tiles import CHUNK, Ints, Space
-from deltasync.errors import DigestMismatch, LimitExceeded
+from deltasync.errors import DigestMismatch, LimitExceeded, ProtocolViolation
 from deltasync.wire.digest import MASK
+from deltasync.wire.messages import ParameterSpec
 
 _BLOCK = 1 << 14  # elements written before they are read back: their lines fit the L2 cache
 _POSITION_BYTES = 8
@@ -33,7 +33,8 @@ _POSITION_BYTES = 8
 
 def staged_bytes_of(*, payload_bytes: int, places: int) -> int:
     """Memory that staging takes at most: what comes, the bits before it, and an address for each
-    lane."""
+    lane.
+    """
     return 2 * payload_bytes + _POSITION_BYTES * places
 
 
@@ -78,6 +79,11 @@ class LiveWeights:
             HostTally(self.ledger) if self._device_weights is None else self._device_weights.tally()
         )
 
+    @property
+    def specs(self) -> tuple[ParameterSpec, ...]:
+        """The layout."""
+        return tuple(share.spec for share in self.space.given)
+
     def share_of(self, parameter: int) -> int:
         """Its share of `space`."""
         return int(self._share_of[parameter])
@@ -101,7 +107,8 @@ class LiveWeights:
 
     def digests_at(self, share: int, positions: Tensor, bits: Tensor) -> tuple[Ints, NDArray[Any]]:
         """(int64[k] chunks, uint64[k]): digests of int[n] bits at increasing int64[n] positions of
-        a parameter."""
+        a parameter.
+        """
         where = positions.cpu().numpy()
         chunk = where // CHUNK
         cuts = np.concatenate(([0], np.flatnonzero(np.diff(chunk)) + 1, [len(where)]))
@@ -149,7 +156,7 @@ class Lane:
         What it changes of digests is added to what a tally of these weights has.
         """
         table, sums = Table(self.space, changes), tally.ledger.sums
-        kind = self._is_simple[self.space.share[table.tiles]]
+        kind = self._is_simple[table.share]
         if kind.all():
             yield from self._lanes(table, changes.values.cpu(), sums)
         else:
@@ -164,7 +171,7 @@ class Lane:
         """
         size = table.sizes.item_size
         lanes, whole = (np.zeros(n, f"u{size}") for n in (table.sizes.places, table.sizes.whole))
-        is_simple = self._is_simple[self.space.share[table.tiles]]
+        is_simple = self._is_simple[table.share]
         if is_simple.all():
             lanes[:] = memory(size)[table.at(self._begins)]
         else:
@@ -175,14 +182,30 @@ class Lane:
             whole[run.there] = self._read(run.share, torch.arange(run.start, run.stop))
         return lanes, whole
 
+    def span(self, share: int, start: int, stop: int) -> Bits | None:
+        """unsigned[stop - start]: live bits of a run of a share; None if they are not held.
+
+        Raises ProtocolViolation if a part of them is.
+        """
+        flat, one = self._flats[share], self.space.shares[share]
+        if flat is None:
+            return None
+        if one.gap or flat.held(one.region.start + start, one.region.start + stop) is not None:
+            raise ProtocolViolation(
+                f"{one.spec.name}: codec class needs all of it, and a part is held here; send with "
+                "compression='gap'"
+            )
+        bits = flat.read(one.region.start + start, one.region.start + stop)
+        found: Bits = kernels.unsigned(bits.cpu())
+        return found
+
     def _read(self, share: int, where: Tensor) -> Bits:
         """unsigned[n]: live bits at int64[n] places of a share; 0 where they are not held."""
-        flat, region = self._flats[share], self.space.shares[share].region
+        flat = self._flats[share]
         found = np.zeros(len(where), f"u{self.space.item_size[share]}")
         if flat is not None:
-            positions = region.places(where).to(flat.line.device)
-            kept = flat.keeps(positions)
-            bits = flat.gather(positions if kept is None else positions[kept])
+            positions, kept = self._held(share, flat, where)
+            bits = flat.gather(positions)
             found[... if kept is None else kept.cpu().numpy()] = kernels.unsigned(bits.cpu())
         return found
 
@@ -201,48 +224,55 @@ class Lane:
         positions = table.positions()
         for share, lanes in table.by_share():
             where = torch.from_numpy(positions[lanes])
-            yield from self._scattered(share, where, values[lanes], sums)
+            if (found := self._scattered(share, where, values[lanes], sums)) is not None:
+                yield found
 
     def _scattered(
-        self,
-        share: int,
-        numbers: Tensor,
-        values: Tensor,
-        sums: NDArray[np.uint64],
-        *,
-        is_run: bool = False,
-    ) -> Iterator[Staged]:
-        """Elements of int64[n] numbers of a share. Of a run, their positions are not kept."""
-        flat, one = self._flats[share], self.space.shares[share]
+        self, share: int, where: Tensor, values: Tensor, sums: NDArray[np.uint64]
+    ) -> Elements | None:
+        """Elements at int64[n] places of a share; None if none is held."""
+        flat = self._flats[share]
         if flat is None:
-            return
-        positions = one.region.places(numbers).to(flat.line.device)
+            return None
+        positions, kept = self._held(share, flat, where)
         new = values.to(flat.line.device, copy=True)
-        if (kept := flat.keeps(positions)) is not None:
-            positions, new = positions[kept], new[kept]
+        new = new if kept is None else new[kept]
         if not len(new):
-            return
+            return None
         old = flat.gather(positions)
         for bits, add in ((new, np.add), (old, np.subtract)):
             add.at(sums, *self._live.digests_at(int(self._whole[share]), positions, bits))
-        where: Tensor | Callable[[], Tensor] = positions
-        if is_run:
-            where = partial(_positions_of, flat, one.region, int(numbers[0]), len(numbers))
-        yield Elements(one.spec.name, flat, 0, where, new, old)
+        return Elements(self.space.shares[share].spec.name, flat, 0, positions, new, old)
+
+    def _held(self, share: int, flat: Live, where: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(int64[k], bool[n]): positions of those of int64[n] places of a share that are held, and
+        which are; None for all.
+        """
+        positions = self.space.shares[share].region.places(where).to(flat.line.device)
+        kept = flat.keeps(positions)
+        return positions if kept is None else positions[kept], kept
+
+    def _positions(self, share: int, flat: Live, low: int, high: int) -> Tensor:
+        """int64[k]: positions of those of a run of a share that are held."""
+        return self._held(share, flat, torch.arange(low, high))[0]
 
     def _whole_run(
         self, share: int, start: int, bits: Tensor, sums: NDArray[np.uint64]
     ) -> Iterator[Staged]:
-        """A run of a share."""
+        """A run of a share. Positions of what is held of it are not kept: they would take more
+        memory than the bits.
+        """
         flat, one = self._flats[share], self.space.shares[share]
         if flat is None:
             return
         for chunk, low, high in chunks_of(self._elements[share], start, start + len(bits)):
-            new = bits[low - start : high - start]
-            begin = one.region.start + low
+            new, begin = bits[low - start : high - start], one.region.start + low
             if one.gap or flat.held(begin, begin + len(new)) is not None:
-                numbers = torch.arange(low, high)
-                yield from self._scattered(share, numbers, new, sums, is_run=True)
+                if (
+                    found := self._scattered(share, torch.arange(low, high), new, sums)
+                ) is not None:
+                    again = partial(self._positions, share, flat, low, high)
+                    yield replace(found, positions=again)
                 continue
             new = new.to(flat.line.device, copy=True)
             old = flat.read(begin, begin + len(new)).clone()
@@ -344,20 +374,20 @@ class Elements:
         name: Of the parameter.
         live: Where they are written.
         start: Flat position of the first element of a run.
-        where: int64[n] flat positions, or what finds them; None for a run.
+        positions: int64[n] flat positions, or what makes them anew; None for a run.
         new, old: int[n]: bits.
     """
 
     name: str
     live: Live
     start: int
-    where: Tensor | Callable[[], Tensor] | None
+    positions: Tensor | Callable[[], Tensor] | None
     new: Tensor
     old: Tensor
 
     @property
     def num_bytes(self) -> int:
-        positions = self.where.nbytes if isinstance(self.where, Tensor) else 0
+        positions = self.positions.nbytes if isinstance(self.positions, Tensor) else 0
         return positions + self.new.nbytes + self.old.nbytes
 
     def commit(self) -> None:
@@ -372,18 +402,19 @@ class Elements:
         return self._is_there(self.old)
 
     def _write(self, bits: Tensor) -> None:
-        if (positions := self._positions()) is None:
+        if self.positions is None:
             self.live.write(self.start, bits)
         else:
-            self.live.scatter(positions, bits)
+            self.live.scatter(self._where(), bits)
 
     def _is_there(self, bits: Tensor) -> bool:
-        if (positions := self._positions()) is None:
+        if self.positions is None:
             return are_equal(self.live.read(self.start, self.start + len(bits)), bits)
-        return torch.equal(self.live.gather(positions), bits)
+        return torch.equal(self.live.gather(self._where()), bits)
 
-    def _positions(self) -> Tensor | None:
-        return self.where() if callable(self.where) else self.where
+    def _where(self) -> Tensor:
+        assert self.positions is not None
+        return self.positions if isinstance(self.positions, Tensor) else self.positions()
 
 
 class Staging:
@@ -455,13 +486,6 @@ class Staging:
         are_there = [staged.restore() for staged in reversed(self._staged)]
         if not (all(are_there) and self._tally.is_restored):
             raise DigestMismatch("undo failed: the weights are not what they were")
-
-
-def _positions_of(flat: Live, region: Region, start: int, count: int) -> Tensor:
-    """int64[n]: flat positions of what is held of so many elements of a region from `start` on."""
-    found = region.places(torch.arange(start, start + count)).to(flat.line.device)
-    kept = flat.keeps(found)
-    return found if kept is None else found[kept]
 
 
 def _account(sums: NDArray[np.uint64], pieces: Pieces, old: Any, new: Any) -> None:

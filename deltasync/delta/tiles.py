@@ -17,13 +17,15 @@ from numpy.typing import NDArray
 
 from deltasync.delta.region import Region
 from deltasync.delta.shard import Share
-from deltasync.errors import InvalidTable
+from deltasync.errors import InvalidIndices, InvalidTable, LimitExceeded
 from deltasync.wire.changes import TILE
 from deltasync.wire.digest import GOLDEN_RATIO, MASK, seed
 from deltasync.wire.messages import ParameterSpec
 from deltasync.wire.shares import SHARE
 
 Ints: TypeAlias = NDArray[np.int64]
+
+MAX_TILES = 1 << 32
 
 CHUNK_TILES = 64
 """Tiles whose digests are one number in a ledger."""
@@ -54,12 +56,10 @@ class Space:
         order: int64[shares]: which of these each is, in the order of their tiles.
         shares: The shares in that order.
         first: int64[shares + 1]: the first tile of each.
-        share: int64[tiles]: which share each is a part of.
-        start: int64[tiles]: its first element, counted within the share.
-        numel: int32[tiles]: its elements.
-        key: uint64[tiles]: the digest seed of its first element.
-        chunk: int32[tiles]: its place in the sums of a `Ledger` of these shares.
         sections: By item size.
+
+    Raises:
+        LimitExceeded: There are more tiles than numbers.
     """
 
     def __init__(self, shares: Sequence[Share]) -> None:
@@ -70,24 +70,65 @@ class Space:
         self.item_size: Ints = sizes[self.order]
         self.share_numel: Ints = np.array([share.numel for share in self.shares], np.int64)
         each = -(-self.share_numel // TILE)
+        if each.sum(dtype=np.float64) > MAX_TILES:
+            raise LimitExceeded(f"over {MAX_TILES} tiles: no format numbers so many")
         self.first: Ints = np.concatenate(([0], np.cumsum(each)))
-        self.share: Ints = np.repeat(np.arange(len(each)), each)
-        nth = np.arange(len(self.share)) - self.first[self.share]
-        self.start: Ints = nth * TILE
-        self.numel = np.minimum(TILE, self.share_numel[self.share] - self.start).astype(np.int32)
         keys = [(seed(s.spec.name) + s.region.start * GOLDEN_RATIO) & MASK for s in self.shares]
         self.seeds: NDArray[np.uint64] = np.array(keys, np.uint64)
-        begins = self.start.view(np.uint64) * np.uint64(GOLDEN_RATIO)
-        self.key: NDArray[np.uint64] = self.seeds[self.share] + begins
         chunks = -(-each // CHUNK_TILES)
         self.first_chunk: Ints = np.concatenate(([0], np.cumsum(chunks)))
-        self.chunk = (self.first_chunk[self.share] + nth // CHUNK_TILES).astype(np.int32)
         self.sections = tuple(
             Section(int(size), *self._bounds(self.item_size == size)) for size in np.unique(sizes)
         )
 
     def __len__(self) -> int:
-        return len(self.share)
+        return int(self.first[-1])
+
+    @cached_property
+    def share(self) -> Ints:
+        """int64[tiles]: which share each is a part of."""
+        return np.repeat(np.arange(len(self.shares)), np.diff(self.first))
+
+    @cached_property
+    def start(self) -> Ints:
+        """int64[tiles]: its first element, counted within the share."""
+        found: Ints = (np.arange(len(self)) - self.first[self.share]) * TILE
+        return found
+
+    @cached_property
+    def numel(self) -> NDArray[np.int32]:
+        """int32[tiles]: its elements."""
+        left = self.share_numel[self.share] - self.start
+        found: NDArray[np.int32] = np.minimum(TILE, left).astype(np.int32)
+        return found
+
+    @cached_property
+    def key(self) -> NDArray[np.uint64]:
+        """uint64[tiles]: the digest seed of its first element."""
+        return self.keys_of(self.share, self.start)
+
+    @cached_property
+    def chunk(self) -> NDArray[np.int32]:
+        """int32[tiles]: its place in the sums of a `Ledger` of these shares."""
+        return (self.first_chunk[self.share] + self.start // CHUNK).astype(np.int32)
+
+    def find(self, tiles: Ints) -> tuple[Ints, Ints, Ints]:
+        """int64[T] each: share, start and numel of int64[T] tiles, without those of all.
+
+        Raises InvalidIndices for a tile that is not there.
+        """
+        if len(tiles) and tiles.max() >= len(self):
+            raise InvalidIndices("a payload has tiles beyond those of its lane")
+        share: Ints = self.first.searchsorted(tiles, "right") - 1
+        start: Ints = (tiles - self.first[share]) * TILE
+        numel: Ints = np.minimum(TILE, self.share_numel[share] - start)
+        return share, start, numel
+
+    def keys_of(self, share: Ints, start: Ints) -> NDArray[np.uint64]:
+        """uint64[T]: digest seeds of tiles that begin there."""
+        found: NDArray[np.uint64] = self.seeds[share]
+        found += start.view(np.uint64) * np.uint64(GOLDEN_RATIO)
+        return found
 
     @property
     def num_chunks(self) -> int:
@@ -105,7 +146,8 @@ class Space:
     @cached_property
     def gaps(self) -> dict[int, Region]:
         """The shares that are no run in their parameter, and where their elements lie from the
-        first one on."""
+        first one on.
+        """
         return {n: Region(0, s.region.dims) for n, s in enumerate(self.shares) if s.gap}
 
     @cached_property
@@ -132,7 +174,6 @@ class Space:
         return int(self.first[numbers[0]]), int(self.first[numbers[-1] + 1])
 
 
-
 def table_of(space: Space) -> NDArray[np.uint8]:
     """uint8[n]: the payload of `Shares`, see `wire.shares`."""
     rows = np.zeros(len(space.given), SHARE)
@@ -151,11 +192,9 @@ def space_of(table: NDArray[np.uint8], specs: Sequence[ParameterSpec]) -> Space:
     for number, row in enumerate(rows.tolist()):
         parameter, reserved, start, count, cols, stride = row
         stop = start + (count - 1) * stride + cols
-        good = not reserved and parameter < len(specs) and count and cols <= stride
+        good = not reserved and parameter < len(specs) and count and 0 < cols <= stride
         if not good or (parameter, start) < before or stop > specs[parameter].numel:
-            raise InvalidTable(
-                f"share {number}: out of its parameter, or out of order", row=number
-            )
+            raise InvalidTable(f"share {number}: out of its parameter, or out of order", row=number)
         before = parameter, stop
         region = Region(start, ((count, stride), (cols, 1)))
         shares.append(Share(parameter, specs[parameter], region))

@@ -18,13 +18,11 @@ from torch.optim.lr_scheduler import LambdaLR, LinearLR
 
 from deltasync import (
     ModuleSource,
-    SenderOptions,
     SyncStats,
     WeightSender,
     subscribe,
     sync_after_step,
 )
-from deltasync import Policy as SendPolicy
 from deltasync.demo.grpo import group_advantages, grpo_loss
 from deltasync.demo.policy import Policy, PolicySize
 from deltasync.demo.report import Report, Score, Summary, VersionRecord
@@ -35,9 +33,6 @@ from deltasync.observe.run_log import RunLog
 from deltasync.transports.address import Address, listen
 
 START_TIMEOUT_S, EXIT_TIMEOUT_S = 120.0, 10.0
-# Index and value of a changed element take as many bytes as three elements of a dense patch. The
-# default policy sends dense patches sooner, to save time, which hardly matters for a small model.
-FEWEST_BYTES = SenderOptions(policy=SendPolicy(dense_above=1 / 3))
 BETAS = (0.9, 0.95)
 NUM_SEEDS = 2**32  # torch's CPU generator ignores higher bits
 EVALUATION_SEED = NUM_SEEDS - 1  # not a --seed: its prompts are not those of the training
@@ -236,7 +231,7 @@ def run(config: DemoConfig, report: Report) -> Summary:
         trainer.warm_up()
         warm = time.perf_counter()
         source = ModuleSource(trainer.policy)
-        with WeightSender(source, transport, options=FEWEST_BYTES) as sender:
+        with WeightSender(source, transport) as sender:
             trainer.ask_evaluation(syncs=True)
             sender.wait_for_receivers(1, timeout_s=START_TIMEOUT_S)
             stats = sender.send_weights()

@@ -11,11 +11,11 @@ import numpy as np
 from torch import Tensor
 
 from deltasync.delta.bits import Flat
-from deltasync.delta.digests import DigestLedger, digest_text
-from deltasync.delta.host.backend import HostBackend
-from deltasync.delta.patch import CHUNK_NUMEL
+from deltasync.delta.host import HostDetector
+from deltasync.delta.ledger import Ledger, digest_text
 from deltasync.delta.shard import whole
 from deltasync.delta.sparsity import Sparsity, sparsity
+from deltasync.delta.tiles import Space
 from deltasync.errors import DigestMismatch
 from deltasync.files.checkpoint import Checkpoint, check_same_tensors
 
@@ -80,18 +80,22 @@ def compare_checkpoints(
     return found
 
 
-def measure_digests(
-    checkpoint: Checkpoint, *, advance: Advance = lambda num_bytes: None
-) -> DigestLedger:
+def lines_of(checkpoint: Checkpoint, space: Space) -> list[Tensor]:
+    """int[numel] of each share of its whole layout, as it lies in its file."""
+    return [Flat.of(checkpoint.tensor(share.spec.name)).line for share in space.shares]
+
+
+def measure_digests(checkpoint: Checkpoint, *, advance: Advance = lambda num_bytes: None) -> Ledger:
     """Return the state digests of a checkpoint, by chunk."""
-    flats = {n: Flat.of(checkpoint.tensor(name)) for n, name in enumerate(checkpoint.specs)}
-    ledger = DigestLedger(whole(checkpoint.layout), chunk_numel=CHUNK_NUMEL)
-    backend, table, item_sizes = HostBackend(flats, ledger), ledger.table, ledger.item_sizes
-    groups = np.array_split(np.arange(len(table)), max(1, len(table) // 8))
-    pairs = in_threads(backend.measure, groups)
-    for number, (group, sums) in enumerate(pairs):
+    space = Space(whole(checkpoint.layout))
+    ledger, detector = Ledger(space), HostDetector(space, lines_of(checkpoint, space))
+    num_bytes = np.bincount(
+        space.chunk, space.numel * space.item_size[space.share], space.num_chunks
+    )
+    groups = np.array_split(np.arange(space.num_chunks), max(1, space.num_chunks // 8))
+    for number, (group, sums) in enumerate(in_threads(detector.measure, groups)):
         ledger.sums[group] = sums
-        advance(int((table.numel[group] * item_sizes[table.parameter[group]]).sum()))
+        advance(int(num_bytes[group].sum()))
         if number % _RELEASED == 0:
             checkpoint.release()
     return ledger

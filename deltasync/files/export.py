@@ -75,9 +75,10 @@ def export_weights(
     with appearing(out) as made:
         made.mkdir()
         with receiver.hold() as held:
-            specs, flats = held.backend.ledger.specs, held.backend.flats
+            live = held.live
+            specs, flats = [share.spec for share in live.space.given], live.flats
             check_whole(specs, flats)
-            digest = held.backend.ledger.total
+            digest = live.ledger.total
             num_bytes = sum(spec.numel * spec.dtype.item_size for spec in specs)
             advance = phase("writing", num_bytes)
             files = _write(specs, flats, made, shard_bytes=shard_bytes, advance=advance)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from deltasync.delta.patch import check_indices
 from deltasync.errors import (
     BadMagic,
     ChecksumMismatch,
@@ -21,9 +20,6 @@ from deltasync.errors import (
 )
 from deltasync.files.frame_file import FrameFile
 from deltasync.sync.protocol.one_way import OneWayReader
-from deltasync.transports.base import Frame
-from deltasync.wire.frame import decode
-from deltasync.wire.messages import Bucket
 
 # Of docs/wire-format.md: those that an error of each type may stand for.
 _RULES: dict[type[Exception], str] = {
@@ -61,7 +57,7 @@ class Fault:
 class FrameCheck:
     """Reads a patch file to its end, or to its first fault.
 
-    What the blocks of coded payloads hold is not checked: that needs the weights.
+    What coded payloads make of the weights is not checked: that needs them.
 
     Args:
         path: The file.
@@ -81,19 +77,9 @@ class FrameCheck:
         self.fault: Fault | None = None
         try:
             for frame in file:
-                _check(frame, reader)
+                reader.take(frame)
                 self.num_frames += 1
             reader.check_sealed()
         except (WireError, SyncError) as error:
             rules = _RULES.get(type(error), _ORDER)
             self.fault = Fault(file.offset, rules, type(error).__name__, str(error))
-
-
-def _check(frame: Frame, reader: OneWayReader) -> None:
-    """Raise WireError or SyncError if the next frame is damaged, or may not come now."""
-    message, _ = decode(frame.header)
-    if isinstance(message, Bucket) and message.compression == "coded" and frame.payload is not None:
-        reader.glance(message, frame.payload)
-    elif (bucket := reader.accept(message, frame.payload)) is not None:
-        for parameter, run in bucket.runs():
-            check_indices(run, name=bucket.specs[parameter].name)

@@ -5,20 +5,31 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from deltasync.delta.bits import Flat
-from deltasync.delta.codecs.coding import Coding, policy_for
-from deltasync.delta.digests import DigestLedger, digest_text
-from deltasync.delta.host.backend import Change, HostBackend
-from deltasync.delta.patch import check_indices
-from deltasync.delta.policy import Policy
-from deltasync.delta.readers import Reader, WireReader
+from deltasync.delta.changes import Changes
+from deltasync.delta.coding import Coding
+from deltasync.delta.host import HostDetector, Part
+from deltasync.delta.ledger import digest_text
+from deltasync.delta.payloads import Received
+from deltasync.delta.readers import WireReader
+from deltasync.delta.snapshot import Snapshot
+from deltasync.delta.tiles import Space
 from deltasync.errors import ConfigError, DigestMismatch, LayoutMismatch, ProtocolViolation
 from deltasync.files.checkpoint import Checkpoint, check_same_tensors
-from deltasync.files.comparing import Advance, Phase, check_digest, measure_digests, no_phase
+from deltasync.files.comparing import (
+    Advance,
+    Phase,
+    check_digest,
+    lines_of,
+    measure_digests,
+    no_phase,
+)
 from deltasync.files.frame_file import FrameFile, write_frames
 from deltasync.files.output import appearing
 from deltasync.sync.protocol.one_way import OneWayReader, one_way_frames
@@ -71,9 +82,9 @@ def write_patch(
     check_same_tensors(old.specs, new.specs)
     base = measure_digests(old, advance=phase("reading", old.num_bytes))
     readers = [WireReader.of(new.tensor(one.name), one.dtype, name=one.name) for one in old.layout]
-    plan = _OldFile(old, new, base, advance=phase("comparing", old.num_bytes)).compare(
+    detector = _OldFile(old, new, base.space, advance=phase("comparing", old.num_bytes))
+    plan = Snapshot(detector, base).compare(
         readers,
-        policy=policy_for(Policy(), codec),
         bucket_bytes=_BUCKET_BYTES,
         max_held_bytes=_HELD_BYTES,
         base_version=_BASE,
@@ -174,17 +185,24 @@ def apply_frames(
         WireError, SyncError: A frame is damaged, or the checkpoint lacks what changes.
     """
     flats = flats_of(checkpoint, specs)
-    reader = OneWayReader(flats=flats)
-    for bucket in reader.read(frames):
-        for parameter, run in bucket.runs():
-            name = specs[parameter].name
-            if parameter not in flats:
+    reader = OneWayReader(flats_of=lambda _: flats)
+    for received in reader.read(frames):
+        for number in received.parameters.tolist():
+            if number not in flats:
+                name = specs[number].name
                 raise LayoutMismatch(f"{checkpoint.path} has no tensor {name!r}, which changes")
-            check_indices(run, name=name)
-            assert run.bits is not None
-            run.write(flats[parameter], run.bits)
+        _write(received, flats)
     assert reader.sealed is not None
     return int(reader.sealed.digest, 16)
+
+
+def _write(received: Received, flats: Mapping[int, Flat]) -> None:
+    table, changes, parameter = received.table, received.changes, received.lane.space.parameter
+    positions = torch.from_numpy(table.positions())
+    for share, lanes in table.by_share():
+        flats[int(parameter[share])].scatter(positions[lanes], changes.values[lanes])
+    for run in table.runs():
+        flats[int(parameter[run.share])].write(run.start, changes.whole[run.there])
 
 
 def flats_of(checkpoint: Checkpoint, specs: Sequence[ParameterSpec]) -> dict[int, Flat]:
@@ -233,24 +251,23 @@ def _reported(frames: Iterable[Frame], advance: Advance) -> Iterator[Frame]:
         advance(len(frame.header) + (0 if frame.payload is None else len(frame.payload)))
 
 
-class _OldFile(HostBackend):
+class _OldFile(HostDetector):
     """The old checkpoint as it lies in its file: nothing is copied, and it never advances.
 
     While it is compared, it releases the memory of both checkpoints behind itself.
     """
 
-    def __init__(
-        self, old: Checkpoint, new: Checkpoint, ledger: DigestLedger, *, advance: Advance
-    ) -> None:
-        super().__init__(flats_of(old, old.layout), ledger)
-        self._checkpoints, self._advance, self._unreleased = (old, new), advance, 0
+    def __init__(self, old: Checkpoint, new: Checkpoint, space: Space, *, advance: Advance) -> None:
+        super().__init__(space, lines_of(old, space))
+        self._checkpoints, self._advance = (old, new), advance
+        self._unreleased = self._compared = 0
 
-    def change(
-        self, parameter: int, reader: Reader, policy: Policy, *, ledger: DigestLedger, room: int
-    ) -> Change | None:
-        found = super().change(parameter, reader, policy, ledger=ledger, room=room)
-        num_bytes = reader.numel * reader.dtype.item_size
-        self._advance(num_bytes)
+    def part(self, low: int, high: int) -> Part:
+        found, space = super().part(low, high), self.space
+        num_bytes = int((space.numel[low:high] * space.item_size[space.share[low:high]]).sum())
+        if low >= self._compared:  # others are compared a second time
+            self._compared = high
+            self._advance(num_bytes)
         self._unreleased += num_bytes
         if self._unreleased > _RELEASED_BYTES:
             self._unreleased = 0
@@ -258,5 +275,5 @@ class _OldFile(HostBackend):
                 checkpoint.release()
         return found
 
-    def write_ahead(self, parameter: int, run: object, bits: object) -> None:
+    def advance(self, changes: Changes, *, ahead: bool = False) -> None:
         """Do nothing: no second delta is taken against it."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
 from pydantic import Field
 from torch import Tensor
 
-from deltasync.delta.digests import DigestLedger
+from deltasync.delta.host import digest_run
 from deltasync.delta.options import OptionsModel
-from deltasync.delta.patch import CHUNK_NUMEL
 from deltasync.delta.shard import whole
+from deltasync.delta.tiles import Space
 from deltasync.errors import DigestMismatch
 from deltasync.files.shards import ReadBits, shards_of
 from deltasync.store import keys
@@ -55,12 +56,13 @@ def write_anchor(
     """
     folder = keys.anchor_folder(version)
     shards = shards_of(specs, max_bytes=max_file_bytes)
-    ledger, digests = DigestLedger(whole(specs), chunk_numel=CHUNK_NUMEL), [0] * len(specs)
+    space, digests = Space(whole(tuple(specs))), [0] * len(specs)
+    place = np.argsort(space.order)  # of each among the shares
 
     def digested(parameter: int, start: int, stop: int) -> Tensor:
         bits = read(parameter, start, stop).cpu()
         before = digests[parameter] if start else 0  # it may be written a second time
-        digests[parameter] = before + ledger.digest_run(parameter, bits, start)
+        digests[parameter] = before + digest_run(space, int(place[parameter]), start, bits)
         return bits
 
     files = list[StoredFile]()

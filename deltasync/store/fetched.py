@@ -29,7 +29,7 @@ from deltasync.errors import (
 from deltasync.files.checkpoint import Checkpoint
 from deltasync.files.frame_file import FrameFile
 from deltasync.store.manifest import StoredFile, Way
-from deltasync.store.merged import merge_delta, of_anchor, plan_of_anchor, plan_of_deltas
+from deltasync.store.merged import Merged, of_anchor, plan_of_anchor, plan_of_deltas
 from deltasync.store.objects import ObjectFacts, Objects, started
 from deltasync.store.routes import Route, Step
 from deltasync.store.scratch import ScratchFolder
@@ -231,20 +231,20 @@ def frames_along(
     Raises:
         WireError, SyncError, ObjectDamaged: An object is not what the manifests say.
     """
-    target, merged = route.target.manifest, dict(flats)
+    target = route.target.manifest
     if route.base is not None and len(route.steps) == 1:
         return frames_of(route.steps[0], folders[0])
+    merged, digest = Merged(flats, specs), int(target.digest, 16)
     for step, folder in zip(route.steps, folders, strict=True):
         if step.base is None:
             anchor = checkpoint_of(folder)
-            merged = of_anchor(anchor, specs, flats.keys())
+            merged = Merged(of_anchor(anchor, specs, flats.keys()), specs)
         else:
-            merge_delta(merged, specs, frames_of(step, folder))
-    digest = int(target.digest, 16)
+            merged.add(frames_of(step, folder))
     if route.base is None:
-        plan = plan_of_anchor(specs, merged, anchor, digest=digest)
+        plan = plan_of_anchor(merged, anchor, digest=digest)
     else:
-        plan = plan_of_deltas(specs, merged, base_version=route.base.version, digest=digest)
+        plan = plan_of_deltas(merged, base_version=route.base.version, digest=digest)
     return one_way_frames(
         plan,
         specs,

@@ -2,53 +2,256 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from deltasync.delta.bits import Flat, Live, Run
-from deltasync.delta.host.packing import Bucket, buckets, bytes_of
-from deltasync.delta.patch import check_indices
+from deltasync.delta.bits import Live
+from deltasync.delta.changes import Changes
+from deltasync.delta.host import Bits, Table, padded_numel, whole_sizes
+from deltasync.delta.kernels.host import unsigned
 from deltasync.delta.shard import whole
+from deltasync.delta.snapshot import Bucket
+from deltasync.delta.tiles import Ints, Space
+from deltasync.dtypes import Dtype
 from deltasync.errors import LayoutMismatch
 from deltasync.files.checkpoint import Checkpoint
 from deltasync.files.patch_file import flats_of
 from deltasync.sync.protocol.one_way import OneWayReader
 from deltasync.transports.base import Frame
+from deltasync.wire.changes import ALIGNMENT, TILE, Sizes
 from deltasync.wire.messages import ParameterSpec
-from deltasync.wire.table import MAX_SPARSE_SPAN
 
 _BUCKET_BYTES = 16 << 20
+_TILE_BYTES = 6  # its number and its count
 
 
-def merge_delta(
-    flats: dict[int, Live], specs: Sequence[ParameterSpec], frames: Iterable[Frame]
-) -> None:
-    """Put the next delta over weights. Memory: positions and bits of what it changes.
+class Merged:
+    """What deltas, one after another, change of weights that are only read.
+
+    Memory: positions and bits of what changes.
 
     Args:
-        flats: The weights by parameter, which decode the delta. Those that it changes give way to
-            an `Overlay`; those that are left out stay so. What was there at first is only read, and
-            must not change meanwhile.
+        flats: The weights by parameter, which decode the first delta. They must not change
+            meanwhile. What deltas say of others is left out.
         specs: The layout.
-        frames: The delta.
 
-    Raises:
-        WireError, SyncError: It is damaged: nothing has changed.
+    Attributes:
+        space: Of the layout.
+        flats: The weights as they are after all deltas; only read.
+        layers: What changes, by item size.
     """
-    changes = dict[int, list[Run]]()
-    for bucket in OneWayReader(flats=flats).read(frames):
-        for parameter, run in bucket.runs():  # the memory of the bucket lives as long
-            check_indices(run, name=specs[parameter].name)
-            if parameter in flats and run.count:
-                changes.setdefault(parameter, []).append(run)
-    for parameter, runs in changes.items():
-        flat = flats[parameter]
-        before = flat if isinstance(flat, Overlay) else Overlay.over(flat, specs[parameter].numel)
-        flats[parameter] = cast("Live", before.then(runs))
+
+    def __init__(self, flats: Mapping[int, Live], specs: Sequence[ParameterSpec]) -> None:
+        self.space = space = Space(whole(tuple(specs)))
+        self.layers = {s.item_size: Layer(space, s.item_size) for s in space.sections}
+        self.flats = dict(flats)
+        self._is_held = np.zeros(len(specs), np.bool_)
+        self._is_held[list(flats)] = True
+        for share, (number, first) in enumerate(zip(space.parameter, space.first, strict=False)):
+            if (flat := flats.get(int(number))) is not None and space.share_numel[share]:
+                layer = self.layers[int(space.item_size[share])]
+                self.flats[int(number)] = cast("Live", Overlay(flat, layer, int(first) * TILE))
+
+    def add(self, frames: Iterable[Frame]) -> None:
+        """Put the next delta over them.
+
+        Raises:
+            WireError, SyncError: It is damaged: nothing has changed.
+        """
+        came = dict[int, list[tuple[Table, Changes]]]()
+        for received in OneWayReader(flats_of=lambda _: self.flats).read(frames):
+            size = received.changes.sizes.item_size
+            came.setdefault(size, []).append((received.table, received.changes))
+        for size, parts in came.items():
+            self.layers[size].add(parts, self._is_held)
+
+
+class Layer:
+    """Other bits of some elements of one item size.
+
+    Attributes:
+        codes: int[n], increasing: TILE * tile + place of elements outside whole tiles.
+        bits: unsigned[n]: of these.
+        tiles: int64[m], increasing: tiles that are here whole.
+        whole: unsigned[m, TILE]: of these; what lies beyond a short tile means nothing.
+    """
+
+    def __init__(self, space: Space, item_size: int) -> None:
+        self._space, kind = space, np.dtype(f"u{item_size}")
+        is_small = len(space) * TILE <= 1 << 32
+        self.codes: NDArray[Any] = np.zeros(0, np.uint32 if is_small else np.int64)
+        self.bits: Bits = np.zeros(0, kind)
+        self.tiles: Ints = np.zeros(0, np.int64)
+        self.whole: Bits = np.zeros((0, TILE), kind)
+
+    def add(self, parts: Sequence[tuple[Table, Changes]], is_held: NDArray[np.bool_]) -> None:
+        """Put a delta over this.
+
+        Args:
+            parts: Its payloads, in order.
+            is_held: bool[parameters]: of which it is wanted.
+        """
+        codes, bits, tiles, rows = (
+            np.concatenate(c) for c in zip(*map(self._columns, parts), strict=True)
+        )
+        kept, kept_tiles = self._of(codes // TILE, is_held), self._of(tiles, is_held)
+        if not (kept.all() and kept_tiles.all()):
+            codes, bits, tiles, rows = codes[kept], bits[kept], tiles[kept_tiles], rows[kept_tiles]
+        at, inside = _found(self.tiles, codes // TILE)
+        self.whole[at[inside], codes[inside] % TILE] = bits[inside]
+        replaced = _found(tiles, self.codes // TILE)[1]
+        if replaced.any():
+            self.codes, self.bits = self.codes[~replaced], self.bits[~replaced]
+        codes, bits = codes[~inside].astype(self.codes.dtype), bits[~inside]
+        self.codes, self.bits = _laid(self.codes, self.bits, codes, bits)
+        self.tiles, self.whole = _laid(self.tiles, self.whole, tiles, rows)
+
+    def at(self, codes: Ints, bits: Bits) -> None:
+        """Write its bits over unsigned[n] bits of elements with int64[n] codes."""
+        for keys, rows in ((self.codes, self.bits), (self.tiles, self.whole)):
+            wanted = codes if rows.ndim == 1 else codes // TILE
+            at, inside = _found(keys, wanted.astype(keys.dtype))
+            at = at[inside]
+            bits[inside] = rows[at] if rows.ndim == 1 else rows[at, codes[inside] % TILE]
+
+    def between(self, begin: int, bits: Bits) -> None:
+        """Write its bits over unsigned[n] bits of elements that lie side by side from a code on."""
+        end = begin + len(bits)
+        low, high = self.codes.searchsorted(np.array([begin, end - 1], self.codes.dtype))
+        high += int(high < len(self.codes) and self.codes[high] == end - 1)
+        bits[self.codes[low:high].astype(np.int64) - begin] = self.bits[low:high]
+        low, high = self.tiles.searchsorted([begin // TILE, (end - 1) // TILE + 1])
+        for tile, row in zip(self.tiles[low:high].tolist(), self.whole[low:high], strict=True):
+            first, last = max(begin, tile * TILE), min(end, (tile + 1) * TILE)
+            bits[first - begin : last - begin] = row[first - tile * TILE : last - tile * TILE]
+
+    def buckets(self) -> Iterator[Bucket]:
+        """All of it in payloads."""
+        sparse = self.codes // TILE
+        begins = np.flatnonzero(np.diff(sparse, prepend=-1))
+        counts = np.diff(begins, append=len(sparse))
+        tiles = np.concatenate((sparse[begins].astype(np.int64), self.tiles))
+        order = np.argsort(tiles, kind="stable")
+        tiles, counts = tiles[order], np.concatenate((counts, np.zeros_like(self.tiles)))[order]
+        size = self.bits.itemsize
+        padded = np.where(counts, 0, padded_numel(self._space.numel[tiles], size))
+        sums = np.stack([np.ones_like(counts), counts, padded, counts == 0], 1).cumsum(0)
+        sums = np.concatenate((np.zeros((1, 4), np.int64), sums))
+        ends = sums[:, :3] @ np.array([_TILE_BYTES, 2 + size, size])
+        room, low = _BUCKET_BYTES - 5 * ALIGNMENT, 0
+        while low < len(tiles):
+            high = max(low + 1, int(ends.searchsorted(ends[low] + room, "right")) - 1)
+            sizes = Sizes(size, *(sums[high] - sums[low])[:3].tolist())
+            lanes, rows = (slice(*sums[[low, high], column].tolist()) for column in (1, 3))
+            pack = partial(self._pack, tiles[low:high], counts[low:high], lanes, rows)
+            yield Bucket(sizes, torch.device("cpu"), partial(_pack, sizes, pack))
+            low = high
+
+    def _pack(self, tiles: Ints, counts: Ints, lanes: slice, rows: slice, into: Changes) -> None:
+        _put(into.tiles, tiles)
+        _put(into.counts, counts)
+        _put(into.places, self.codes[lanes] % TILE)
+        _put(into.values, self.bits[lanes])
+        numel = self._space.numel[self.tiles[rows]]
+        is_there = np.arange(TILE) < padded_numel(numel, self.bits.itemsize)[:, None]
+        _put(into.whole, self.whole[rows][is_there])
+
+    def _columns(self, part: tuple[Table, Changes]) -> tuple[Ints, Bits, Ints, Bits]:
+        """The codes and bits of a payload, and its whole tiles."""
+        table, changes = part
+        codes = np.repeat(table.tiles * TILE, table.counts) + table.places
+        tiles, column = table.tiles[table.counts == 0], unsigned(changes.whole)
+        padded = padded_numel(self._space.numel[tiles], column.itemsize)
+        if (padded == TILE).all():
+            return codes, unsigned(changes.values), tiles, column.reshape(-1, TILE)
+        rows = np.zeros((len(tiles), TILE), column.dtype)
+        rows[np.arange(TILE) < padded[:, None]] = column
+        return codes, unsigned(changes.values), tiles, rows
+
+    def _of(self, tiles: Ints, is_held: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """bool[n]: which of int64[n] tiles are of parameters that are held."""
+        found: NDArray[np.bool_] = is_held[self._space.parameter[self._space.share[tiles]]]
+        return found
+
+
+def _found(keys: NDArray[Any], wanted: NDArray[Any]) -> tuple[Ints, NDArray[np.bool_]]:
+    """int64[n]: where each of [n] numbers lies among increasing ones; bool[n]: whether it does."""
+    at = keys.searchsorted(wanted)
+    if not len(keys):
+        return at, np.zeros(len(at), np.bool_)
+    return at, keys[np.minimum(at, len(keys) - 1)] == wanted
+
+
+def _laid(keys: NDArray[Any], rows: Bits, over: NDArray[Any], new: Bits) -> tuple[Any, Bits]:
+    """Increasing keys and a row of each, with others over them."""
+    at, inside = _found(keys, over)
+    rows[at[inside]] = new[inside]
+    if inside.all():
+        return keys, rows
+    at = at[~inside]
+    return np.insert(keys, at, over[~inside]), np.insert(rows, at, new[~inside], axis=0)
+
+
+def _put(column: Tensor, numbers: NDArray[Any]) -> None:
+    """Write numbers to a column of changes."""
+    into = column.numpy()
+    into.view(f"u{into.itemsize}")[:] = numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Overlay:
+    """A parameter with other bits at some positions: of a `Live`, what decoding asks for.
+
+    Attributes:
+        flat: The parameter itself.
+        layer: The other bits.
+        begin: The code of its first element.
+    """
+
+    flat: Live
+    layer: Layer
+    begin: int
+
+    @property
+    def line(self) -> Tensor:
+        """That of the parameter itself: for its device and dtype only."""
+        return self.flat.line
+
+    @property
+    def dtype(self) -> Dtype:
+        return self.flat.dtype
+
+    @property
+    def numel(self) -> int:
+        return self.flat.numel
+
+    def held(self, start: int, stop: int) -> Tensor | None:
+        return self.flat.held(start, stop)
+
+    def keeps(self, positions: Tensor) -> Tensor | None:
+        return self.flat.keeps(positions)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        if (held := self.held(start, stop)) is not None:
+            return self.gather(held)
+        found = self.flat.read(start, stop)
+        bits = found.clone() if found.is_cpu else found.cpu()
+        if stop > start:
+            self.layer.between(self.begin + start, unsigned(bits))
+        return bits.to(found.device)
+
+    def gather(self, positions: Tensor) -> Tensor:
+        found = self.flat.gather(positions)
+        bits = found.clone() if found.is_cpu else found.cpu()
+        self.layer.at(positions.cpu().numpy() + self.begin, unsigned(bits))
+        return bits.to(found.device)
 
 
 def of_anchor(
@@ -65,113 +268,6 @@ def of_anchor(
 
 
 @dataclass(frozen=True, slots=True)
-class Overlay:
-    """A parameter with other bits at some positions: of a `Live`, what decoding asks for.
-
-    Attributes:
-        flat: The parameter itself.
-        numel: Elements of it, of which this rank may hold a part.
-        positions: Where it has other bits, increasing: int32[n], or int64[n] if they do not fit;
-            None if it has other bits everywhere.
-        bits: int[n], on the host.
-    """
-
-    flat: Live
-    numel: int
-    positions: Tensor | None
-    bits: Tensor
-
-    @classmethod
-    def over(cls, flat: Live, numel: int) -> Overlay:
-        """With its own bits everywhere."""
-        dtype = torch.int32 if numel <= MAX_SPARSE_SPAN else torch.int64
-        bits = torch.empty(0, dtype=flat.line.dtype, device="cpu")
-        return cls(flat, numel, bits.to(dtype), bits)
-
-    def then(self, runs: Sequence[Run]) -> Overlay:
-        """The same after a delta: runs on the host, in order, disjoint, none of them empty."""
-        bits = [run.bits for run in runs if run.bits is not None]
-        if sum(map(len, bits)) == self.numel:
-            return Overlay(self.flat, self.numel, None, torch.cat(bits))
-        if self.positions is None:
-            for run, one in zip(runs, bits, strict=True):
-                run.write(Flat.of(self.bits), one)
-            return self
-        before, new = self.positions, torch.cat(bits)
-        after = torch.cat([_positions(run, before.dtype) for run in runs])
-        if not len(before):
-            return Overlay(self.flat, self.numel, after, new)
-        places = torch.searchsorted(before, after)
-        is_over = before[places.clamp(max=len(before) - 1)] == after
-        is_kept = torch.ones(len(before), dtype=torch.bool, device="cpu")
-        is_kept[places[is_over]] = False
-        places += torch.arange(len(after), device="cpu") - is_over.cumsum(0) + is_over.long()
-        is_old = is_kept.new_ones(len(before) + len(after) - int(is_over.sum()))
-        is_old[places] = False
-        positions, merged = (one.new_empty(len(is_old)) for one in (before, self.bits))
-        positions[places], positions[is_old] = after, before[is_kept]
-        merged[places], merged[is_old] = new, self.bits[is_kept]
-        return Overlay(self.flat, self.numel, positions, merged)
-
-    def runs(self) -> list[Run]:
-        """What differs: dense if that is everywhere, otherwise of spans that an index can count."""
-        if self.positions is None:
-            return [Run(0, self.numel, None, self.bits)]
-        found = list[Run]()
-        for start in range(0, self.numel, MAX_SPARSE_SPAN):
-            span = min(MAX_SPARSE_SPAN, self.numel - start)
-            positions, bits = self._between(start, start + span)
-            if len(bits):
-                found.append(Run(start, span, positions.to(torch.int32), bits))
-        return found
-
-    @property
-    def line(self) -> Tensor:
-        """That of the parameter itself: for its device and dtype only."""
-        return self.flat.line
-
-    def held(self, start: int, stop: int) -> Tensor | None:
-        return self.flat.held(start, stop)
-
-    def keeps(self, positions: Tensor) -> Tensor | None:
-        return self.flat.keeps(positions)
-
-    def read(self, start: int, stop: int) -> Tensor:
-        if (held := self.held(start, stop)) is not None:
-            return self.gather(held)
-        if self.positions is None:
-            return self.bits[start:stop].to(self.line.device)
-        found, (positions, bits) = self.flat.read(start, stop).clone(), self._between(start, stop)
-        Run(0, stop - start, positions, bits).write(Flat.of(found), bits)
-        return found
-
-    def gather(self, positions: Tensor) -> Tensor:
-        wanted = positions.cpu()
-        if self.positions is None:
-            return self.bits[wanted].to(self.line.device)
-        found = self.flat.gather(positions).clone()
-        if len(self.positions):
-            places = torch.searchsorted(self.positions, wanted.to(self.positions.dtype))
-            places = places.clamp(max=len(self.positions) - 1)
-            is_over = self.positions[places] == wanted
-            found[is_over.to(found.device)] = self.bits[places[is_over]].to(found.device)
-        return found
-
-    def _between(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """(positions relative to `start`, bits) of [start, stop)."""
-        assert self.positions is not None
-        edges = torch.tensor([start, stop], dtype=self.positions.dtype, device="cpu")
-        low, high = torch.searchsorted(self.positions, edges).tolist()
-        return self.positions[low:high] - start, self.bits[low:high]
-
-
-def _positions(run: Run, dtype: torch.dtype) -> Tensor:
-    if run.indices is None:
-        return torch.arange(run.start, run.stop, dtype=dtype, device="cpu")
-    return run.indices.to(dtype) + run.start
-
-
-@dataclass(frozen=True, slots=True)
 class Stated:
     """The digest of a model that was not measured here."""
 
@@ -182,60 +278,70 @@ class Stated:
         return self.total
 
 
-@dataclass(slots=True)
 class StoredPlan:
-    """What is stored, for `one_way_frames`, once. See `delta.backend.Plan`."""
+    """What is stored, for `one_way_frames`, once. See `delta.snapshot.Plan`."""
 
-    base_version: int | None
-    sparse_bytes: int
-    dense_bytes: int
-    ledger: Stated
-    _specs: Sequence[ParameterSpec]
-    _runs: Iterable[tuple[int, Run]]
+    def __init__(
+        self, space: Space, buckets: Iterable[Bucket], *, base_version: int | None, digest: int
+    ) -> None:
+        self.space, self._buckets = space, list(buckets)
+        self.base_version, self.ledger = base_version, Stated(digest)
+        self.payload_bytes = sum(bucket.sizes.num_bytes for bucket in self._buckets)
+        self.places = sum(bucket.sizes.places for bucket in self._buckets)
 
     def buckets(self) -> Iterator[Bucket]:
         """Payloads."""
-        return buckets(iter(self._runs), whole(tuple(self._specs)), bucket_bytes=_BUCKET_BYTES)
+        return iter(self._buckets)
 
     def decided(self) -> None:
         """Nothing waits for the decision."""
 
 
-def plan_of_deltas(
-    specs: Sequence[ParameterSpec], flats: dict[int, Live], *, base_version: int, digest: int
-) -> StoredPlan:
+def plan_of_deltas(merged: Merged, *, base_version: int, digest: int) -> StoredPlan:
     """What deltas change together, as one.
 
     Args:
-        specs: The layout.
-        flats: What `merge_delta` has made.
-        base_version: What the first delta applies to.
+        merged: The deltas.
+        base_version: What the first one applies to.
         digest: State digest of the weights after the last one.
     """
-    overlays = ((n, flat) for n, flat in sorted(flats.items()) if isinstance(flat, Overlay))
-    runs, shares = [(n, run) for n, one in overlays for run in one.runs()], whole(tuple(specs))
-    sizes = [bytes_of(shares[number], run) for number, run in runs]
-    sparse, dense = (sum(column) for column in zip((0, 0), *sizes, strict=True))
-    return StoredPlan(base_version, sparse, dense, Stated(digest), specs, runs)
+    buckets = (bucket for layer in merged.layers.values() for bucket in layer.buckets())
+    return StoredPlan(merged.space, buckets, base_version=base_version, digest=digest)
 
 
-def plan_of_anchor(
-    specs: Sequence[ParameterSpec], flats: dict[int, Live], anchor: Checkpoint, *, digest: int
-) -> StoredPlan:
-    """All of these weights: an anchor, with the deltas after it. Memory: one parameter.
+def plan_of_anchor(merged: Merged, anchor: Checkpoint, *, digest: int) -> StoredPlan:
+    """All of an anchor's weights that are wanted, with the deltas after it. Memory: one payload.
 
     Args:
-        specs: The layout.
-        flats: What is wanted of the anchor, and what `merge_delta` has made of it.
+        merged: The deltas, over the anchor.
         anchor: The anchor.
         digest: State digest of the version.
     """
+    space = merged.space
+    is_held = np.isin(space.parameter, list(merged.flats))
+    buckets = list[Bucket]()
+    for section in space.sections:
+        tiles = np.arange(section.first, section.stop)
+        tiles = tiles[is_held[space.share[tiles]]]
+        step = max(1, _BUCKET_BYTES // (TILE * section.item_size + 4 * ALIGNMENT))
+        for low in range(0, len(tiles), step):
+            some = tiles[low : low + step]
+            sizes, pack = whole_sizes(space, some), partial(_pack_anchor, merged, anchor, some)
+            buckets.append(Bucket(sizes, torch.device("cpu"), partial(_pack, sizes, pack)))
+    return StoredPlan(space, buckets, base_version=None, digest=digest)
 
-    def runs() -> Iterator[tuple[int, Run]]:
-        for number, flat in sorted(flats.items()):
-            if numel := specs[number].numel:
-                yield number, Run(0, numel, None, flat.read(0, numel))
-                anchor.release()
 
-    dense_bytes = sum(specs[number].numel * specs[number].dtype.item_size for number in flats)
-    return StoredPlan(None, 0, dense_bytes, Stated(digest), specs, runs())
+def _pack_anchor(merged: Merged, anchor: Checkpoint, tiles: Ints, into: Changes) -> None:
+    _put(into.tiles, tiles)
+    for run in Table(merged.space, into).runs():
+        flat = merged.flats[int(merged.space.parameter[run.share])]
+        into.whole[run.there] = flat.read(run.start, run.stop)
+    anchor.release()
+
+
+def _pack(
+    sizes: Sizes, fill: Callable[[Changes], None], payload: Tensor, packed: Callable[[], None]
+) -> None:
+    """Write a payload, see `Bucket`."""
+    fill(Changes.of(payload.zero_(), sizes))
+    packed()

@@ -10,8 +10,8 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
-from deltasync.delta.batched.streams import own_stream
 from deltasync.delta.modes import plain_mode
+from deltasync.delta.streams import own_stream
 from deltasync.errors import (
     CallOrderError,
     DeltaSyncError,
@@ -324,7 +324,7 @@ class StoreReceiver(BaseReceiver):
         self._layout_hash = self._current = None
         self._weights.bind(run.layout(layout_hash), lanes=1, is_alone=self._world == 1)
         self._layout_hash = layout_hash
-        self._stream = own_stream(self._weights.backend.device, self._stream)
+        self._stream = own_stream(self._weights.live.device, self._stream)
 
     def _holds(self, published: Published) -> bool:
         """Whether the weights are a version: by what was committed here, or by digest."""
@@ -344,8 +344,8 @@ class StoreReceiver(BaseReceiver):
 
     def _take(self, route: Route, folders: list[Path]) -> None:
         """Stage what was fetched; if it has to be written in place, only begin."""
-        backend = self._weights.backend
-        frames = frames_along(route, folders, backend.ledger.specs, backend.flats)
+        live = self._weights.live
+        frames = frames_along(route, folders, live.specs, live.flats)
         sync = StoredSync(route, frames)
         with self._lock, self._stream.entered() if self._stream else nullcontext():
             self._check_attached()

@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
-from typing import Literal
+from typing import Literal, cast
 
-import numpy as np
-
-from deltasync.delta.snapshot import Delta
 from deltasync.delta.coding import Coding
-from deltasync.delta.digests import DigestLedger, Ints, digest_text
-from deltasync.delta.host.backend import DeltaPlan
+from deltasync.delta.ledger import Ledger, digest_text
 from deltasync.delta.modes import plain_mode
-from deltasync.errors import (
-    DigestMismatch,
-    ObjectDamaged,
-    StoreError,
-    StoreRefused,
-    SyncAborted,
-)
+from deltasync.delta.snapshot import Delta
+from deltasync.errors import DigestMismatch, ObjectDamaged, StoreError, StoreRefused
 from deltasync.files.frame_file import put_frames
 from deltasync.store import keys
 from deltasync.store.anchors import PublishOptions, write_anchor
@@ -187,9 +178,8 @@ class StoreSender:
                 was not published; the next call covers it.
             WriterConflict: Another writer publishes to this run. This object is of no more use.
             ConfigError: The store has a run of another `stream_id`.
-            SourceChanged: The source is no longer the same model; make a new StoreSender.
-            SyncAborted: The source changed during the call. The version was not published; the next
-                call covers it.
+            SourceChanged: The source is no longer the same model: make a new StoreSender. Or it
+                changed during the call: the version was not published, the next call covers it.
         """
         began = time.perf_counter()
         with (
@@ -224,7 +214,9 @@ class StoreSender:
         delta = self._weights.delta(head.version)
         compared = time.perf_counter()
         way = self._write_delta(delta)
-        changed = _digests_of(delta.ledger, delta.changed)
+        after = cast("Ledger", delta.ledger)
+        numbers = after.changed_since(self._weights.snapshot.ledger)
+        changed = _digests_of(after, sorted(numbers))
         published = self._commit(way, delta=delta, nnz=delta.nnz, changed=changed)
         anchor, postponed = self._write_due_anchor(published)
         return self._stats(
@@ -255,7 +247,6 @@ class StoreSender:
                     "a folder with space"
                 ) from error
             self._weights.release()
-            self._check_still(delta)
             self._writer.put_layout(self._layout)
 
             def pieces() -> Iterator[bytes]:  # once more, if the store fails
@@ -265,19 +256,6 @@ class StoreSender:
             num_bytes, sha256 = objects.write(key, pieces)
         file = StoredFile(key=key, bytes=num_bytes, sha256=sha256)
         return Way(kind="delta", files=(file,))
-
-    def _check_still(self, delta: Delta) -> None:
-        """Raise SyncAborted if what was packed is not what its digests say.
-
-        The host reads some of it twice. Kernels pack and digest what they have read once, so what
-        they publish is always what its digests say.
-        """
-        if isinstance(delta, DeltaPlan) and (moved := delta.moved()).size:
-            name, version = self._layout.specs[int(moved[0])].name, self._writer.next_version
-            raise SyncAborted(
-                f"v{version} was not published, as the source changed meanwhile: {name!r} and "
-                f"{len(moved) - 1} more. Let nothing write it during `publish`, and publish again"
-            )
 
     def _begin(self, began: float) -> PublishStats:
         """The first version from here: what the store has, or an anchor."""
@@ -289,11 +267,11 @@ class StoreSender:
         if head is not None and not self._is_damaged and self._is_same(head):
             self._holds_head = True
             return self._stats(head, "unchanged", began, compared)
-        ledger, snapshot = self._weights.digests, self._weights.snapshot
+        snapshot = self._weights.snapshot
         if self._is_damaged:
-            snapshot.ledger.sums[:] = snapshot.measure(np.arange(len(snapshot.ledger.sums)))
-        way = self._write_anchor(self._writer.next_version, ledger.total)
-        changed = _digests_of(ledger, np.arange(len(self._layout.specs)))
+            snapshot.measure_again()
+        way = self._write_anchor(self._writer.next_version, snapshot.ledger.total)
+        changed = _digests_of(snapshot.ledger, range(len(self._layout.specs)))
         published = self._commit(way, delta=None, nnz=self._layout.numel, changed=changed)
         return self._stats(published, "anchor", began, compared, anchor_bytes=way.num_bytes)
 
@@ -357,12 +335,11 @@ class StoreSender:
     def _write_anchor(self, version: int, digest: int) -> Way:
         """Write the objects of an anchor. Raises as `write_anchor`."""
         self._writer.put_layout(self._layout)
-        flats = self._weights.snapshot.flats
         return write_anchor(
             self._writer.run.objects,
             version,
             self._layout.specs,
-            lambda parameter, start, stop: flats[parameter].read(start, stop),
+            self._weights.snapshot.read,
             max_file_bytes=self.publishing.anchor_file_bytes,
             digest=digest,
         )
@@ -434,8 +411,7 @@ def _weights_of(source: WeightSource | LocalWeights, options: SenderOptions | No
     return local_weights(source, options)
 
 
-def _digests_of(ledger: object, numbers: Ints) -> Changed:
+def _digests_of(ledger: Ledger, numbers: Iterable[int]) -> Changed:
     """(number, digest) of these parameters."""
-    assert isinstance(ledger, DigestLedger)
-    digests = ledger.by_parameter()
-    return [(int(number), digest_text(int(digests[number]))) for number in numbers]
+    digests = ledger.by_share()  # all of each, in the order of the layout
+    return [(number, digest_text(int(digests[number]))) for number in numbers]

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from deltasync.delta.ledger import digest_text
 from deltasync.errors import DigestMismatch, ProtocolViolation
 from deltasync.store.catalogue import Published
@@ -20,10 +18,10 @@ from deltasync.wire.frame import MAX_PAYLOAD_BYTES, decode
 
 def is_version(weights: BoundWeights, published: Published) -> bool:
     """Whether weights are all there, and are a version by their digest."""
-    flats, ledger = weights.backend.flats, weights.backend.ledger
-    is_whole = len(flats) == len(ledger.specs)
-    is_whole &= all(flat.held(0, 0) is None for flat in flats.values())
-    return is_whole and ledger.total == int(published.manifest.digest, 16)
+    live = weights.live
+    is_whole = len(live.flats) == len(live.space.given)
+    is_whole &= all(flat.held(0, 0) is None for flat in live.flats.values())
+    return is_whole and live.ledger.total == int(published.manifest.digest, 16)
 
 
 @dataclass(slots=True)
@@ -33,7 +31,7 @@ class StoredSync:
     Attributes:
         route: The way that was taken.
         frames: What was not taken yet.
-        reached: Numbers of the parameters that rows have come for.
+        reached: Numbers of the parameters that something has come for.
     """
 
     route: Route
@@ -54,8 +52,8 @@ class StoredSync:
                 weights.begin(message)
             case messages.Bucket():
                 session.on(message)
-                rows = weights.stage(message, frame.payload, 0, progress=lambda: None)
-                self.reached.update(np.unique(rows.rows["parameter"]).tolist())
+                received = weights.stage(message, frame.payload, 0, progress=lambda: None)
+                self.reached.update(received.parameters.tolist())
             case messages.Prepare():
                 session.on(message)
             case _:
@@ -70,7 +68,7 @@ def join(
     layout = messages.Layout(
         stream_id=published.manifest.run,
         version=published.version,
-        parameters=messages.entries(weights.backend.ledger.specs),
+        parameters=messages.entries(weights.live.specs),
         digest=published.manifest.digest,
     )
     session.on(layout)
@@ -93,7 +91,7 @@ def check_digests(route: Route, weights: BoundWeights, reached: Set[int]) -> Non
     Args:
         route: The way that was taken.
         weights: With all of it staged.
-        reached: Numbers of the parameters that rows have come for.
+        reached: Numbers of the parameters that something has come for.
 
     Raises:
         DigestMismatch: Something is missing, or would be wrong.
@@ -101,17 +99,18 @@ def check_digests(route: Route, weights: BoundWeights, reached: Set[int]) -> Non
     """
     digest, _ = weights.predict()
     assert weights.staging is not None
-    manifest, ledger, flats = route.target.manifest, weights.staging.ledger, weights.backend.flats
-    found, parts = ledger.by_parameter(), {n for n, f in flats.items() if f.held(0, 0) is not None}
-    if len(flats) == len(ledger.specs) and not parts:
+    manifest, flats, specs = route.target.manifest, weights.live.flats, weights.live.specs
+    parts = {number for number, flat in flats.items() if flat.held(0, 0) is not None}
+    if len(flats) == len(specs) and not parts:
         if digest_text(digest) != manifest.digest:
             raise DigestMismatch(
                 f"v{manifest.version} would have digest {digest_text(digest)}, its manifest says "
                 f"{manifest.digest}: a part of it is missing or wrong"
             )
         return
+    found = weights.staging.ledger.by_share()  # in the order of the layout
     for number, text in changed_along(route).items():
-        name = ledger.specs[number].name if number < len(ledger.specs) else number
+        name = specs[number].name if number < len(specs) else number
         if number in parts and number not in reached:
             raise DigestMismatch(f"v{manifest.version} changes {name}, and brings no bytes for it")
         if number in flats and number not in parts and int(found[number]) != int(text, 16):

@@ -8,9 +8,9 @@ from typing import Literal
 
 from pydantic import Field
 
+from deltasync.delta.choice import Kernels
 from deltasync.delta.coding import Coding
 from deltasync.delta.options import OptionsModel
-from deltasync.delta.choice import Kernels
 from deltasync.delta.snapshot import MIN_BUCKET_BYTES
 from deltasync.errors import ConfigError
 from deltasync.transports.control.connection import LONGEST_S
@@ -24,7 +24,7 @@ class SenderOptions(OptionsModel):
     bucket_bytes: int | None = Field(
         default=None,
         ge=MIN_BUCKET_BYTES,
-        description="largest payload; None for 64 MiB, on GPUs 256 MiB: there each one costs about "
+        description="largest payload, if one tile takes no more; None for 64 MiB, on GPUs 256 MiB: there each one costs about "
         "a millisecond of waiting for each other",
     )
     max_inflight_bytes: int | None = Field(

@@ -10,9 +10,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 
 from torch import Tensor
 
-from deltasync.delta.streams import own_stream
 from deltasync.delta.ledger import digest_text
 from deltasync.delta.modes import plain_mode
+from deltasync.delta.streams import own_stream
 from deltasync.errors import (
     CallOrderError,
     PeerLost,

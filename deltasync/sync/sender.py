@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
-from deltasync.delta.snapshot import Plan
 from deltasync.delta.modes import plain_mode
+from deltasync.delta.snapshot import Plan
 from deltasync.errors import ConfigError, SyncAborted, WireError
 from deltasync.sync.arguments import (
     check_coding,

@@ -14,8 +14,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from deltasync.delta.snapshot import Delta
 from deltasync.delta.coding import Coding
+from deltasync.delta.snapshot import Delta
 from deltasync.delta.tiles import Ints
 from deltasync.errors import NoReceivers, SyncAborted, TransportTimeout
 from deltasync.sync.events import Phase, SyncEvent

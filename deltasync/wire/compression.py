@@ -12,7 +12,7 @@ import zstandard
 
 from deltasync.errors import LimitExceeded, TruncatedFrame, UnknownCodec, WireError
 
-Compression = Literal["none", "zstd", "gap"]
+Compression = Literal["none", "zstd", "gap", "class"]
 """Of a payload that travels. Codecs of changes are in `delta`."""
 
 

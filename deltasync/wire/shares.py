@@ -1,6 +1,6 @@
 """What a rank of a trainer sends, as a table: the payload of `Shares`.
 
-docs/wire-format.md, section 4. A share is elements of a parameter: a run, or rows of one length that
+docs/wire-format.md, section 6. A share is elements of a parameter: a run, or rows of one length that
 are equally far apart.
 """
 

@@ -1,30 +1,24 @@
-"""What one end finds the other writes, on torch's operations and on kernels; nothing is lost."""
+"""What one end finds the other writes, whatever came before; nothing is lost, nor kept too long."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from deltasync import dtypes
-from deltasync.delta.backend import Kernels, Plan
-from deltasync.delta.batched.backend import BatchedBackend
 from deltasync.delta.bits import as_bits
-from deltasync.delta.digests import DigestLedger
-from deltasync.delta.host import backend, small
-from deltasync.delta.host.backend import DeltaPlan, HostBackend
-from deltasync.delta.policy import Policy
-from deltasync.delta.shard import ShardSpec, share_out
-from deltasync.errors import DigestMismatch
+from deltasync.delta.ledger import Ledger
+from deltasync.delta.shard import share_out
+from deltasync.delta.snapshot import MIN_BUCKET_BYTES, DeltaPlan, Plan
+from deltasync.errors import DigestMismatch, LimitExceeded, SourceChanged
+from deltasync.wire.changes import TILE
 from deltasync.wire.digest import MASK
 from tests.delta.ends import (
-    DEVICE,
     Model,
     Rank,
     Receiver,
@@ -32,34 +26,23 @@ from tests.delta.ends import (
     as_sent,
     copies,
     equal,
+    packed,
     parts,
     sole,
+    staged,
 )
 from tests.delta.shards import placements
 from tests.worlds import strategies as own
 from tests.worlds.bits import specs_of
 
-few = settings(max_examples=10 if DEVICE.type == "cpu" else 200)
-sizes = st.integers(256, 270) | st.sampled_from([700, 1 << 20])
-room = st.sampled_from([0, 60, 1 << 30])
-models = own.models().filter(lambda model: any(t.numel() for t in model.values()))
-
-
+BUCKETS = st.sampled_from([MIN_BUCKET_BYTES, 3 * MIN_BUCKET_BYTES, 1 << 20])
+ROOM = st.sampled_from([0, 200, 50_000, 1 << 30])
+CODINGS = st.sampled_from(["none", "zstd", "gap"])
+LARGE = st.sampled_from([(TILE,), (TILE + 1,), (3, 3000), (2, 5, 1700), (65, 4100)])
+"""Of several tiles; the last one of two chunks."""
+MODELS = own.models() | own.models(max_parameters=2, shapes=LARGE)
 WIRE = {"float32": "bfloat16", "float64": "float32"}
 """Masters, and what is sent of them."""
-POLICIES = [
-    Policy(chunk_numel=numel, dense_above=share) for numel, share in ((8, 0.5), (5, 0.0), (16, 1.0))
-]
-
-
-@contextmanager
-def side_by_side(most: int, together: int) -> Iterator[None]:
-    """Parameters of up to so many elements are compared together, however few there are."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "_MANY", 0)
-        patch.setattr(small, "SMALL", most)
-        patch.setattr(small, "_TOGETHER", together)
-        yield
 
 
 def check_sync(
@@ -69,7 +52,6 @@ def check_sync(
     data: st.DataObject,
     *,
     bucket_bytes: int,
-    may_undo: bool,
     is_elsewhere: bool,
 ) -> bool:
     """Stage, commit and perhaps undo what ranks send. Returns whether it was written for good."""
@@ -77,41 +59,46 @@ def check_sync(
     staging = receiver.stage(
         plans,
         in_place=in_place,
+        coding=data.draw(CODINGS),
         bucket_bytes=bucket_bytes,
         writing=lambda: said.append(bool(said) or equal(receiver.live, before)),
     )
     assert all(said)
     if not said:
         assert equal(receiver.live, before)
-    if is_elsewhere and receiver.kernels == "torch":
-        assert not said
+    assert not (is_elsewhere and said)
     assert np.array_equal(staging.ledger.sums, receiver.expected(wanted))
     assert staging.commit() == staging.ledger.total
     assert equal(receiver.live, wanted)
+    assert np.array_equal(receiver.measured(), staging.ledger.sums)
     if in_place:
         with pytest.raises(DigestMismatch):
             staging.undo()
     else:
         assert not said
-        if may_undo and data.draw(st.booleans(), label="undo"):
+        if data.draw(st.booleans(), label="undo"):
             staging.undo()
             assert equal(receiver.live, before)
-            assert np.array_equal(receiver.measured(), receiver.backend.ledger.sums)
+            assert np.array_equal(receiver.measured(), receiver.weights.ledger.sums)
             return False
-    receiver.backend.ledger = staging.ledger
+    receiver.weights.ledger = staging.ledger
     return True
 
 
 def changed_by(plans: list[Plan]) -> set[int]:
     """Numbers of the layout's parameters that ranks send some of."""
     deltas = [plan for plan in plans if isinstance(plan, DeltaPlan)]
-    return {number for one in deltas for number in one.ledger.numbers[one.changed].tolist()}
+    return {one.space.given[share].number for one in deltas for share in one.changed.tolist()}
 
 
-def check_history(model: Model, data: st.DataObject, kernels: Kernels) -> None:
+@pytest.mark.promise("All or nothing", "Staging writes nothing.")
+@pytest.mark.promise("All or nothing", "A failed sync loses nothing: the next one covers both.")
+@given(model=MODELS.filter(lambda model: any(t.numel() for t in model.values())), data=st.data())
+def test_any_history_of_syncs_and_aborts_ends_bit_equal(model: Model, data: st.DataObject) -> None:
     """Deltas, full syncs, and aborted and undone ones, of masters that ranks hold parts of.
 
-    Both ends cut parameters into different chunks; the receiver may hold some of them.
+    The receiver may hold some of them. In place, an engine is told before the first write, and only
+    then.
     """
     specs = specs_of(model)
     if data.draw(st.booleans(), label="masters"):
@@ -126,35 +113,32 @@ def check_history(model: Model, data: st.DataObject, kernels: Kernels) -> None:
         split_above=data.draw(st.sampled_from([0, 1 << 20])),
     )
     boxes = [one for one in boxes if any(box.numel for box in one.values())]
-    layout, policy = data.draw(own.LAYOUTS), data.draw(st.sampled_from(POLICIES))
-    ranks = [Rank(specs, one, copies(parts(model, one), layout), kernels, policy) for one in boxes]
+    layout = data.draw(own.LAYOUTS)
+    ranks = [Rank(specs, one, copies(parts(model, one), layout)) for one in boxes]
     some = st.sets(
         st.sampled_from([n for n, t in enumerate(model.values()) if t.numel()]), min_size=1
     )
     receiver = Receiver(
         as_sent(model, specs),
-        kernels,
-        chunk_numel=data.draw(st.sampled_from([1, 5, 16, 1000])),
         layout=data.draw(own.LAYOUTS),
         held=data.draw(st.none() | some, label="held"),
     )
-    assert np.array_equal(receiver.measured(), receiver.backend.ledger.sums)
     kinds = st.sampled_from(["delta", "full"]) | st.integers(0, 6)
     for kind in [*data.draw(st.lists(kinds, max_size=3), label="syncs"), "delta"]:
         model = {name: data.draw(own.mutations(tensor)) for name, tensor in model.items()}
-        other, limits = data.draw(st.sampled_from(POLICIES)), (data.draw(room), data.draw(sizes))
+        room, bucket_bytes = data.draw(ROOM), data.draw(BUCKETS)
         for rank, one in zip(ranks, boxes, strict=True):
             rank.write(parts(model, one))
             if kind == "full":
                 rank.snapshot.capture(rank.readers)
         if isinstance(kind, int):
             for rank in ranks:
-                aborted(rank.delta(*limits, policy=other), kind)
+                aborted(rank.delta(room, bucket_bytes), kind)
             continue
-        plans = [
-            rank.snapshot.full(bucket_bytes=limits[1])
+        plans: list[Plan] = [
+            rank.snapshot.full(bucket_bytes=bucket_bytes)
             if kind == "full"
-            else rank.delta(*limits, policy=other)
+            else rank.delta(room, bucket_bytes)
             for rank in ranks
         ]
         sent = as_sent(model, specs)
@@ -167,92 +151,51 @@ def check_history(model: Model, data: st.DataObject, kernels: Kernels) -> None:
             plans,
             wanted,
             data,
-            bucket_bytes=limits[1],
-            may_undo=kind != "full",
+            bucket_bytes=bucket_bytes,
             is_elsewhere=kind == "delta" and not {*receiver.held} & changed_by(plans),
         )
         if len(receiver.held) == len(model):
             total = sum(plan.ledger.total for plan in plans) & MASK
             assert total == int(receiver.expected(wanted).sum()) & MASK
         for rank, plan in zip(ranks, plans, strict=True):
-            assert isinstance(plan.ledger, DigestLedger)
+            assert isinstance(plan.ledger, Ledger)
             assert np.array_equal(plan.ledger.sums, rank.measured())
-            if is_final:
+            if is_final or kind == "full":
                 plan.decided()
+        if not is_final and kind == "full":  # receivers are brought there by the next full sync
+            assert receiver.sync([rank.snapshot.full(bucket_bytes=1 << 20) for rank in ranks])
     for rank in ranks if is_final else ():
         assert np.array_equal(rank.measured(), rank.snapshot.ledger.sums)
         assert not rank.delta().nnz
 
 
-@pytest.mark.promise("All or nothing", "Staging writes nothing.")
-@pytest.mark.promise("All or nothing", "A failed sync loses nothing: the next one covers both.")
-@given(model=models, data=st.data())
-def test_any_history_of_syncs_and_aborts_ends_bit_equal(model: Model, data: st.DataObject) -> None:
-    """In place, an engine is told before the first write, and only then."""
-    with ExitStack() as stack:
-        if data.draw(st.booleans(), label="small ones side by side"):
-            most, together = data.draw(
-                st.sampled_from([(8, 50), (1 << 12, 50), (1 << 12, 1 << 15)])
-            )
-            stack.enter_context(side_by_side(most, together))
-        check_history(model, data, "torch")
-
-
-@few
-@given(model=models, data=st.data())
-def test_any_history_on_kernels_ends_bit_equal(model: Model, data: st.DataObject) -> None:
-    check_history(model, data, "triton")
-
-
-@st.composite
-def far_boxes(draw: st.DrawFn) -> ShardSpec:
-    """At most 100 elements of a tensor that may be larger than any memory, but has strides."""
-    rests = st.sampled_from([0, 1, 2, 1 << 20, 1 << 30, 1 << 31])
-    dims = draw(
-        st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5), rests), max_size=4).filter(
-            lambda dims: np.prod([float(max(1, sum(dim))) for dim in dims]) < 1 << 62
-        )
-    )
-    offset, size = (tuple(one[n] for one in dims) for n in (0, 1))
-    if np.prod(size) > 100:
-        return ShardSpec((20, 8), (0, 2), (20, 4))
-    return ShardSpec(tuple(map(sum, dims)), offset, size)
-
-
-@few
-@given(
-    boxes=st.lists(far_boxes(), min_size=1, max_size=3),
-    data=st.data(),
-    chunk_numel=st.sampled_from([4, 80]),
-    max_held=room,
-)
-def test_kernels_find_what_torch_finds(
-    boxes: list[ShardSpec], data: st.DataObject, chunk_numel: int, max_held: int
-) -> None:
-    """The same elements, sparse and dense, however large the tensors are of which they are."""
-    drawn = [data.draw(own.tensors(shapes=st.just(box.size))) for box in boxes]
-    model = {f"{number}": tensor for number, tensor in enumerate(drawn)}
-    specs = [
-        replace(spec, shape=box.shape) for spec, box in zip(specs_of(model), boxes, strict=True)
-    ]
-    held = dict(zip(model, boxes, strict=True))
-    policy = Policy(chunk_numel=chunk_numel, dense_above=0.4)
-    both: list[Kernels] = ["torch", "triton"]
-    ranks = [Rank(specs, held, model, kernels, policy) for kernels in both]
-    assert [type(rank.snapshot) for rank in ranks] == [HostBackend, BatchedBackend]
+@given(model=MODELS, data=st.data())
+def test_what_a_plan_says_is_what_differs(model: Model, data: st.DataObject) -> None:
+    """A tile goes whole exactly where places and values would take more, or it was ahead."""
+    sender, before = sole(model), copies(model)
     new = {name: data.draw(own.mutations(tensor)) for name, tensor in model.items()}
-    for rank in ranks:
-        rank.write(new)
-    plans = [rank.delta(max_held, 512) for rank in ranks]
-    plain, batched = ((p.sparse_bytes, p.dense_bytes, p.nnz, p.changed.tolist()) for p in plans)
-    assert plain == batched
-    for rank, plan in zip(ranks, plans, strict=True):
-        aborted(plan, 1 << 20)
-        assert isinstance(plan.ledger, DigestLedger)
-        assert np.array_equal(plan.ledger.sums, rank.measured())
-        plan.decided()
-        assert np.array_equal(rank.snapshot.ledger.sums, rank.measured())
-        assert not rank.delta().nnz
+    sender.write(new)
+    plan = sender.delta(data.draw(ROOM), data.draw(BUCKETS))
+    masks = [(as_bits(new[name]) != as_bits(old)).reshape(-1) for name, old in before.items()]
+    counts = [int(mask.sum()) for mask in masks]
+    assert plan.nnz == sum(counts)
+    assert plan.changed.tolist() == [n for n, count in enumerate(counts) if count]
+    assert plan.counts().tolist() == [count for count in counts if count]
+    expected = list[tuple[int, int, int]]()
+    for number in plan.space.order.tolist():
+        size = before[list(before)[number]].element_size()
+        for tile in torch.split(masks[number], TILE) if counts[number] else ():
+            count = int(tile.sum())
+            is_whole = count * (2 + size) > len(tile) * size
+            expected += [(0 if is_whole else count, len(tile) * size, size)] if count else []
+    sizes = [bucket.sizes for bucket in plan.buckets()]
+    assert sum(one.tiles for one in sizes) == len(expected)
+    assert plan.places == sum(one.places for one in sizes) == sum(n for n, _, _ in expected)
+    whole = sum(-(-num_bytes // 16) * 16 for n, num_bytes, _ in expected if not n)
+    assert sum(one.whole * one.item_size for one in sizes) == whole
+    assert plan.payload_bytes == sum(one.num_bytes for one in sizes)
+    dense = sum(t.nbytes for t in model.values())
+    assert plan.payload_bytes <= dense + len(plan.space) * (6 + 5 * 16)
 
 
 # Memory, and what is sent again
@@ -260,7 +203,7 @@ def test_kernels_find_what_torch_finds(
 
 def changed_ends() -> tuple[Rank, Model]:
     """Three parameters; of the first two, one element in ten was changed."""
-    model = {f"w{n}": torch.zeros(100, dtype=torch.int16) for n in range(3)}
+    model = {f"w{n}": torch.zeros(20 * TILE, dtype=torch.int16) for n in range(3)}
     sender = sole(model)
     sender.held["w0"][::10] = 1
     sender.held["w1"][::10] = 2
@@ -273,10 +216,13 @@ def changed_ends() -> tuple[Rank, Model]:
 )
 def test_held_bytes_are_bounded_and_the_rest_is_found_again() -> None:
     sender, _ = changed_ends()
-    whole = sender.delta(1 << 30)
-    assert (whole.held_bytes, whole.sparse_bytes, whole.nnz) == (120, 120, 20)
-    delta = sender.delta(119)
-    assert (delta.held_bytes, delta.sparse_bytes, delta.nnz) == (60, 120, 20)
+    whole = sender.delta(1 << 30, MIN_BUCKET_BYTES)
+    assert whole.held_bytes == whole.payload_bytes
+    delta = sender.delta(whole.payload_bytes - 1, MIN_BUCKET_BYTES)
+    assert 0 < delta.held_bytes < whole.payload_bytes
+    assert (delta.payload_bytes, delta.nnz) == (whole.payload_bytes, whole.nnz)
+    for plan in (whole, delta):
+        aborted(plan, 1 << 20)
     assert delta.ledger.total == whole.ledger.total
 
 
@@ -285,21 +231,92 @@ def test_held_bytes_are_bounded_and_the_rest_is_found_again() -> None:
     "Runs that are not held before the decision are read from the source, and sent again "
     "after an abort.",
 )
-@pytest.mark.parametrize("max_held", [60, 1 << 30])
-@pytest.mark.parametrize("together", [False, True])
-def test_what_was_written_ahead_is_sent_again_after_an_abort(max_held: int, together: bool) -> None:
-    """Whole parameters, and no others: w0 is held, and w1 only with more room, or if dense."""
-    with side_by_side(1 << 12, 1 << 15) if together else nullcontext():
-        sender, model = changed_ends()
-        sender.held["w2"].fill_(3)
-        receiver = Receiver(model)
-        aborted(sender.delta(max_held), 1 << 20)
-        sender.held["w1"].zero_()  # back to what receivers hold
-        plan = sender.delta(max_held)
-        assert isinstance(plan, DeltaPlan)
-        ahead = [change.parameter for change in plan.changes if change.dense_bytes]
-        assert ahead == ([1, 2] if max_held == 60 else [2])
-        assert receiver.sync([plan]) == plan.ledger.total
-        plan.decided()
+@pytest.mark.parametrize("room", [0, 50_000, 1 << 30])
+def test_what_was_written_ahead_is_sent_again_after_an_abort(room: int) -> None:
+    """Whole tiles, and no others."""
+    sender, model = changed_ends()
+    sender.held["w2"].fill_(3)
+    receiver, first = Receiver(model), sender.delta(room, MIN_BUCKET_BYTES)
+    aborted(first, 1 << 20)
+    sender.held["w1"].zero_()  # back to what receivers hold
+    plan = sender.delta(room, MIN_BUCKET_BYTES)
+    tiles = sum(bucket.sizes.tiles for bucket in plan.buckets())
+    assert tiles == {0: 60, 50_000: 60, 1 << 30: 40}[room]
+    assert receiver.sync([plan]) == plan.ledger.total
+    plan.decided()
     assert equal(receiver.live, sender.held)
-    assert as_bits(receiver.live["w0"]).sum() == 10
+    assert not sender.delta().nnz
+    assert not list(sender.delta().buckets())
+
+
+def test_a_source_that_changes_while_it_is_sent_is_an_error_and_loses_nothing() -> None:
+    sender, model = changed_ends()
+    plan = sender.delta(0)
+    sender.held["w0"][5] = 7
+    with pytest.raises(SourceChanged, match="while it was sent"):
+        aborted(plan, 1)
+    receiver, again = Receiver(model), sender.delta()
+    assert receiver.sync([again]) == again.ledger.total
+    assert equal(receiver.live, sender.held)
+
+
+class Stop(BaseException):
+    """What no code expects: as if somebody had pressed Ctrl-C."""
+
+
+@pytest.mark.parametrize("broken", ["overwritten", "advance", "advance_whole", "advance_lanes"])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_snapshot_that_is_ahead_when_packing_breaks_off_is_known_to_be(
+    broken: str, is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, model = changed_ends()
+    sender.held["w2"].fill_(3)
+    snapshot = sender.snapshot
+    of = snapshot if broken == "overwritten" else snapshot._detector
+    inner = getattr(of, broken)
+
+    def stopping(*args: object) -> None:
+        if is_late:
+            inner(*args)
+        raise Stop
+
+    with monkeypatch.context() as patch:
+        patch.setattr(of, broken, stopping)
+        with pytest.raises(Stop):
+            aborted(sender.delta(0, MIN_BUCKET_BYTES), 1)
+    receiver, plan = Receiver(model), sender.delta()
+    assert receiver.sync([plan]) == plan.ledger.total
+    plan.decided()
+    assert equal(receiver.live, sender.held)
+    assert np.array_equal(snapshot.ledger.sums, sender.measured())
+
+
+@given(model=own.models(), data=st.data(), lie=st.integers(1, 1 << 20))
+def test_a_sync_larger_than_declared_is_refused_before_any_write(
+    model: Model, data: st.DataObject, lie: int
+) -> None:
+    sender, receiver = sole(model), Receiver(model)
+    sender.write({name: data.draw(own.mutations(tensor)) for name, tensor in model.items()})
+    plan, before = sender.delta(), copies(receiver.live)
+    if plan.nnz:
+        name = data.draw(
+            st.sampled_from(["payload_bytes", "places"] if plan.places else ["payload_bytes"])
+        )
+        setattr(plan, name, max(0, getattr(plan, name) - lie))
+        with pytest.raises(LimitExceeded, match="larger than its begin"):
+            staged(receiver.weights, [plan])
+    assert equal(receiver.live, before)
+
+
+def test_padding_is_zero() -> None:
+    model = {"a": torch.zeros(5, dtype=torch.int16), "b": torch.zeros(9, dtype=torch.int16)}
+    sender = sole(model)
+    sender.held["a"].fill_(-1)
+    sender.held["b"][7] = -1
+    [bucket] = sender.delta().buckets()
+    payload, _ = packed(bucket)
+    columns = [8, 4, 2, 2, 10]
+    assert [begin for begin, _ in bucket.sizes.columns] == [0, 16, 32, 48, 64]
+    for n, length in enumerate(columns):
+        assert not payload[16 * n + length : 16 * n + 16].any()
+    assert int((payload[64:] == 255).sum()) == 10

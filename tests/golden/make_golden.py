@@ -1,26 +1,24 @@
 """Writes the golden bytes of one format version: `python -m tests.golden.make_golden`.
 
-They are made from the plain references in tests/wire (reference.py, coded_reference.py) and the
-tables below and in coded.py, never from the package that they test. Files that exist are never
-overwritten: a change of the bytes takes a new format version and with it a new folder. Files that
-are missing are added.
+They are made from the plain reference (tests/wire/reference.py) and the tables below, never from
+the package that they test. Files that exist are never overwritten: a change of the bytes takes a
+new format version and with it a new folder. Files that are missing are added.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import struct
 import sys
 from pathlib import Path
 from typing import Any
 
 import zstandard
 
-from tests.golden import coded
 from tests.wire import reference
+from tests.wire.reference import Tile
 
-FOLDER = Path(__file__).parent / "v1"
+FOLDER = Path(__file__).parent / "v2"
 
 PARAMETERS: list[Any] = [
     [["embed.weight", "head.weight"], [16, 8], 16],
@@ -43,7 +41,7 @@ MESSAGES: dict[str, dict[str, Any]] = {
         "engine": "engine-0",
         "rank": 1,
         "world": 2,
-        "format_versions": [1],
+        "format_versions": [2],
         "stream_id": None,
         "version": None,
         "connection": None,
@@ -67,7 +65,7 @@ MESSAGES: dict[str, dict[str, Any]] = {
         "engine": "engine-0",
         "rank": 0,
         "world": 1,
-        "format_versions": [1],
+        "format_versions": [2],
         "stream_id": None,
         "version": None,
         "connection": CONNECTION,
@@ -103,8 +101,8 @@ MESSAGES: dict[str, dict[str, Any]] = {
         "version": 8,
         "base_version": 7,
         "layout_hash": LAYOUT_HASH,
-        "sparse_bytes": 120,
-        "dense_bytes": 0,
+        "payload_bytes": 120,
+        "places": 12,
         "timeout_s": 60.0,
     },
     "begin-full": {
@@ -113,8 +111,8 @@ MESSAGES: dict[str, dict[str, Any]] = {
         "version": 8,
         "base_version": None,
         "layout_hash": LAYOUT_HASH,
-        "sparse_bytes": 0,
-        "dense_bytes": 9223372036854775807,
+        "payload_bytes": 9223372036854775807,
+        "places": 0,
         "timeout_s": 0.5,
     },
     "attempt": {"kind": "attempt", "number": 4},
@@ -135,55 +133,65 @@ MESSAGES: dict[str, dict[str, Any]] = {
 }
 """Members in the order of the bytes."""
 
-Row = tuple[int, int, int, list[int] | None, str, list[int]]
-"""Parameter, start, span, indices or None when dense, struct letter of a value, values."""
+SHARES = [(0, 0, 2, 4, 8), (0, 20, 1, 8, 8), (3, 5, 1, 50, 50), (4, 1, 2, 1, 2)]
+"""Parameter, start, rows, columns and stride of what a rank sends."""
 
-SPARSE: list[Row] = [(0, 0, 128, [0, 5, 127], "H", [0x8000, 0x7FC1, 0x3F80])]
-MIXED: list[Row] = [
-    (0, 0, 128, [1, 2, 3, 64, 127], "H", [0xFFFF, 0x0000, 0x8000, 0x0001, 0x7F80]),
-    (1, 0, 1, [0], "I", [0x80000000]),
-    (3, 0, 64, [7, 8, 63], "B", [1, 0, 1]),
-    (4, 0, 4, [3], "Q", [0xFEDCBA9876543210]),
-    (5, 0, 40, [0, 39], "B", [0x00, 0xFF]),
+CHANGED: list[Any] = [
+    [["layer.weight"], [30, 301], 16],
+    [["bias"], [120], 18],
+    [["codes"], [12, 16], 3],
+    [["ids"], [5], 6],
 ]
-CHUNKED: list[Row] = [
-    (0, 8, 32, [0, 31], "H", [0x1234, 0x5678]),
-    (0, 40, 8, None, "H", list(range(0x3F00, 0x3F08))),
-    (0, 96, 32, [16], "H", [0xABCD]),
-]
-DENSE: list[Row] = [
-    (1, 0, 1, None, "I", [0xFFC00001]),
-    (3, 0, 64, None, "B", [1, 0] * 32),
-    (4, 0, 4, None, "Q", [0, 1, 1 << 63, (1 << 64) - 1]),
-    (5, 0, 40, None, "B", list(range(200, 240))),
-]
-BUCKETS = {"sparse": SPARSE, "mixed": MIXED, "chunked": CHUNKED, "dense": DENSE}
+"""The layout of the buckets: bfloat16, float32, int8, int64."""
 
-UNSTABLE = ("bucket-zstd.bin", "bucket-coded-gap-zstd.bin")
+EXAMPLE = [Tile(1, (0, 4095), (0x3F80, 0x8000)), Tile(2, (4,), (0x7FC1,))]
+BUCKETS: dict[str, tuple[int, list[Tile]]] = {
+    "example": (2, EXAMPLE),
+    "mixed": (
+        2,
+        [
+            Tile(1, (1, 2, 3, 64, 4000), (0xFFFF, 0x0000, 0x8000, 0x0001, 0x7F80)),
+            Tile(3, None, tuple(0x3F00 + n for n in range(838))),
+        ],
+    ),
+    "whole": (1, [Tile(0, None, tuple(range(192)))]),
+    "float32": (4, [Tile(4, (0, 119), (0x80000000, 0xFFC00001))]),
+    "int64": (8, [Tile(5, None, (0, 1, 1 << 63, (1 << 64) - 1, 7))]),
+}
+"""Bytes of an element, and changes."""
+
+
+def old(tile: int, place: int) -> int:
+    """The bits that an element of `CHANGED` has before: none of them fills a byte."""
+    return (37 * tile + place) % 251
+
+
+CODED: dict[str, tuple[int, list[Tile]]] = {
+    "near": (
+        2,
+        [
+            Tile(
+                1, (3840, 3843, 4095), (old(1, 3840) + 1, (old(1, 3843) - 127) % (1 << 16), 0x7FC1)
+            ),
+            Tile(2, (254, 510), (old(2, 254), old(2, 510) + 127)),
+        ],
+    ),
+    "far": (2, [Tile(1, (0,), (0,)), Tile(3, (600,), (0x8000,))]),
+    "escapes": (1, [Tile(0, (5, 6, 191), (255, 128, 0))]),
+    "whole": (8, [Tile(5, None, (old(5, 0), old(5, 1) + 127, (1 << 64) - 1, 0, 1 << 63))]),
+}
+"""Those that are coded with `gap`. No stream is long enough to be compressed."""
+
+UNSTABLE = ("bucket-zstd.bin", "bucket-gap-zstd.bin")
 """Files that depend on a library's version: tests only decode them."""
 
 
-def payload_of(rows: list[Row]) -> bytes:
-    table, blocks = [], []
-    for parameter, start, span, indices, letter, values in rows:
-        value_block = struct.pack(f"<{len(values)}{letter}", *values)
-        index_block = b"" if indices is None else struct.pack(f"<{len(indices)}i", *indices)
-        kind, codec = (2, 0) if indices is None else (1, 1)
-        lengths = (len(values), len(index_block), len(value_block))
-        table.append((parameter, kind, codec, 1, 0, start, span, *lengths))
-        blocks.append((index_block, value_block))
-    return reference.payload(table, blocks)
-
-
-def bucket_message(rows: list[Row], *, compression: str = "none") -> dict[str, Any]:
-    return {
-        "kind": "bucket",
-        "version": 8,
-        "sequence": 0,
-        "num_rows": len(rows),
-        "raw_bytes": len(payload_of(rows)),
-        "compression": compression,
-    }
+def bucket_message(
+    tiles: list[Tile], item_size: int, *, compression: str = "none"
+) -> dict[str, Any]:
+    sizes = reference.sizes(tiles, item_size)
+    known = {"kind": "bucket", "version": 8, "sequence": 0}
+    return {**known, **sizes, "compression": compression}
 
 
 def text_of(message: dict[str, Any]) -> bytes:
@@ -194,33 +202,36 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+def frame(message: dict[str, Any], payload: bytes = b"") -> bytes:
+    return reference.header(text_of(message), payload_bytes=len(payload)) + payload
+
+
+def zipped(data: bytes) -> bytes:
+    return zstandard.ZstdCompressor(level=1).compress(data)
+
+
+def coded(item_size: int, tiles: list[Tile], *, width: int = 1) -> list[bytes]:
+    return reference.streams(tiles, item_size, old, width=width)
+
+
 def files() -> dict[str, bytes]:
     """File name -> bytes, of all but the vectors of digests."""
-    made = {f"{name}.bin": reference.header(text_of(m)) for name, m in MESSAGES.items()}
-    for name, rows in BUCKETS.items():
-        payload = payload_of(rows)
-        header = reference.header(text_of(bucket_message(rows)), payload_bytes=len(payload))
-        made[f"bucket-{name}.bin"] = header + payload
-    packed = zstandard.ZstdCompressor(level=1).compress(payload_of(DENSE))
-    message = text_of(bucket_message(DENSE, compression="zstd"))
-    made["bucket-zstd.bin"] = reference.header(message, payload_bytes=len(packed)) + packed
-    return made | coded_frames()
-
-
-def coded_frames() -> dict[str, bytes]:
-    """File name -> bytes. All of them stand for the same payload."""
-    payloads = {name: coded.payload(name) for name in coded.CODECS}
-    payloads["gap-zstd"] = coded.compressed(payloads["gap"])
-    made = {}
-    for name, payload in payloads.items():
-        header = reference.header(text_of(coded_message()), payload_bytes=len(payload))
-        made[f"bucket-coded-{name}.bin"] = header + payload
+    made = {f"{name}.bin": frame(message) for name, message in MESSAGES.items()}
+    table = b"".join(reference.SHARE.pack(n, 0, *rest) for n, *rest in SHARES)
+    made["shares.bin"] = frame({"kind": "shares", "version": 8, "num_shares": len(SHARES)}, table)
+    for name, (size, tiles) in BUCKETS.items():
+        payload = reference.payload(tiles, size)
+        made[f"bucket-{name}.bin"] = frame(bucket_message(tiles, size), payload)
+    for name, (size, tiles) in CODED.items():
+        message = bucket_message(tiles, size, compression="gap")
+        payload = reference.coded(coded(size, tiles, width=2 if name == "far" else 1))
+        made[f"bucket-gap-{name}.bin"] = frame(message, payload)
+    size, tiles = BUCKETS["mixed"]
+    packed = zipped(reference.payload(tiles, size))
+    made["bucket-zstd.bin"] = frame(bucket_message(tiles, size, compression="zstd"), packed)
+    packed = reference.coded(coded(size, tiles), zipped)
+    made["bucket-gap-zstd.bin"] = frame(bucket_message(tiles, size, compression="gap"), packed)
     return made
-
-
-def coded_message() -> dict[str, Any]:
-    sizes = {"num_rows": len(coded.ROWS), "raw_bytes": len(coded.raw_payload())}
-    return {"kind": "bucket", "version": 8, "sequence": 0, **sizes, "compression": "coded"}
 
 
 def dump(data: bytes) -> str:

@@ -17,7 +17,7 @@ import torch
 from deltasync import ModuleTarget, SenderOptions, SyncStats, subscribe, sync_after_step
 from deltasync.config import network_secret
 from deltasync.delta.bits import as_bits
-from deltasync.delta.host.staging import Staging
+from deltasync.delta.staging import Staging
 from deltasync.errors import (
     ConfigError,
     DeltaSyncError,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from deltasync.delta.codecs import coding
+from deltasync.delta import coding
 
 
 @pytest.fixture(scope="module", autouse=True)  # a session has tests of other folders, too

@@ -29,7 +29,7 @@ from deltasync import (
     sync_after_step,
 )
 from deltasync.delta.bits import as_bits
-from deltasync.delta.bucket import MIN_BUCKET_BYTES
+from deltasync.delta.snapshot import MIN_BUCKET_BYTES
 from deltasync.errors import DeltaSyncError
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.store.anchors import PublishOptions

@@ -71,7 +71,7 @@ CASES: dict[str, tuple[list[Said], type[DeltaSyncError]]] = {
     ),
     "payload over the limit": ([*JOINED, begin(), bucket(data=bytes(4097))], LimitExceeded),
     "inflates over the limit": (
-        [*JOINED, begin(), zipped(compress(bytes(4097)), raw_bytes=4097)],
+        [*JOINED, begin(), zipped(compress(bytes(8256)), whole=4096)],
         LimitExceeded,
     ),
     # Joining.
@@ -81,15 +81,15 @@ CASES: dict[str, tuple[list[Said], type[DeltaSyncError]]] = {
         MalformedMessage,
     ),
     "layout of another model": (
-        [layout(parameters=entries((replace(SPECS[0], names=("c",)), SPECS[1])))],
+        [layout(parameters=entries((replace(SPECS[0], names=("d",)), *SPECS[1:])))],
         LayoutMismatch,
     ),
     "layout of a gigantic shape": (
-        [layout(parameters=entries((replace(SPECS[0], shape=(1 << 61,)), SPECS[1])))],
+        [layout(parameters=entries((replace(SPECS[0], shape=(1 << 61,)), *SPECS[1:])))],
         LayoutMismatch,
     ),
     "layout of another dtype": (
-        [layout(parameters=entries((replace(SPECS[0], dtype=SPECS[1].dtype), SPECS[1])))],
+        [layout(parameters=entries((replace(SPECS[0], dtype=SPECS[1].dtype), *SPECS[1:])))],
         LayoutMismatch,
     ),
     "layout without a parameter": ([layout(parameters=entries(SPECS[:1]))], LayoutMismatch),
@@ -131,13 +131,16 @@ CASES: dict[str, tuple[list[Said], type[DeltaSyncError]]] = {
     "a sync that stops before the decision": ([*STAGED, prepare()], TransportTimeout),
     # Memory.
     "begin of less than its buckets": (
-        [*JOINED, begin(sparse_bytes=8, dense_bytes=8), bucket(SPARSE, DENSE)],
+        [*JOINED, begin(payload_bytes=127), bucket(SPARSE, DENSE)],
         LimitExceeded,
     ),
-    "begin of 2^62 bytes": ([*JOINED, begin(dense_bytes=1 << 62)], LimitExceeded),
-    "begin of 2^62 bytes of indices": ([*JOINED, begin(sparse_bytes=1 << 62)], LimitExceeded),
+    "begin of fewer places than its buckets": (
+        [*JOINED, begin(places=2), bucket(SPARSE, DENSE)],
+        LimitExceeded,
+    ),
+    "begin of 2^62 bytes": ([*JOINED, begin(payload_bytes=1 << 62)], LimitExceeded),
     "full sync of 2^62 bytes": (
-        [layout(), welcome(full=True), begin(base_version=None, dense_bytes=1 << 62)],
+        [layout(), welcome(full=True), begin(base_version=None, payload_bytes=1 << 62)],
         LimitExceeded,
     ),
 }
@@ -206,12 +209,12 @@ def test_a_bad_sender_leaves_no_mixture_unnoticed_where_syncs_are_written_in_pla
 @pytest.mark.promise("Errors", "In place, nothing of a bad bucket, or of later ones, is written.")
 def test_in_place_an_earlier_bucket_is_written_and_the_receiver_refuses_to_serve() -> None:
     hand = Hand(IN_PLACE)
-    small = begin(sparse_bytes=18, dense_bytes=0)  # the first bucket is all that it declares
+    small = begin(payload_bytes=64)  # the first bucket is all that it declares
     error = hand.say([*JOINED, small, bucket(SPARSE), bucket(DENSE, sequence=1)])
     assert type(error) is LimitExceeded
     now = [as_bits(parameter.data) for parameter in hand.module.parameters()]
     expected = [bits.clone() for bits in hand.before]
-    expected[0].view(-1)[SPARSE.positions] = SPARSE.bits
+    expected[0].view(-1)[list(SPARSE.places or ())] = 0x4141
     assert all(torch.equal(a, b) for a, b in zip(expected, now, strict=True))
     with pytest.raises(DirtyReceiver):
         hand.receiver.check_serving()

@@ -7,7 +7,6 @@ import time
 import pytest
 
 from deltasync import (
-    Policy,
     ReceiverOptions,
     SenderOptions,
 )
@@ -145,7 +144,6 @@ def test_ranks_of_a_trainer_have_a_total_too() -> None:
 LATE: dict[str, dict[str, object]] = {
     "kernels": {"kernels": "torch"},
     "leave_out": {"leave_out": ("b",)},
-    "policy.chunk_numel": {"policy": Policy(chunk_numel=4)},
     "snapshot_device": {"snapshot_device": "cpu"},
     "stream_id": {"stream_id": "another"},
     "wire_dtypes": {"wire_dtypes": {"a": "bfloat16"}},
@@ -156,7 +154,7 @@ def test_options_take_effect_with_the_next_sync_or_are_refused_by_name() -> None
     source = random_model(SHAPES, 0)
     with fleet(source) as here:
         (replica,), _ = joined(here, "engine")
-        options = SenderOptions(policy=Policy(dense_above=0.0), compression="zstd")
+        options = SenderOptions(bucket_bytes=1024, compression="zstd")
         here.sender.options = options
         nudge(source)
         here.sender.send_weights(timeout_s=5)

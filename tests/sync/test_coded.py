@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from deltasync import ModuleSource, ReceiverOptions, SenderOptions, TrainerRank, WeightSender
-from deltasync.delta.backend import Kernels
-from deltasync.delta.codecs.coding import Coding
+from deltasync.delta.snapshot import Kernels
+from deltasync.delta.coding import Coding
 from deltasync.delta.kernels import triton_base
 from deltasync.delta.policy import Policy
 from deltasync.errors import ConfigError, SyncAborted, WrongBase

@@ -158,7 +158,7 @@ def test_a_sync_that_a_receiver_breaks_is_a_failure_at_both_ends() -> None:
 @pytest.mark.promise("What operators see", "What the scrub finds is reported.")
 def test_what_a_scrub_finds_is_reported_and_so_is_its_repair() -> None:
     source, replica = random_model({"a": (64,)}, 0), random_model({"a": (64,)}, 1)
-    options = ReceiverOptions(scrub_every=1, chunk_numel=16)
+    options = ReceiverOptions(scrub_every=1)
     with heard() as events, fleet(source) as here:
         serving = here.add(replica, options=options)
         here.wait(1)

@@ -19,9 +19,9 @@ from deltasync import (
     WeightReceiver,
     sync_after_step,
 )
-from deltasync.delta.backend import Kernels
+from deltasync.delta.snapshot import Kernels
 from deltasync.delta.bits import as_bits
-from deltasync.delta.codecs.coding import Coding
+from deltasync.delta.coding import Coding
 from deltasync.delta.kernels import KERNELS, host, reference
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from deltasync import SenderOptions, SyncStats
-from deltasync.delta.policy import Policy
 from deltasync.delta.shard import ShardSpec, placed
 from deltasync.engines.routed import RoutedTarget
 from deltasync.errors import PeerLost, SyncAborted, TransportTimeout
@@ -39,7 +38,7 @@ from tests.worlds.links import (
 from tests.worlds.toy_engines import CHECKPOINT, SHAPES, rank_of
 from tests.worlds.trainers import Boxes, Split, rows_of, trainer_of
 
-SMALL = SenderOptions(policy=Policy(chunk_numel=16), bucket_bytes=400, compression="zstd")
+SMALL = SenderOptions(bucket_bytes=400, compression="zstd")
 CODED = SMALL.model_copy(update={"compression": "gap"})
 
 
@@ -494,13 +493,13 @@ class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @pytest.mark.promise("Cost", "No rank of a sharded trainer creates a full-size tensor.")
 def test_no_rank_makes_a_tensor_of_full_size() -> None:
-    shapes = {"big": (256, 512), "other": (128, 512)}
+    shapes = {"big": (2048, 1024), "other": (1024, 1024)}
     source, target = random_model(shapes, 1), random_model(shapes, 2)
     boxes = [
         {name: placed(shape, (4,), (rank,), [(1, 1)]) for name, shape in shapes.items()}
         for rank in range(4)
     ]
-    options = SenderOptions(policy=Policy(chunk_numel=1 << 14), bucket_bytes=1 << 17)
+    options = SenderOptions(bucket_bytes=1 << 17)
     Largest.num_bytes = 0
     with trainer_of(source, boxes, options=options) as here:
         here.around = Largest

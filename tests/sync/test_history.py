@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from deltasync import DeltaSyncError, Policy, ReceiverOptions, SenderOptions, WeightReceiver
-from deltasync.delta.backend import Kernels
+from deltasync import DeltaSyncError, ReceiverOptions, SenderOptions, WeightReceiver
+from deltasync.delta.snapshot import Kernels
 from deltasync.delta.bits import as_bits
 from deltasync.errors import DirtyReceiver, PeerLost, SourceChanged, TransportTimeout
 from deltasync.sync.source.streamed import StreamedWeights
@@ -119,17 +119,11 @@ def models(draw: st.DrawFn) -> dict[str, Tensor]:
 
 sending: st.SearchStrategy[dict[str, Any]] = st.builds(
     dict,
-    policy=st.builds(
-        Policy,
-        dense_above=st.sampled_from([None, 0.0, 0.3, 1.0]),
-        chunk_numel=st.sampled_from([7, 64, 1 << 18]),
-    ),
     bucket_bytes=st.sampled_from([256, 1000, 1 << 20]),
     max_inflight_bytes=st.sampled_from([0, 100, None]),
     snapshot_device=st.sampled_from([None, "cpu"]),
-    compression=st.sampled_from(["none", "zstd", "gap", "block"]),
+    compression=st.sampled_from(["none", "zstd", "gap"]),
 )
-chunks = st.sampled_from([13, 1 << 18])
 shares = st.sampled_from(SHARES)
 ends = st.sampled_from(ENDS)
 syncs = st.tuples(st.just("sync"), shares)
@@ -208,7 +202,7 @@ class World:
     """A trainer, an engine of one rank and one of two."""
 
     def __init__(
-        self, cell: Cell, tensors: dict[str, Tensor], sending: dict[str, Any], chunk_numel: int
+        self, cell: Cell, tensors: dict[str, Tensor], sending: dict[str, Any]
     ) -> None:
         self.cell, self.generator = cell, torch.Generator().manual_seed(0)
         self.source = Model({name: tensor.clone() for name, tensor in tensors.items()})
@@ -218,7 +212,6 @@ class World:
         self.receiving = ReceiverOptions(
             max_staged_bytes=cell.max_staged_bytes,
             scrub_every=1,
-            chunk_numel=chunk_numel,
             stall_timeout_s=0.3,
             kernels=cell.kernels,
         )
@@ -489,9 +482,9 @@ def test_after_any_history_whoever_is_clean_holds_the_version_it_names(cell: Cel
         # An example may wait for timeouts: shrinking would take hours.
         phases=[Phase.explicit, Phase.reuse, Phase.generate],
     )
-    @given(histories, models(), sending, chunks)
-    def played(history: list[Event], tensors: dict[str, Tensor], sends: Any, chunk: int) -> None:
-        with closing(World(cell, tensors, sends, chunk)) as world:
+    @given(histories, models(), sending)
+    def played(history: list[Event], tensors: dict[str, Tensor], sends: Any) -> None:
+        with closing(World(cell, tensors, sends)) as world:
             play(world, [("sync", 0.4), *history])
 
     played()

@@ -10,7 +10,7 @@ import torch
 
 from deltasync import ModuleSource, ModuleTarget, WeightReceiver, WeightSender
 from deltasync.delta.bits import as_bits
-from deltasync.delta.host.staging import Staging
+from deltasync.delta.staging import Staging
 from deltasync.errors import DirtyReceiver, NoReceivers, SyncAborted
 from deltasync.transports import shared_memory
 from tests.worlds.engines import bits_of, engine, model

@@ -16,10 +16,8 @@ from deltasync import (
     CheckpointTensor,
     ModuleSource,
     ModuleTarget,
-    Policy,
     ReceiverOptions,
     RoutedTarget,
-    SenderOptions,
     WeightReceiver,
     WeightSender,
     WeightTarget,
@@ -64,12 +62,9 @@ class Fused(nn.Module):
 @contextmanager
 def synced(source: Model, target: WeightTarget, path: Path) -> Iterator[WeightSender]:
     """A sender, and a receiver in a thread that takes two syncs."""
-    policy = Policy(chunk_numel=CHUNK)
-    options = ReceiverOptions(chunk_numel=CHUNK + 1, stall_timeout_s=PATIENCE_S)
+    options = ReceiverOptions(stall_timeout_s=PATIENCE_S)
     with (
-        WeightSender(
-            ModuleSource(source), shared_memory.Sender(path), options=SenderOptions(policy=policy)
-        ) as sender,
+        WeightSender(ModuleSource(source), shared_memory.Sender(path)) as sender,
         WeightReceiver(target, shared_memory.Receiver(path), options=options) as receiver,
         ThreadPoolExecutor(1) as thread,
     ):

@@ -11,7 +11,6 @@ import torch
 from deltasync import (
     ModuleSource,
     ModuleTarget,
-    Policy,
     ReceiverOptions,
     SenderOptions,
     WeightReceiver,
@@ -76,7 +75,7 @@ def test_why_a_receiver_fails_within_a_sync_is_named_at_both_ends(kind: str) -> 
     """Here its limit is smaller than the sender's buckets, of which many are on their way."""
     source, small, large = (random_model({"w": (30_000,)}, 0) for _ in range(3))
     before = as_bits(source.get_parameter("w").data).clone()
-    options = SenderOptions(bucket_bytes=4096, policy=Policy(dense_above=0))
+    options = SenderOptions(bucket_bytes=4096)
     with fleet(source, options=options, link=LINKS[kind]) as here:
         limited = here.add(small, engine="small", options=ReceiverOptions(max_payload_bytes=2048))
         here.add(large, engine="large")
@@ -104,7 +103,7 @@ def test_why_a_receiver_fails_within_a_sync_is_named_at_both_ends(kind: str) -> 
 def test_why_a_receiver_left_between_syncs_is_named_by_the_trainer(kind: str) -> None:
     """Here its scrub has found corruption."""
     source, replica = random_model({"w": (300,)}, 0), random_model({"w": (300,)}, 0)
-    options = ReceiverOptions(scrub_every=4, chunk_numel=16)
+    options = ReceiverOptions(scrub_every=4)
     with fleet(source, link=LINKS[kind]) as here:
         serving = here.add(replica, options=options)
         here.wait(1)

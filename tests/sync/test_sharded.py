@@ -20,7 +20,6 @@ from deltasync import (
     WeightSource,
     sync_after_step,
 )
-from deltasync.delta.policy import Policy
 from deltasync.engines.routed import RoutedTarget
 from deltasync.errors import ReplicasDiffer, SyncAborted
 from deltasync.sync.group.group import TrainerGroup
@@ -47,7 +46,7 @@ KINDS = {
     4: ["replicated", "both", "experts"],
 }
 OPTIONS = SenderOptions(
-    policy=Policy(chunk_numel=64), bucket_bytes=1024, wire_dtypes={"*": "bfloat16"}
+    bucket_bytes=1024, wire_dtypes={"*": "bfloat16"}
 )
 
 

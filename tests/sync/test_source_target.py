@@ -20,7 +20,7 @@ from deltasync import (
     WeightSource,
     WeightTarget,
 )
-from deltasync.delta.backend import Kernels
+from deltasync.delta.snapshot import Kernels
 from deltasync.errors import (
     ConfigError,
     LayoutMismatch,
@@ -351,7 +351,7 @@ def test_scrub_looks_at_everything_within_its_share_of_syncs(
     source, engine = (Model({n: torch.zeros(s) for n, s in shapes.items()}) for _ in range(2))
     for model in (source, engine):
         model.register_parameter("step", nn.Parameter(torch.zeros(1), requires_grad=False))
-    options = ReceiverOptions(scrub_every=every, chunk_numel=4, stall_timeout_s=20)
+    options = ReceiverOptions(scrub_every=every, stall_timeout_s=20)
     with joined(source, engine, receiving=options) as here:
         serving = here.serving["engine/0"]
         engine.get_parameter(name).data.view(-1)[position] = -0.0

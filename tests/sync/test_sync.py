@@ -14,7 +14,6 @@ from torch import nn
 
 from deltasync import (
     ModuleTarget,
-    Policy,
     ReceiverOptions,
     SenderOptions,
     WeightReceiver,
@@ -308,15 +307,13 @@ def test_wrong_weights_under_a_delta_are_caught_before_any_write(
     "Memory beyond weights and snapshot stays within the bounds of the options.",
 )
 def test_memory_is_bounded_on_both_sides() -> None:
-    source, replica = model(), model()
-    options = SenderOptions(
-        max_inflight_bytes=200, bucket_bytes=512, policy=Policy(dense_above=0.9, chunk_numel=64)
-    )
+    source, replica = (random_model({"w": (40, 4096)}, 0) for _ in range(2))
+    options = SenderOptions(max_inflight_bytes=60_000, bucket_bytes=40_000)
     with fleet(source, options=options) as here:
         here.join(replica, options=ReceiverOptions(max_staged_bytes=1000))
-        nudge(source, 300)
+        as_bits(source.get_parameter("w").data)[:, ::3] ^= 1
         stats = here.sender.send_weights()
-        assert stats.sender_bytes <= 200 + 2 * 512
+        assert stats.sender_bytes <= 60_000 + 2 * 40_000
         assert stats.receiver_bytes <= 1000
         assert stats.num_buckets > 3
         assert bits_equal(source, replica)

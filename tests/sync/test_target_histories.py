@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from deltasync import ReceiverOptions, ReloadedTarget, SenderOptions, SyncStats, WeightTarget
-from deltasync.delta.backend import Kernels
+from deltasync.delta.snapshot import Kernels
 from deltasync.delta.bits import as_bits
-from deltasync.delta.codecs.coding import Coding
+from deltasync.delta.coding import Coding
 from deltasync.engines.proof.reach import Reach
 from deltasync.engines.routed import RoutedTarget
 from deltasync.errors import SyncAborted
@@ -238,7 +238,7 @@ EXAMPLE: dict[str, Any] = {
     "events": [("change", 0.05, 0), ("fail", 0.6, 0), ("sleep", 1.0, 1), ("corrupt", 0.05, 0)],
     "kernels": "torch",
     "compression": "none",
-    "sizes": (1 << 20, None),
+    "size": 1 << 20,
 }
 
 
@@ -257,7 +257,7 @@ EXAMPLE: dict[str, Any] = {
     events=st.lists(EVENTS, max_size=3),
     kernels=st.sampled_from(["torch", "triton"]),
     compression=st.sampled_from(["none", "gap", "block"]),
-    sizes=st.sampled_from([(300, 7), (1 << 20, None)]),
+    size=st.sampled_from([300, 1 << 20]),
 )
 @example(is_staged=True, is_same=False, **EXAMPLE)
 @example(is_staged=False, is_same=True, **EXAMPLE)
@@ -269,10 +269,10 @@ def test_any_history_leaves_what_a_fresh_engine_would_hold(
     events: list[Event],
     kernels: Kernels,
     compression: Coding,
-    sizes: tuple[int, int | None],
+    size: int,
 ) -> None:
     made = KINDS[kind]  # to interpret kernels for each of many small chunks would take minutes
-    bucket_bytes, chunk_numel = sizes if kernels == "torch" else (1 << 20, None)
+    bucket_bytes = size if kernels == "torch" else 1 << 20
     first = made.draw(seed)
     started = first if is_same else made.draw(seed + 1)
     engines = made.ranks(started)
@@ -287,7 +287,6 @@ def test_any_history_leaves_what_a_fresh_engine_would_hold(
         options = ReceiverOptions(
             max_staged_bytes=None if is_staged else 0,
             kernels=kernels,
-            chunk_numel=chunk_numel,
             scrub_every=1,
             stall_timeout_s=5,
         )

@@ -12,8 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from deltasync.delta.digests import digest_text
 from deltasync.delta.kernels import host
+from deltasync.delta.ledger import digest_text
 from deltasync.wire import digest as d
 from tests.golden.make_golden import FOLDER
 from tests.wire import reference

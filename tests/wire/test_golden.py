@@ -1,4 +1,4 @@
-"""Committed bytes of format version 1: decoded to what they say, and made again bit for bit."""
+"""Committed bytes of format version 2: decoded to what they say, and made again bit for bit."""
 
 from __future__ import annotations
 
@@ -9,21 +9,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from deltasync import dtypes
-from deltasync.delta.bits import Flat, Run, integer_dtype, torch_dtype
-from deltasync.delta.bucket import BucketReader
-from deltasync.delta.codecs.encoding import encode_payload
-from deltasync.delta.codecs.old import LiveOld
-from deltasync.delta.host.packing import buckets
+from deltasync.delta import gap
+from deltasync.delta.bits import Flat, integer_dtype, torch_dtype
+from deltasync.delta.changes import Changes
+from deltasync.delta.host import Table
+from deltasync.delta.payloads import PayloadReader
 from deltasync.delta.shard import whole
-from deltasync.store.classes.codec import ClassCodec as ClassCodec  # reads and writes `class`
+from deltasync.delta.staging import Lane, LiveWeights
+from deltasync.delta.tiles import Space, space_of, table_of
 from deltasync.wire import messages
-from deltasync.wire.codecs import IndexCodec
 from deltasync.wire.frame import HEADER_BYTES, decode, encode
-from deltasync.wire.messages import Bucket, ParameterSpec
-from tests.golden import coded, make_golden
-from tests.golden.make_golden import BUCKETS, FOLDER, MESSAGES, Row
+from deltasync.wire.messages import Begin, Message, ParameterSpec
+from tests.golden import make_golden
+from tests.golden.make_golden import BUCKETS, CHANGED, CODED, FOLDER, MESSAGES, SHARES
+from tests.wire import reference
+from tests.wire.reference import Tile
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "wire-format.md"
 COMMITTED = sorted(path.name for path in FOLDER.iterdir())
@@ -36,57 +39,80 @@ def specs_of(parameters: list[Any]) -> tuple[ParameterSpec, ...]:
     )
 
 
-SPECS, CODED_SPECS = specs_of(make_golden.PARAMETERS), specs_of(coded.PARAMETERS)
+SPECS, SPACE = specs_of(make_golden.PARAMETERS), Space(whole(specs_of(CHANGED)))
 
 
 def golden(name: str) -> bytes:
     return (FOLDER / name).read_bytes()
 
 
-def bucket(name: str) -> tuple[Bucket, bytes]:
+def tensor(data: bytes) -> Tensor:
+    return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+
+
+def opened(name: str) -> tuple[Message, Tensor]:
     """(message, payload) of a file, whose header is made again."""
-    data = golden(f"bucket-{name}.bin")
+    data = golden(f"{name}.bin")
     end = HEADER_BYTES + int.from_bytes(data[8:12], "little")
     message, payload_bytes = decode(data[:end])
-    assert isinstance(message, Bucket)
     assert payload_bytes == len(data) - end
     assert encode(message, payload_bytes=payload_bytes) == data[:end]
-    return message, data[end:]
+    return message, tensor(data[end:])
 
 
 def tuples(value: Any) -> Any:
     return tuple(map(tuples, value)) if isinstance(value, list) else value
 
 
-def run_of(row: Row) -> tuple[int, Run]:
-    parameter, start, span, indices, _, values = row
-    dtype = SPECS[parameter].dtype
-    raw = np.array(values, f"<u{dtype.item_size}").view(np.uint8)
-    bits = torch.from_numpy(raw).view(integer_dtype(dtype))
-    places = None if indices is None else torch.tensor(indices, dtype=torch.int32)
-    return parameter, Run(start, span, places, bits)
-
-
-def pack(rows: list[Row]) -> bytes:
-    (made,) = buckets(map(run_of, rows), whole(SPECS), bucket_bytes=4096)
-    payload = torch.full((made.num_bytes,), 0xEE, dtype=torch.uint8)
-    made.write(payload)
-    return payload.numpy().tobytes()
+def unsigned(bits: Tensor) -> list[int]:
+    return bits.numpy().view(f"u{bits.element_size()}").tolist()
 
 
 def old_weights() -> dict[int, Flat]:
+    """What the coded payloads are made from."""
+    bits: list[list[int]] = [[] for _ in SPACE.shares]
+    for tile, (share, _, numel) in enumerate(
+        reference.tiles_of([(s.spec.dtype.item_size, s.numel) for s in SPACE.given])
+    ):
+        bits[share] += [make_golden.old(tile, place) for place in range(numel)]
     flats = {}
-    for number, spec in enumerate(CODED_SPECS):
-        bits = [coded.old(number, n) for n in range(spec.numel)]
-        raw = np.array(bits, f"<u{spec.dtype.item_size}").view(np.uint8)
-        flats[number] = Flat.of(torch.from_numpy(raw).view(torch_dtype(spec.dtype)))
+    for number, (share, some) in enumerate(zip(SPACE.given, bits, strict=True)):
+        dtype = share.spec.dtype
+        raw = np.array(some, f"<u{dtype.item_size}").view(np.uint8)
+        line = torch.from_numpy(raw.copy()).view(integer_dtype(dtype))
+        flats[number] = Flat.of(line.view(torch_dtype(dtype)))
     return flats
+
+
+def read(message: Message, payload: Tensor) -> Changes:
+    assert isinstance(message, messages.Bucket)
+    reader = PayloadReader(LiveWeights(old_weights(), SPACE))
+    begin = {**make_golden.MESSAGES["begin-full"], "places": 1 << 40}
+    reader.begin(Begin(**begin))
+    return reader.read(message, payload).changes
+
+
+def tiles_of(changes: Changes) -> list[Tile]:
+    """What changes say, column by column."""
+    tiles, counts = changes.table()
+    places, values, whole = map(unsigned, (changes.places, changes.values, changes.whole))
+    found, size = [], changes.sizes.item_size
+    for tile, count in zip(tiles.tolist(), counts.tolist(), strict=True):
+        if count:
+            found.append(Tile(tile, tuple(places[:count]), tuple(values[:count])))
+            places, values = places[count:], values[count:]
+        else:
+            numel = int(SPACE.numel[tile])
+            found.append(Tile(tile, None, tuple(whole[:numel])))
+            whole = whole[numel + -numel % (16 // size) :]
+    assert not places + values + whole
+    return found
 
 
 def test_every_kind_of_message_has_a_golden_frame() -> None:
     assert messages.__file__ is not None
     source = Path(messages.__file__).read_text()
-    kinds = {message["kind"] for message in MESSAGES.values()} | {"bucket"}
+    kinds = {message["kind"] for message in MESSAGES.values()} | {"bucket", "shares"}
     assert kinds == set(re.findall(r'kind: Literal\["(\w+)"\]', source))
     assert kinds == set(re.findall(r"^\| `(\w+)` \|", DOCUMENT.read_text(), re.MULTILINE))
 
@@ -100,38 +126,45 @@ def test_the_committed_files_are_what_the_script_makes() -> None:
 
 @pytest.mark.parametrize("name", MESSAGES)
 def test_message_decodes_to_its_members_and_encodes_to_its_bytes(name: str) -> None:
-    data = golden(f"{name}.bin")
-    message, payload_bytes = decode(data)
+    message, payload = opened(name)
     members = {key: tuples(value) for key, value in MESSAGES[name].items()}
     assert message.model_dump() == members
-    assert payload_bytes == 0
-    assert encode(message) == encode(type(message)(**members)) == data
+    assert not len(payload)
+    assert encode(type(message)(**members)) == golden(f"{name}.bin")
 
 
 @pytest.mark.parametrize("name", [*BUCKETS, "zstd"])
-def test_bucket_decodes_to_its_rows_and_encodes_to_its_bytes(name: str) -> None:
-    rows = BUCKETS["dense" if name == "zstd" else name]
-    message, payload = bucket(name)
-    sent = torch.tensor(list(payload), dtype=torch.uint8)
-    found = BucketReader(SPECS).unpack(message, sent)
-    for (parameter, run), (expected, right) in zip(found.runs(), map(run_of, rows), strict=True):
-        assert (parameter, run.start, run.span) == (expected, right.start, right.span)
-        for here, there in ((run.indices, right.indices), (run.bits, right.bits)):
-            assert (here is there is None) or torch.equal(here, there)  # type: ignore[arg-type]
-    assert pack(rows) == found.payload.numpy().tobytes()
+def test_w10_w15_bucket_decodes_to_its_changes(name: str) -> None:
+    size, tiles = BUCKETS["mixed" if name == "zstd" else name]
+    message, payload = opened(f"bucket-{name}")
+    changes = read(message, payload)
+    assert changes.sizes.item_size == size
+    assert tiles_of(changes) == tiles
 
 
-@pytest.mark.parametrize("name", [*coded.CODECS, "gap-zstd"])
-def test_coded_bucket_decodes_to_its_rows_and_encodes_to_its_bytes(name: str) -> None:
-    message, payload = bucket(f"coded-{name}")
-    reader = BucketReader(CODED_SPECS, 1, old_weights())
-    found = reader.unpack(message, torch.tensor(list(payload), dtype=torch.uint8))
-    raw = found.payload.numpy()
-    assert raw.tobytes() == coded.raw_payload()
-    if name in coded.MADE:
-        old = LiveOld(CODED_SPECS, old_weights())
-        made = encode_payload(raw.copy(), message.num_rows, old, IndexCodec[name.upper()])
-        assert made.to_bytes(compressed=False) == payload
+@pytest.mark.parametrize("name", [*CODED, "zstd"])
+def test_w27_coded_bucket_decodes_to_its_changes_and_encodes_to_its_bytes(name: str) -> None:
+    size, tiles = BUCKETS["mixed"] if name == "zstd" else CODED[name]
+    message, payload = opened(f"bucket-gap-{name}")
+    changes = read(message, payload)
+    assert tiles_of(changes) == tiles
+    if name == "zstd":
+        return
+    sent = Changes.of(tensor(reference.payload(tiles, size)), changes.sizes)
+    lane = Lane(LiveWeights(old_weights(), SPACE), SPACE)
+    assert gap.encode(sent, *lane.old(Table(SPACE, sent))) == payload.numpy().tobytes()
+
+
+def test_w17_shares_are_read_and_made_again() -> None:
+    message, payload = opened("shares")
+    assert isinstance(message, messages.Shares)
+    space = space_of(payload.numpy(), SPECS)
+    assert message.num_shares == len(space.given) == len(SHARES)
+    for share, (number, start, rows, cols, stride) in zip(space.given, SHARES, strict=True):
+        inside = [start + row * stride + col for row in range(rows) for col in range(cols)]
+        assert share.number == number
+        assert share.region.places(torch.arange(share.numel)).tolist() == inside
+    assert table_of(space).tobytes() == payload.numpy().tobytes()
 
 
 def test_layout_hash_is_that_of_the_golden_parameters() -> None:
@@ -144,10 +177,30 @@ def test_layout_hash_is_that_of_the_golden_parameters() -> None:
     assert messages.layout_hash(SPECS) == make_golden.sha256(inner)
 
 
-def test_the_documents_dump_is_the_golden_frame() -> None:
-    text = DOCUMENT.read_text()
-    found = re.search(r"<!-- smallest-frame -->\n```text\n(.*?)```", text, re.DOTALL)
+def dumped(name: str) -> str:
+    found = re.search(rf"<!-- {name} -->\n```text\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
     assert found is not None
+    return found[1]
+
+
+def test_the_documents_dumps_are_the_golden_frames() -> None:
     data = golden("prepare.bin")
-    assert found[1] == make_golden.dump(data)
-    assert f"with no buckets, {len(data)} bytes" in text
+    assert dumped("smallest-frame") == make_golden.dump(data)
+    assert f"with no buckets, {len(data)} bytes" in DOCUMENT.read_text()
+    _, payload = opened("bucket-example")
+    assert dumped("example-payload") == make_golden.dump(payload.numpy().tobytes())
+
+
+def test_the_documents_tiles_are_those_of_the_golden_layout() -> None:
+    shares = [(share.spec.dtype.item_size, share.numel) for share in SPACE.given]
+    tiles = reference.tiles_of(shares)
+    assert [(number, numel) for number, (_, _, numel) in enumerate(tiles)] == [
+        (0, 192),
+        (1, 4096),
+        (2, 4096),
+        (3, 838),
+        (4, 120),
+        (5, 5),
+    ]
+    of_space = zip(SPACE.order[SPACE.share], SPACE.start, SPACE.numel, strict=True)
+    assert [tuple(map(int, one)) for one in of_space] == tiles

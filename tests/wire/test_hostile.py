@@ -6,6 +6,7 @@ import json
 import struct
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,18 +19,25 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from deltasync import dtypes
-from deltasync.delta.bucket import BucketReader
-from deltasync.errors import LimitExceeded, MalformedMessage, WireError
+from deltasync.delta import gap
+from deltasync.delta.bits import Flat, torch_dtype
+from deltasync.delta.changes import Changes
+from deltasync.delta.payloads import PayloadReader, Received
+from deltasync.delta.shard import whole
+from deltasync.delta.staging import LiveWeights
+from deltasync.delta.tiles import Space, space_of, table_of
+from deltasync.errors import InvalidTable, LimitExceeded, MalformedMessage, WireError
 from deltasync.wire import messages as m
+from deltasync.wire.changes import Sizes
 from deltasync.wire.compression import compress, decompress
 from deltasync.wire.frame import decode, encode
-from deltasync.wire.table import MAX_SPARSE_SPAN, ROW
+from deltasync.wire.shares import SHARE
 from tests.golden.make_golden import FOLDER, MESSAGES
 from tests.wire import reference, strategies
-from tests.worlds.payloads import payloads
+from tests.wire.reference import Tile
 
-FIELDS = ROW.names or ()
-WIDTHS = {name: 8 * ROW[name].itemsize for name in FIELDS}
+SHARE_FIELDS = SHARE.names or ()
+NUMBERS = ["item_size", "tiles", "places", "whole"]
 SLACK = 1 << 17
 """Bytes of Python objects that any call may take: errors, tracebacks, small arrays."""
 
@@ -64,7 +72,7 @@ def test_a_damaged_header_is_refused(name: str) -> None:
             decode(one)
 
 
-PREFIXES = [b"", b"DSYN", b"DSYN\1\0\0\0", b"DSYN" + struct.pack("<HHI", 1, 0, 1 << 20)]
+PREFIXES = [b"", b"DSYN", b"DSYN\2\0\0\0", b"DSYN" + struct.pack("<HHI", 2, 0, 1 << 20)]
 
 
 @pytest.mark.promise("Security", "Arbitrary bytes cause a typed error, in bounded memory.")
@@ -174,76 +182,260 @@ def test_a_bomb_is_refused_before_it_inflates(bomb: bytes) -> None:
         assert peak_of(call) < SLACK
 
 
-# Patch tables
+# Changes
 
 
-def check_rows(rows: Any, payload_bytes: int, specs: tuple[m.ParameterSpec, ...]) -> None:
-    """The bounds of section 3 in plain integers, blocks walked one by one."""
-    before, at = (0, 0), len(rows) * ROW.itemsize
-    end = at
-    for row in rows.tolist():
-        parameter, kind, index_codec, value_codec, reserved, start, span, count, *lengths = row
-        spec = specs[parameter]
-        assert (parameter, start) >= before
-        assert span >= 1
-        assert start + span <= spec.numel
-        assert 1 <= count <= span
-        assert (kind, index_codec) in {(1, 1), (2, 0)}
-        assert (value_codec, reserved) == (1, 0)
-        assert span <= MAX_SPARSE_SPAN if kind == 1 else count == span
-        assert lengths == [4 * count if kind == 1 else 0, spec.dtype.item_size * count]
-        for length in lengths:
-            end = at + length if length else end
-            at += -(-length // 8) * 8
-        before = (parameter, start + span)
-    assert end == payload_bytes
+@dataclass(frozen=True)
+class Sent:
+    """Changes on their way, and the weights that they are for.
+
+    Attributes:
+        space: What the lane carries.
+        live: The weights, all of them.
+        numbers: What the message says.
+        payload: As it travels.
+    """
+
+    space: Space
+    live: LiveWeights
+    numbers: dict[str, Any]
+    payload: bytes
+
+    def read(self, reader: PayloadReader) -> Received:
+        """As a receiver does it. Raises WireError."""
+        message = {"kind": "bucket", "version": 1, "sequence": 0, **self.numbers}
+        header = reference.header(json.dumps(message).encode(), payload_bytes=len(self.payload))
+        bucket, _ = decode(header, max_payload_bytes=1 << 20, arrived_bytes=len(self.payload))
+        assert isinstance(bucket, m.Bucket)
+        payload = torch.from_numpy(np.frombuffer(self.payload, np.uint8).copy())
+        return reader.read(bucket, payload if len(payload) else None)
+
+    def reader(self) -> PayloadReader:
+        reader = PayloadReader(self.live)
+        if not self.space.is_whole:
+            reader.take_shares(torch.from_numpy(table_of(self.space)), 0)
+        reader.begin(m.Begin(**(MESSAGES["begin-full"] | {"places": 1 << 40})))
+        return reader
+
+
+def weights_of(specs: tuple[m.ParameterSpec, ...]) -> LiveWeights:
+    flats = {}
+    for number, spec in enumerate(specs):
+        noise = np.random.default_rng(number).integers(0, 256, spec.numel * spec.dtype.item_size)
+        if spec.dtype.name == "bool":
+            noise %= 2
+        line = torch.empty(len(noise), dtype=torch.uint8).copy_(torch.from_numpy(noise))
+        flats[number] = Flat.of(line.view(torch_dtype(spec.dtype)))
+    return LiveWeights(flats, Space(whole(specs)))
 
 
 @st.composite
-def packed(draw: strategies.Draw) -> tuple[tuple[m.ParameterSpec, ...], bytearray, int]:
-    """A layout, a right payload of one row or more, and the number of its rows."""
-    specs = draw(strategies.layouts(max_numel=200).filter(lambda s: any(p.numel for p in s)))
-    pairs = draw(strategies.runs(specs).filter(bool))
-    [(payload, _)] = payloads(pairs, specs)
-    return specs, bytearray(payload.numpy().tobytes()), len(pairs)
+def sent(draw: st.DrawFn) -> tuple[Sent, list[Tile]]:
+    """Right ones."""
+    specs = draw(strategies.layouts())
+    space = draw(strategies.spaces(specs).filter(len))
+    size, tiles = draw(strategies.changes(space))
+    numbers = reference.sizes(tiles, size) | {"compression": "none"}
+    return Sent(space, weights_of(specs), numbers, reference.payload(tiles, size)), tiles
+
+
+def check_changes(changes: Changes, space: Space) -> None:
+    """The rules of section 3 in plain integers."""
+    size, places = changes.sizes.item_size, changes.places.numpy().view(np.uint16).tolist()
+    shares = [(share.spec.dtype.item_size, share.numel) for share in space.given]
+    there, before, whole_numel = reference.tiles_of(shares), -1, 0
+    for tile, count in zip(*(column.tolist() for column in changes.table()), strict=True):
+        share, _, numel = there[tile]
+        assert before < tile
+        assert shares[share][0] == size
+        some, places, before = places[:count], places[count:], tile
+        assert some == sorted(set(some))
+        assert len(some) == count
+        assert all(place < numel for place in some)
+        whole_numel += 0 if count else numel + -numel % (16 // size)
+    assert not places
+    assert whole_numel == len(changes.whole)
+
+
+def mutated(data: st.DataObject, payload: bytes) -> bytes:
+    """Other bytes in some places, or cut, or longer."""
+    made = bytearray(payload)
+    for _ in range(data.draw(st.integers(0, 3))):
+        at = data.draw(st.integers(0, len(made) - 1))
+        made[at] = data.draw(st.sampled_from([0, 1, 2, 16, 127, 128, 255]) | st.integers(0, 255))
+    if data.draw(st.integers(0, 9)) == 0:
+        return bytes(made[: data.draw(st.integers(0, len(made)))])
+    return bytes(made) + bytes(data.draw(st.sampled_from([0, 0, 0, 0, 1, 16])))
+
+
+def mutated_numbers(data: st.DataObject, numbers: dict[str, Any]) -> dict[str, Any]:
+    made = dict(numbers)
+    for _ in range(data.draw(st.integers(0, 2))):
+        name = data.draw(st.sampled_from(NUMBERS))
+        near = st.integers(-9, 9).map(lambda step, now=made[name]: now + step)
+        made[name] = data.draw(near | st.integers(0, 1 << 41) | st.sampled_from([1, 2, 4, 8]))
+    return made
+
+
+@given(sent())
+def test_w10_w14_changes_come_as_they_were_sent(case: tuple[Sent, list[Tile]]) -> None:
+    one, tiles = case
+    changes = one.read(one.reader()).changes
+    check_changes(changes, one.space)
+    columns = changes.tiles, changes.counts, changes.places, changes.values, changes.whole
+    expected = reference.columns(tiles, one.numbers["item_size"])
+    assert [column.numpy().tobytes() for column in columns] == expected
 
 
 @pytest.mark.promise("Security", "Arbitrary bytes cause a typed error, in bounded memory.")
-@given(packed(), st.integers(0, 3), st.data())
-def test_tables_are_read_and_lying_ones_refused_or_within_bounds(
-    case: tuple[tuple[m.ParameterSpec, ...], bytearray, int], lies: int, data: st.DataObject
+@given(sent(), st.data())
+def test_changes_that_lie_are_refused_or_within_bounds(
+    case: tuple[Sent, list[Tile]], data: st.DataObject
 ) -> None:
-    specs, payload, num_rows = case
-    table = np.frombuffer(payload, ROW, num_rows)
-    for _ in range(lies):
-        field = data.draw(st.sampled_from(FIELDS))
-        row = data.draw(st.integers(0, num_rows - 1))
-        value, top = int(table[field][row]), 2 ** WIDTHS[field] - 1
-        near = st.sampled_from([(value + step) & top for step in range(-9, 10)])
-        table[field][row] = data.draw(near | st.integers(0, top))
+    one, _ = case
+    numbers = mutated_numbers(data, one.numbers)
+    lying = replace(one, numbers=numbers, payload=mutated(data, one.payload))
+    reader = one.reader()
+    assert peak_of(partial(lying.read, reader)) < 40 * len(lying.payload) + SLACK
     try:
-        runs = BucketReader(specs).read(torch.frombuffer(payload, dtype=torch.uint8), num_rows)
+        received = lying.read(one.reader())
     except WireError:
+        assert lying != one
+        return
+    check_changes(received.changes, one.space)
+
+
+@pytest.mark.promise("Security", "Arbitrary bytes cause a typed error, in bounded memory.")
+@given(sent(), st.data())
+def test_w27_w28_w29_coded_changes_that_lie_are_refused_or_within_bounds(
+    case: tuple[Sent, list[Tile]], data: st.DataObject
+) -> None:
+    """Streams stored or packed, some of them others, in the memory that the bucket declares."""
+    one, tiles = case
+    size, old = one.numbers["item_size"], data.draw(st.integers(0, 255))
+    streams = reference.streams(
+        tiles, size, lambda *_: old, width=data.draw(st.sampled_from([1, 2]))
+    )
+    if data.draw(st.booleans()):
+        nth = data.draw(st.integers(0, 3))
+        streams[nth] = mutated(data, streams[nth] or b"0")
+    payload = reference.coded(streams, data.draw(st.sampled_from([bytes, compress])))
+    if data.draw(st.booleans()):
+        payload = mutated(data, payload)
+    numbers = mutated_numbers(data, one.numbers) | {"compression": "gap"}
+    lying = replace(one, numbers=numbers, payload=payload)
+    room = Sizes(*(max(0, numbers[name]) for name in NUMBERS)).num_bytes
+    if room < 1 << 22:
+        assert peak_of(partial(lying.read, one.reader())) < 50 * room + SLACK
+    try:
+        received = lying.read(one.reader())
+    except WireError:
+        return
+    check_changes(received.changes, one.space)
+
+
+@given(sent(), st.booleans(), st.integers(0, 1 << 32))
+def test_w27_what_is_coded_comes_as_it_was_sent(
+    case: tuple[Sent, list[Tile]], is_near: bool, seed: int
+) -> None:
+    one, _ = case
+    reader, rng = one.reader(), np.random.default_rng(seed)
+    received = one.read(reader)
+    old = received.lane.old(received.table)
+    if is_near:
+        for column, before in zip(
+            (received.changes.values, received.changes.whole), old, strict=True
+        ):
+            steps = rng.integers(-128, 128, len(before)).astype(before.dtype)
+            column.numpy().view(before.dtype)[:] = before + steps
+    coded = gap.encode(received.changes, *old)
+    if coded is None:
+        return
+    again = replace(one, numbers=one.numbers | {"compression": "gap"}, payload=coded)
+    found = again.read(one.reader()).changes
+    for name in ("tiles", "counts", "places", "values", "whole"):
+        assert torch.equal(getattr(found, name), getattr(received.changes, name)), name
+
+
+@pytest.mark.promise("Security", "Arbitrary bytes cause a typed error, in bounded memory.")
+@given(st.binary(max_size=300), st.data())
+@example(struct.pack("<8Q", 0, 0, 1 << 62, 0, 0, 0, 0, 0), None)
+def test_any_payload_with_any_numbers(raw: bytes, data: st.DataObject | None) -> None:
+    """Of a small layout, and of one as large as layouts can be: memory follows what has come."""
+    draw = (lambda one: 1) if data is None else data.draw
+    counts = st.integers(0, 40) | st.integers(0, 1 << 40)
+    numbers = {name: draw(counts) for name in NUMBERS[1:]}
+    numbers |= {"item_size": 8, "compression": draw(st.sampled_from(["none", "zstd", "gap"]))}
+    if data is None:
+        numbers["compression"] = "gap"
+    for numel in (1000, 1 << 44):
+        space = Space(whole((m.ParameterSpec(("a",), (numel,), dtypes.BY_NAME["int64"]),)))
+        if numbers["compression"] == "none":
+            room = Sizes(8, *(numbers[name] for name in NUMBERS[1:])).num_bytes
+            raw = raw.ljust(room, b"\0")[:room] if room < 1 << 12 else raw
+        one = Sent(space, LiveWeights({}, space), numbers, raw)
+        reader = one.reader()
+        room = min(1 << 20, Sizes(8, *(numbers[name] for name in NUMBERS[1:])).num_bytes)
+        assert peak_of(partial(one.read, reader)) < 10 * room + SLACK
+
+
+def test_w11_a_layout_of_more_tiles_than_numbers_is_refused() -> None:
+    int8 = dtypes.BY_NAME["int8"]
+    most = m.ParameterSpec(("a",), (1 << 44,), int8)
+    assert len(Space(whole((most,)))) == 1 << 32
+    for more in ((1,), (1 << 62,)):
+        specs = (most, *(m.ParameterSpec((f"b{n}",), more, int8) for n in range(9)))
+        with pytest.raises(LimitExceeded, match="tiles"):
+            Space(whole(specs))
+
+
+# Shares
+
+
+def elements_of(row: tuple[int, ...]) -> list[int]:
+    _, _, start, rows, cols, stride = row
+    return [start + nth * stride + col for nth in range(rows) for col in range(cols)]
+
+
+@pytest.mark.promise("Security", "Arbitrary bytes cause a typed error, in bounded memory.")
+@given(strategies.layouts(), st.data(), st.integers(0, 3))
+def test_w17_tables_of_shares_are_read_and_lying_ones_refused_or_within_bounds(
+    specs: tuple[m.ParameterSpec, ...], data: st.DataObject, lies: int
+) -> None:
+    space = data.draw(strategies.spaces(specs).filter(lambda one: all(s.numel for s in one.given)))
+    table = table_of(space)
+    rows = table.view(SHARE)
+    for _ in range(lies if len(rows) else 0):
+        row, field = (
+            data.draw(st.integers(0, len(rows) - 1)),
+            data.draw(st.sampled_from(SHARE_FIELDS)),
+        )
+        value, top = int(rows[field][row]), 2 ** (8 * SHARE[field].itemsize) - 1
+        near = st.integers(-9, 9).map(lambda step, now=value, top=top: (now + step) & top)
+        rows[field][row] = data.draw(near | st.integers(0, top) | st.just(0))
+    assert peak_of(partial(space_of, table, specs)) < 2000 * len(rows) + SLACK
+    try:
+        found = space_of(table, specs)
+    except InvalidTable:
         assert lies
         return
-    check_rows(table, len(payload), specs)
-    assert [run.count for _, run in runs] == table["count"].tolist()
+    seen = [set[int]() for _ in specs]
+    for share, row in zip(found.given, rows.tolist(), strict=True):
+        inside = elements_of(row)
+        assert not row[1]
+        assert inside == share.region.places(torch.arange(share.numel)).tolist()
+        assert inside
+        assert inside == sorted(set(inside))
+        assert inside[0] > max(seen[share.number], default=-1)
+        assert inside[-1] < specs[share.number].numel
+        seen[share.number] |= set(inside)
+    if not lies:
+        assert found.given == space.given
+        assert (found.first == space.first).all()
 
 
-@given(
-    st.binary(max_size=300) | st.integers(0, 6).map(lambda n: bytes([0] * 4 + [1, 1, 1, 0]) * n),
-    st.integers(1, 2**32 - 1),
-)
-@example(
-    # Eight rows of 2^61 elements of 8 bytes add up to 0 modulo 2^64.
-    reference.payload(
-        [(0, 2, 0, 1, 0, k << 58, 1 << 58, 1 << 58, 0, 1 << 61) for k in range(8)],
-        [(b"", b"")] * 8,
-    ),
-    8,
-)
-def test_any_payload_with_any_number_of_rows(data: bytes, num_rows: int) -> None:
-    payload = torch.tensor(list(data), dtype=torch.uint8)
-    for numel in (1000, 2**62):
-        specs = (m.ParameterSpec(("a",), (numel,), dtypes.BY_NAME["int64"]),)
-        assert peak_of(partial(BucketReader(specs).read, payload, num_rows)) < SLACK
+@given(st.binary(max_size=400))
+def test_any_bytes_as_a_table_of_shares(raw: bytes) -> None:
+    specs = (m.ParameterSpec(("a",), (1 << 62,), dtypes.BY_NAME["int8"]),)
+    table = np.frombuffer(raw[: len(raw) // SHARE.itemsize * SHARE.itemsize], np.uint8)
+    assert peak_of(partial(space_of, table, specs)) < SLACK

@@ -29,6 +29,7 @@ from deltasync.wire.messages import (
     Lane,
     Message,
     Prepare,
+    Shares,
 )
 from tests.golden.make_tables import DOCUMENT, page_with
 
@@ -36,7 +37,7 @@ HELLO = Hello(
     engine="e",
     rank=0,
     world=1,
-    format_versions=(1,),
+    format_versions=(2,),
     stream_id=None,
     version=None,
     parameters=(),
@@ -48,8 +49,8 @@ BEGIN = Begin(
     version=2,
     base_version=1,
     layout_hash="0" * 64,
-    sparse_bytes=0,
-    dense_bytes=0,
+    payload_bytes=0,
+    places=0,
     timeout_s=1.0,
 )
 PREPARE = Prepare(version=2, num_buckets=1)
@@ -57,7 +58,18 @@ ABORT = Abort(version=2, reason="")
 
 
 def bucket(sequence: int) -> Bucket:
-    return Bucket(version=2, sequence=sequence, num_rows=1, raw_bytes=4, compression="none")
+    return Bucket(
+        version=2,
+        sequence=sequence,
+        item_size=1,
+        tiles=1,
+        places=1,
+        whole=0,
+        compression="none",
+    )
+
+
+SHARES = Shares(version=2, num_shares=0)
 
 
 class Rank:
@@ -73,8 +85,8 @@ class Rank:
 
     def send(self, *said: Message) -> None:
         for message in said:
-            payload = torch.zeros(4, dtype=torch.uint8) if isinstance(message, Bucket) else None
-            header = encode(message, payload_bytes=0 if payload is None else 4)
+            payload = torch.zeros(64, dtype=torch.uint8) if isinstance(message, Bucket) else None
+            header = encode(message, payload_bytes=0 if payload is None else 64)
             self.link.send(Frame(header, payload), timeout_s=1)
 
 
@@ -106,7 +118,7 @@ def taken(lanes: ReceiverLinks) -> list[tuple[int, Message]]:
 def test_w20_a_lane_is_heard_from_the_attempt_on_until_it_has_prepared() -> None:
     with connected(3) as (ranks, lanes):
         ranks[1].send(Attempt(number=1), bucket(0), PREPARE, Attempt(number=2), bucket(0))
-        ranks[2].send(Attempt(number=1), PREPARE)
+        ranks[2].send(Attempt(number=1), SHARES, PREPARE)
         assert taken(lanes) == []
         ranks[0].send(Attempt(number=1))
         assert taken(lanes) == []  # it may be aborted before it begins
@@ -114,7 +126,7 @@ def test_w20_a_lane_is_heard_from_the_attempt_on_until_it_has_prepared() -> None
         found = taken(lanes)
         assert found[0] == (0, BEGIN)
         assert [m for lane, m in found if lane == 1] == [bucket(0), PREPARE]
-        assert [m for lane, m in found if lane == 2] == [PREPARE]
+        assert [m for lane, m in found if lane == 2] == [SHARES, PREPARE]
         ranks[0].send(Attempt(number=2), BEGIN)
         assert taken(lanes) == [(0, BEGIN), (1, bucket(0))]
 

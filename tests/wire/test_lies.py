@@ -1,15 +1,13 @@
 """Every lie of `worlds.lies`, told to whoever can be told it: it is refused, and changes nothing.
 
-A frame that is read, the bucket of a live receiver on either back end, staged and in place, and a
-patch file, which an object of a store is too.
+A frame that is read, the bucket of a live receiver on either back end, staged and in place, and
+frames that go one way. Patch files are in `tests/files/test_lying_patches`.
 """
 
 from __future__ import annotations
 
 import re
-import struct
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,61 +15,34 @@ import torch
 from torch import Tensor
 
 from deltasync.delta.bits import as_bits
-from deltasync.dtypes import BY_NAME
-from deltasync.errors import (
-    DeltaSyncError,
-    DigestMismatch,
-    DirtyReceiver,
-    ProtocolViolation,
-    SyncError,
-    TransportTimeout,
-    TruncatedFrame,
-    VersionGap,
-    WireError,
-    WrongStream,
-)
-from deltasync.files.checkpoint import Checkpoint
-from deltasync.files.frame_check import FrameCheck
-from deltasync.files.patch_file import PatchFile, apply_patch_file
+from deltasync.delta.payloads import Received
+from deltasync.errors import DirtyReceiver, TransportTimeout, WireError
+from deltasync.sync.protocol.one_way import OneWayReader
 from deltasync.transports.base import Frame
 from deltasync.wire.frame import decode, encode
-from deltasync.wire.messages import (
-    Committed,
-    Failed,
-    Finish,
-    Held,
-    ParameterSpec,
-    Prepared,
-    Sealed,
-    entries,
-    layout_hash,
-)
-from tests.files.saved import holds, save
-from tests.golden.make_golden import FOLDER, MESSAGES
+from deltasync.wire.messages import Committed, Failed, Finish, Held, Prepared
 from tests.wire import reference
-from tests.worlds.coded_lies import (
-    BLOCK,
-    CLASS,
+from tests.wire.reference import Tile
+from tests.worlds.lies import (
+    ALL,
+    BUCKETS,
     CODED,
-    DENSE_CODED,
     GAP,
-    OLD,
-    RAW_CODECS,
-    REFERENCE_KINDS,
-    Coded,
-    coded,
-    unsigned,
+    HEADERS,
+    HONEST_TILES,
+    PAYLOAD_BYTES,
+    RAW,
+    STREAMS,
+    Lie,
+    compressed,
+    gap,
+    header_of,
 )
-from tests.worlds.lies import ALL, BUCKETS, HEADERS, RAW, Lie, header_of
 from tests.worlds.peers import (
-    BASE,
-    DENSE,
     JOINED,
     NEXT,
     OPTIONS,
-    SPARSE,
     Hand,
-    Row,
     Said,
     begin,
     bucket,
@@ -80,28 +51,25 @@ from tests.worlds.peers import (
     model,
     prepare,
     welcome,
+    zipped,
 )
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "wire-format.md"
-PAYLOADS = BUCKETS | CODED
+PAYLOADS = BUCKETS | GAP
 SOME_HEADERS = {name: lie for name, lie in HEADERS.items() if " with" not in name}
 every_rule = pytest.mark.parametrize("rule", sorted({name[:3] for name in PAYLOADS}))
 FINISH = Finish(version=NEXT, undo=())
 IN_PLACE = OPTIONS.model_copy(update={"max_staged_bytes": 0})
 KERNELS = pytest.mark.parametrize("kernels", ["torch", "triton"])
 
-PADDED = RAW[:108] + b"\xff" * 4 + RAW[112:]  # rule W10
-ALL_OF_B = replace(DENSE_CODED, indices=tuple(range(30)), codecs=RAW_CODECS)
-TRUE: dict[str, Frame] = {
-    "raw": bucket(SPARSE, DENSE),
-    "gap": coded(Coded(codecs=GAP), DENSE_CODED),
-    "block": coded(Coded(codecs=BLOCK), ALL_OF_B),  # which a device decodes
-    "block and dense": coded(Coded(codecs=BLOCK), DENSE_CODED),
-    "class": coded(Coded(codecs=CLASS), DENSE_CODED),
-    "other padding": bucket(data=PADDED, num_rows=2),
-    "coded, as it is": coded(Coded(codecs=RAW_CODECS), DENSE_CODED),
+TRUE: dict[str, tuple[tuple[Tile, ...], Frame]] = {
+    "as it is": (HONEST_TILES, bucket(*HONEST_TILES)),
+    "zstd": (HONEST_TILES, zipped(compressed(RAW))),
+    "other padding": (HONEST_TILES, bucket(data=RAW[:8] + b"\xff" * 8 + RAW[16:124] + b"\xff" * 4)),
+    "gap": (CODED, gap()),
+    "gap, packed": (CODED, gap(data=reference.coded(STREAMS, compressed))),
 }
-"""The honest buckets from which the lies differ."""
+"""The honest buckets from which the lies differ, and what they change."""
 
 
 def is_expected(error: object, lie: Lie) -> bool:
@@ -114,13 +82,12 @@ def weights() -> dict[str, Tensor]:
 
 def written(true: str) -> dict[str, Tensor]:
     """The weights after an honest bucket."""
-    found, new = weights(), [SPARSE.bits.tolist(), DENSE.bits.tolist()]
-    rows: list[Row] = [SPARSE, DENSE]
-    if true not in ("raw", "other padding"):
-        rows, new = [Coded(), DENSE_CODED], [Coded().new, DENSE_CODED.new]
-    for tensor, row, bits in zip(found.values(), rows, new, strict=True):
-        line = as_bits(tensor).view(-1)
-        line[row.positions] = torch.tensor(bits).to(line.dtype)
+    found = weights()
+    lines = [as_bits(one).view(-1) for one in found.values()]
+    for tile in TRUE[true][0]:
+        places = range(len(tile.bits)) if tile.places is None else tile.places
+        bits = torch.tensor(tile.bits, dtype=torch.int32).to(torch.int16)
+        lines[tile.number][list(places)] = bits
     return found
 
 
@@ -142,9 +109,9 @@ def holds_bits(module: torch.nn.Module, expected: dict[str, Tensor]) -> bool:
 
 
 def test_what_the_headers_differ_from_is_read() -> None:
-    for message in ALL.values():
-        decode(header_of(message, message.get("raw_bytes", 0)))
-    largest = {"raw_bytes": 1 << 30, "compression": "zstd"}
+    for name, message in ALL.items():
+        decode(header_of(message, PAYLOAD_BYTES.get(name, 0)))
+    largest = {"whole": (1 << 29) - 32, "compression": "zstd"}
     assert decode(header_of(ALL["bucket"] | largest, 1 << 30))[1] == 1 << 30
     shapes = [[1] * 64, [2**62], [2**31, 2**31], [0, 2**62, 1], []]
     parameters = [[[f"p{n}"], shape, 1] for n, shape in enumerate(shapes)]
@@ -180,13 +147,13 @@ def assert_unchanged(hand: Hand, name: str) -> None:
     hand.receiver.check_serving()
 
 
-def take_a_good_sync(hand: Hand, true: str = "raw", *, full: bool = False) -> None:
+def take_a_good_sync(hand: Hand, true: str = "as it is", *, full: bool = False) -> None:
     begun = begin(base_version=None) if full else begin()
     said: list[Said] = [
         layout(),
         welcome(full=full),
         begun,
-        TRUE[true],
+        TRUE[true][1],
         prepare(),
         commit(),
         FINISH,
@@ -258,165 +225,27 @@ def test_in_place_nothing_of_a_bad_bucket_is_written(rule: str) -> None:
             assert_unchanged(hand, name)
 
 
-# Files
+# Frames that go one way
 
 
-def bytes_of(*said: Said) -> bytes:
-    frames = [one if isinstance(one, Frame) else Frame(encode(one)) for one in said]
-    return b"".join(
-        frame.header + (b"" if frame.payload is None else frame.payload.numpy().tobytes())
-        for frame in frames
-    )
+def took(reader: OneWayReader, frames: Sequence[Frame]) -> list[Received]:
+    """What it reads of the frames of a sync up to `prepare`."""
+    said: list[Said] = [layout(), begin(), *frames, prepare(len(frames))]
+    given = [one if isinstance(one, Frame) else Frame(encode(one)) for one in said]
+    return [received for _, received in map(reader.take, given) if received is not None]
 
 
-def digest_of(bits: list[list[int]]) -> str:
-    total = 0
-    for name, one, kind in zip("ab", bits, REFERENCE_KINDS, strict=True):
-        own = [unsigned(number, kind) for number in one]
-        total += reference.digest(reference.seed(name), range(len(own)), own)
-    return f"{total % 2**64:016x}"
-
-
-def one_way(frames: Iterable[Frame], *, digest: str = "0" * 16) -> bytes:
-    """The frames of one sync as they stand in a file."""
-    frames = list(frames)
-    first = layout(digest=digest_of(OLD)), begin()
-    return bytes_of(*first, *frames, prepare(len(frames)), sealed(digest))
-
-
-def digest_after(true: str) -> str:
-    return digest_of([as_bits(one).view(-1).tolist() for one in written(true).values()])
-
-
-def is_whole(lie: Lie) -> bool:
-    """Whether a file goes on, behind each frame, where its lengths say so."""
-    for frame in lie.frames:
-        if len(frame.header) < 24:
-            return False
-        message, _, payload = struct.unpack_from("<IIQ", frame.header, 8)
-        found = len(frame.header) + (0 if frame.payload is None else len(frame.payload))
-        if 24 + message + payload != found:
-            return False
-    return True
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(weights(), tmp_path_factory.mktemp("checkpoint") / "old")
-
-
-@pytest.mark.parametrize("true", TRUE)
-def test_what_the_patches_differ_from_is_applied(
-    true: str, checkpoint: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "patch").write_bytes(one_way([TRUE[true]], digest=digest_after(true)))
-    assert FrameCheck(tmp_path / "patch").fault is None
-    apply_patch_file(PatchFile(tmp_path / "patch"), Checkpoint(checkpoint), tmp_path / "out")
-    assert holds(tmp_path / "out", written(true))
-
-
-@pytest.mark.promise(
-    "Errors",
-    "`VersionGap`, `WrongStream`, every `WireError`: nothing is written, and the receiver rejoins.",
-)
-@pytest.mark.parametrize("group", [SOME_HEADERS, BUCKETS, CODED], ids=["headers", "raw", "coded"])
-def test_a_patch_that_lies_writes_nothing(
-    group: dict[str, Lie], checkpoint: Path, tmp_path: Path
-) -> None:
-    patch, before = tmp_path / "patch", checkpoint.read_bytes()
-    for name, lie in group.items():
-        patch.write_bytes(one_way(lie.frames))
-        with pytest.raises(DeltaSyncError) as raised:
-            apply_patch_file(PatchFile(patch), Checkpoint(checkpoint), tmp_path / "out")
-        assert is_expected(raised.value, lie) or not is_whole(lie), (name, raised.value)
-        assert (FrameCheck(patch).fault is None) is lie.needs_weights, name
-        assert list(tmp_path.iterdir()) == [patch], name
-    assert checkpoint.read_bytes() == before
-
-
-def sealed(digest: str | None = None, version: int = NEXT) -> Sealed:
-    return Sealed(version=version, digest=digest or digest_after("raw"))
-
-
-def others() -> dict[str, tuple[list[Said], type[DeltaSyncError]]]:
-    """Frames that are right each by itself, and no patch file together."""
-    right: list[Said] = [layout(digest=digest_of(OLD)), begin(), TRUE["raw"], prepare(), sealed()]
-    found: dict[str, tuple[list[Said], type[DeltaSyncError]]] = {}
-    for n in range(5):
-        found[f"w21 {n} frames"] = right[:n], TruncatedFrame
-        found[f"w21 without frame {n}"] = right[:n] + right[n + 1 :], DeltaSyncError
-        found[f"w21 frame {n} twice"] = right[: n + 1] + right[n:], SyncError
-    for n in range(4):
-        moved = [*right[:n], right[n + 1], right[n], *right[n + 2 :]]
-        found[f"w21 frame {n} after the next"] = moved, SyncError
-    for kind in MESSAGES:
-        header = (FOLDER / f"{kind}.bin").read_bytes()
-        for n in range(6):
-            found[f"w21 {kind} at {n}"] = [*right[:n], Frame(header), *right[n:]], DeltaSyncError
-    of_others: list[tuple[int, Said, type[DeltaSyncError]]] = [
-        (0, layout(digest=digest_of(OLD), version=BASE - 1), VersionGap),
-        (0, layout(digest=digest_of(OLD), stream_id="other"), WrongStream),
-        (1, begin(stream_id="other"), WrongStream),
-        (1, begin(layout_hash="0" * 64), ProtocolViolation),
-        (1, begin(base_version=BASE + 1), VersionGap),
-        (1, begin(base_version=None), ProtocolViolation),
-        (1, begin(version=BASE), ProtocolViolation),
-        (2, bucket(SPARSE, DENSE, version=9), ProtocolViolation),
-        (2, bucket(SPARSE, DENSE, sequence=1), ProtocolViolation),
-        (3, prepare(version=9), ProtocolViolation),
-        (3, prepare(2), ProtocolViolation),
-        (4, sealed(version=9), ProtocolViolation),
-    ]
-    for number, (n, other, error) in enumerate(of_others):
-        found[f"w22 {number}"] = [*right[:n], other, *right[n + 1 :]], error
-    found["w23 made from others"] = [layout(), *right[1:]], DigestMismatch
-    found["w24 another result"] = [*right[:4], sealed("0" * 16)], DigestMismatch
-    found["w21 a byte behind"] = [*right, Frame(b"\0")], WireError
-    return found
-
-
-def test_w21_w22_w23_w24_frames_that_are_no_patch_write_nothing(
-    checkpoint: Path, tmp_path: Path
-) -> None:
-    patch = tmp_path / "patch"
-    for name, (frames, error) in others().items():
-        patch.write_bytes(bytes_of(*frames))
-        with pytest.raises(error) as raised:
-            apply_patch_file(PatchFile(patch), Checkpoint(checkpoint), tmp_path / "out")
-        if error not in (DeltaSyncError, SyncError, WireError):
-            assert type(raised.value) is error, name
-        assert list(tmp_path.iterdir()) == [patch], name
-
-
-GIANT_SPAN = 2**31
-
-
-@pytest.mark.parametrize(
-    ("start", "span", "why"),
-    [
-        (2**32 - GIANT_SPAN + 1, GIANT_SPAN - 1, None),  # the widest sparse row that can be
-        (0, GIANT_SPAN, r"2\^31"),
-        (2**64 - 10, 50, "start"),
-        (2**32 - 49, 50, "start"),
-        (0, 2**32 + 1, "span"),
-    ],
-)
-def test_w12_rows_of_a_giant_parameter(
-    start: int, span: int, why: str | None, tmp_path: Path
-) -> None:
-    specs = (ParameterSpec(("a",), (2**32,), BY_NAME["float64"]),)
-    blocks = struct.pack("<2i", 0, 1), bytes(16)
-    payload = reference.payload([(0, 1, 1, 1, 0, start, span, 2, 8, 16)], [blocks])
-    first = layout(parameters=entries(specs)), begin(layout_hash=layout_hash(specs))
-    said = *first, bucket(data=payload), prepare(), sealed()
-    (tmp_path / "patch").write_bytes(bytes_of(*said))
-    fault = FrameCheck(tmp_path / "patch").fault
-    if why is None:
-        assert fault is None
-    else:
-        assert fault is not None
-        assert fault.error == "InvalidTable"
-        assert re.search(why, fault.reason)
+@every_rule
+def test_whoever_has_no_weights_finds_it_too(rule: str) -> None:
+    for name, lie in PAYLOADS.items():
+        if name.startswith(rule):
+            reader = OneWayReader(max_payload_bytes=OPTIONS.max_payload_bytes)
+            with pytest.raises(WireError) as raised:
+                took(reader, lie.frames)
+            assert is_expected(raised.value, lie), (name, raised.value)
+    for _, frame in TRUE.values():
+        [received] = took(OneWayReader(), [frame])
+        assert received.parameters.tolist() == [0, 1]
 
 
 # The document and the tests

@@ -10,29 +10,29 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import zstandard
 
+from deltasync.delta.bits import as_bits
 from deltasync.errors import (
     BadMagic,
     ChecksumMismatch,
     DeltaSyncError,
     InvalidIndices,
-    InvalidTable,
     LimitExceeded,
     MalformedMessage,
     TruncatedFrame,
-    UnknownCodec,
     UnsupportedVersion,
     WireError,
 )
 from deltasync.transports.base import Frame
 from tests.golden.make_golden import MESSAGES, bucket_message, text_of
 from tests.wire import reference
-from tests.worlds.peers import DENSE, SPARSE, Row, bucket, packed, tensor, zipped
+from tests.wire.reference import Tile, padded
+from tests.worlds.peers import DENSE, SPARSE, bucket, model, tensor, zipped
 
 MAX_PAYLOAD_BYTES = 4096  # of the receivers that are lied to
 
@@ -45,19 +45,21 @@ class Lie:
         error: The type that is raised; a subclass of `WireError` will do where it is that.
         frames: What is said.
         late: Whether the frames before the last one are good, and written where that is in place.
-        needs_weights: Whether nobody finds it without the weights.
     """
 
     error: type[DeltaSyncError]
     frames: Sequence[Frame]
     late: bool = False
-    needs_weights: bool = False
 
 
 # Headers, rules W1 to W9: bytes that are no frame, or carry no message.
 
 HONEST = reference.header(b'{"kind":"commit","version":6}')
-ALL = MESSAGES | {"bucket": bucket_message([]) | {"num_rows": 1}}
+ALL = MESSAGES | {
+    "bucket": bucket_message([SPARSE], 2),
+    "shares": {"kind": "shares", "version": 6, "num_shares": 2},
+}
+PAYLOAD_BYTES = {"bucket": 64, "shares": 80}
 FIXED = struct.Struct("<4sHHI")
 
 
@@ -65,7 +67,7 @@ def sealed(
     message: bytes = b"{}",
     *,
     magic: bytes = b"DSYN",
-    version: int = 1,
+    version: int = 2,
     flags: int = 0,
     message_bytes: int | None = None,
     payload_bytes: int = 0,
@@ -155,7 +157,7 @@ def headers() -> Iterator[tuple[str, type[DeltaSyncError], bytes]]:
         yield f"w01 {name}", TruncatedFrame, data
     for magic in (b"DSYM", b"NYSD", b"dsyn", bytes(4)):
         yield f"w02 magic {magic!r}", BadMagic, sealed(magic=magic)
-    for version in (0, 2, 256, 65535):
+    for version in (0, 1, 3, 256, 512, 65535):
         yield f"w03 version {version}", UnsupportedVersion, sealed(version=version)
     for flags in (1, 0x8000, 65535):
         yield f"w03 flags {flags}", UnsupportedVersion, sealed(flags=flags)
@@ -164,8 +166,9 @@ def headers() -> Iterator[tuple[str, type[DeltaSyncError], bytes]]:
     yield "w04 message of the limit, cut", TruncatedFrame, sealed(message_bytes=256 << 20)
     for size in ((1 << 30) + 1, 2**63, 2**64 - 1):
         yield f"w04 payload of {size}", LimitExceeded, sealed(payload_bytes=size)
-    large = ALL["bucket"] | {"raw_bytes": (1 << 30) + 1, "compression": "zstd"}
-    yield "w04 inflated size", LimitExceeded, header_of(large, 10)
+    for more in ({"whole": 1 << 29}, {"places": (1 << 40) - 1}, {"tiles": (1 << 32) - 1}):
+        large = ALL["bucket"] | more | {"compression": "zstd"}
+        yield f"w04 inflated size with {more}", LimitExceeded, header_of(large, 10)
     for at in (*range(12, 24), 24, -1):
         yield f"w05 bit of byte {at}", ChecksumMismatch, _flipped(at)
     for name, message in MESSAGES.items():
@@ -180,18 +183,35 @@ def headers() -> Iterator[tuple[str, type[DeltaSyncError], bytes]]:
         yield f"w08 layout {n}", MalformedMessage, header_of(layout)
     for name, fields in TOGETHER:
         yield f"w08 {name} with {fields}", MalformedMessage, header_of(MESSAGES[name] | fields)
-    for size in (0, 1023, 1025):
-        message = ALL["bucket"] | {"raw_bytes": 1024}
-        yield f"w09 {size} bytes for 1024", MalformedMessage, header_of(message, size)
-    for compression in ("", "lz4", "ZSTD", "gzip"):
+    for size in (0, 48, 63, 65, 80):
+        yield f"w09 {size} bytes for 64", MalformedMessage, header_of(ALL["bucket"], size)
+    for name, values in NUMBERS.items():
+        for value in values:
+            message = ALL["bucket"] | {name: value, "compression": "zstd"}
+            yield f"w09 {name} {value}", MalformedMessage, header_of(message, 64)
+    for compression in ("", "lz4", "ZSTD", "gzip", "coded"):
         message = ALL["bucket"] | {"compression": compression}
-        yield f"w09 compression {compression!r}", MalformedMessage, header_of(message)
+        yield f"w09 compression {compression!r}", MalformedMessage, header_of(message, 64)
+    for size in (0, 79, 81, 120):
+        yield f"w17 {size} bytes for 2 shares", MalformedMessage, header_of(ALL["shares"], size)
+    for number in (-1, 1 << 32):
+        message = ALL["shares"] | {"num_shares": number}
+        yield f"w17 {number} shares", MalformedMessage, header_of(message)
+
+
+NUMBERS = {
+    "item_size": (0, 3, 16, -1),
+    "tiles": (0, -1, 1 << 32),
+    "places": (-1, 1 << 40),
+    "whole": (-1, 1 << 40),
+}
+"""Of a bucket: what none can have."""
 
 
 def members() -> Iterator[tuple[str, type[DeltaSyncError], bytes]]:
     """Rule W7 of each member of each message: missing, and one more."""
     for name, message in ALL.items():
-        size = message.get("raw_bytes", 0)
+        size = PAYLOAD_BYTES.get(name, 0)
         for key in message:
             left = {k: v for k, v in message.items() if k != key}
             yield f"w07 {name} without {key}", MalformedMessage, header_of(left, size)
@@ -203,138 +223,244 @@ def members() -> Iterator[tuple[str, type[DeltaSyncError], bytes]]:
 HEADERS = {name: Lie(error, [Frame(data or b"\0")]) for name, error, data in headers()}
 
 
-# Payloads, rules W6 and W9 to W17.
+# Payloads, rules W6 and W9 to W14.
 
-RAW = packed(SPARSE, DENSE)
-GIANT = 1 << 60
+HONEST_TILES = SPARSE, DENSE
+RAW = reference.payload(HONEST_TILES, 2)
+TILES, COUNTS, PLACES, VALUES, WHOLE = range(5)
+Edit = Callable[[bytes], bytes]
+
+
+def put(at: int, *numbers: int) -> Edit:
+    """16-bit numbers, the first at number `at`, instead of those that are there."""
+    data = struct.pack(f"<{len(numbers)}H", *numbers)
+    return lambda column: column[: 2 * at] + data + column[2 * at + len(data) :]
+
+
+def put_tiles(*numbers: int) -> Edit:
+    return lambda _: struct.pack(f"<{len(numbers)}I", *numbers)
+
+
+def edited(column: int, edit: Edit, **fields: int) -> Lie:
+    """The honest payload with another column."""
+    columns = reference.columns(HONEST_TILES, 2)
+    columns[column] = edit(columns[column])
+    data = b"".join(map(padded, columns))
+    return Lie(InvalidIndices, [bucket(data=data, **fields)])
+
+
+def of_tiles(*tiles: Tile, **fields: int) -> Lie:
+    return Lie(InvalidIndices, [bucket(*tiles, **fields)])
+
+
+def two(first: Tile, second: Tile) -> Lie:
+    """A good bucket, and one that is not after it."""
+    return Lie(InvalidIndices, [bucket(first), bucket(second, sequence=1)], late=True)
 
 
 def compressed(data: bytes, **options: Any) -> bytes:
     return zstandard.ZstdCompressor(**options).compress(data)
 
 
-def again(row: Row, **fields: int) -> Frame:
-    """A second bucket."""
-    return bucket(replace(row, **fields), sequence=1)  # type: ignore[arg-type]
-
-
-def cut(data: bytes, *, num_rows: int = 2) -> Lie:
-    return Lie(TruncatedFrame, [bucket(data=data, num_rows=num_rows)])
-
-
 def at_odds(data: bytes | None) -> Lie:
     """A payload that is not the one that its header declares."""
-    header = bucket(data=RAW, num_rows=2).header
-    return Lie(TruncatedFrame, [Frame(header, None if data is None else tensor(data))])
+    return Lie(TruncatedFrame, [Frame(bucket(*HONEST_TILES).header, data and tensor(data))])
 
 
-def inflating(
-    data: bytes, error: type[DeltaSyncError], *, raw_bytes: int = len(RAW), num_rows: int = 2
-) -> Lie:
-    return Lie(error, [zipped(data, raw_bytes=raw_bytes, num_rows=num_rows)])
+def inflating(data: bytes, error: type[DeltaSyncError], **fields: int) -> Lie:
+    return Lie(error, [zipped(data, **fields)])
 
-
-def table(*rows: Row, error: type[DeltaSyncError] = InvalidTable) -> Lie:
-    return Lie(error, [bucket(*rows)])
-
-
-def indexed(*indices: int, span: int = 40) -> Lie:
-    row = Row(indices=indices, span=span)
-    return Lie(InvalidIndices, [bucket(row)])
-
-
-LYING_FIELDS: list[tuple[str, Row, dict[str, int], type[DeltaSyncError]]] = [
-    ("w11 parameter beyond the layout", SPARSE, {"parameter": 2}, InvalidTable),
-    ("w11 kind 0", SPARSE, {"kind": 0}, InvalidTable),
-    ("w11 kind 255", SPARSE, {"kind": 255}, InvalidTable),
-    ("w11 reserved byte", SPARSE, {"reserved": 1}, InvalidTable),
-    ("w11 no index codec", SPARSE, {"index_codec": 0}, UnknownCodec),
-    ("w11 index codec 255", SPARSE, {"index_codec": 255}, UnknownCodec),
-    ("w11 index codec of a dense row", DENSE, {"index_codec": 1}, UnknownCodec),
-    ("w11 value codec 255", SPARSE, {"value_codec": 255}, UnknownCodec),
-    ("w12 start beyond the parameter", SPARSE, {"start": 1}, InvalidTable),
-    ("w12 start that wraps around", SPARSE, {"start": 2**64 - 1}, InvalidTable),
-    ("w12 span beyond the parameter", SPARSE, {"span": 41}, InvalidTable),
-    ("w12 span of nothing", SPARSE, {"span": 0}, InvalidTable),
-    ("w12 span of less than it changes", SPARSE, {"span": 2}, InvalidTable),
-    ("w12 span of a dense row", DENSE, {"span": 29}, InvalidTable),
-    ("w12 dense row beyond the parameter", DENSE, {"start": 1}, InvalidTable),
-    ("w12 count of nothing", SPARSE, {"count": 0}, InvalidTable),
-    ("w12 count beyond the span", SPARSE, {"count": 41}, InvalidTable),
-    ("w12 count of a dense row", DENSE, {"count": 29}, InvalidTable),
-    ("w17 index bytes beyond the payload", SPARSE, {"index_bytes": GIANT}, InvalidTable),
-    ("w17 index bytes that wrap around", SPARSE, {"index_bytes": 2**64 - 8}, InvalidTable),
-    ("w17 one index byte more", SPARSE, {"index_bytes": 13}, InvalidTable),
-    ("w17 index bytes of a dense row", DENSE, {"index_bytes": 8}, InvalidTable),
-    ("w17 value bytes beyond the payload", SPARSE, {"value_bytes": GIANT}, InvalidTable),
-    ("w17 value bytes that wrap around", SPARSE, {"value_bytes": 2**64 - 6}, InvalidTable),
-    ("w17 one value byte more", SPARSE, {"value_bytes": 7}, InvalidTable),
-    ("w17 no value bytes", DENSE, {"value_bytes": 0}, InvalidTable),
-]
-"""(name, row, what the table says of it instead, error), in payloads that are coded or not."""
 
 BUCKETS = {
     "w06 payload of a byte less": at_odds(RAW[:-1]),
     "w06 payload of a byte more": at_odds(RAW + b"1"),
     "w06 no payload": at_odds(None),
-    "w09 not zstd": inflating(b"not zstd", WireError, raw_bytes=8),
+    "w09 not zstd": inflating(b"not zstd", WireError),
     "w09 nothing": inflating(b"", WireError),
     "w09 cut": inflating(compressed(RAW)[:-3], WireError),
     "w09 one byte behind": inflating(compressed(RAW) + b"1", WireError),
     "w09 a frame behind": inflating(compressed(RAW) * 2, WireError),
     "w09 a frame that is declared behind": inflating(
-        compressed(RAW) * 2, TruncatedFrame, raw_bytes=2 * len(RAW)
+        compressed(RAW) * 2, TruncatedFrame, whole=32 + len(RAW) // 2
     ),
-    "w09 inflates to less": inflating(compressed(RAW), TruncatedFrame, raw_bytes=999),
-    "w09 inflates to more": inflating(compressed(RAW), LimitExceeded, raw_bytes=len(RAW) - 1),
+    "w09 inflates to less": inflating(compressed(RAW), TruncatedFrame, whole=40),
+    "w09 inflates to more": inflating(compressed(RAW), LimitExceeded, whole=24),
     "w09 a bomb": inflating(compressed(bytes(1 << 24)), LimitExceeded),
     "w09 a bomb that does not say its size": inflating(
         compressed(bytes(1 << 24), write_content_size=False), LimitExceeded
     ),
-    "w10 empty": cut(b""),
-    "w10 half a row": cut(RAW[:20], num_rows=1),
-    "w10 half a table": cut(RAW[:60]),
-    "w10 the table alone": cut(RAW[:96]),
-    **{f"w10 cut at {at}": cut(RAW[:at]) for at in range(101, len(RAW), 14)},
-    "w10 a byte less": cut(RAW[:-1]),
-    "w10 a byte more": cut(RAW + b"1"),
-    "w10 8 bytes more": cut(RAW + bytes(8)),
-    "w10 fewer rows than there are": Lie(WireError, [bucket(SPARSE, DENSE, num_rows=1)]),
-    "w10 more rows than there are": Lie(WireError, [bucket(SPARSE, DENSE, num_rows=9)]),
-    "w10 2^32 - 1 rows": Lie(TruncatedFrame, [bucket(SPARSE, num_rows=2**32 - 1)]),
     **{
-        name: table(replace(row, lies=lies), error=error) for name, row, lies, error in LYING_FIELDS
+        f"w10 {len(RAW) + more} bytes": Lie(
+            MalformedMessage, [bucket(data=(RAW + bytes(16))[: len(RAW) + more])]
+        )
+        for more in (-len(RAW), -64, -16, -1, 1, 8, 16)
     },
-    "w11 another codec than in this payload": table(
-        replace(SPARSE, lies={"index_codec": 2, "value_codec": 2}), error=UnknownCodec
+    "w10 a tile fewer than there are": Lie(WireError, [bucket(*HONEST_TILES, tiles=1)]),
+    "w10 more tiles than there are": Lie(MalformedMessage, [bucket(*HONEST_TILES, tiles=9)]),
+    "w11 a tile beyond the layout": edited(TILES, put_tiles(0, 3)),
+    "w11 the last number that there is": edited(TILES, put_tiles(0, (1 << 32) - 1)),
+    "w11 a tile of another item size": of_tiles(Tile(2, (0,), (1,))),
+    "w11 a tile of a narrower item size": of_tiles(Tile(0, (0,), (1,)), item_size=1),
+    "w11 a tile of an item size that is there": of_tiles(Tile(0, (0,), (1,)), item_size=4),
+    "w11 a tile of an item size that is not there": of_tiles(Tile(0, (0,), (1,)), item_size=8),
+    "w11 a tile twice": of_tiles(SPARSE, Tile(0, (10,), (1,))),
+    "w11 tiles out of order": of_tiles(DENSE, SPARSE),
+    "w11 a tile twice, in two buckets": two(SPARSE, Tile(0, (10,), (1,))),
+    "w11 tiles out of order, in two buckets": two(DENSE, SPARSE),
+    "w12 a place fewer": edited(COUNTS, put(0, 2)),
+    "w12 a place more": edited(COUNTS, put(0, 4)),
+    "w12 all go whole": edited(COUNTS, put(0, 0)),
+    "w12 none goes whole": edited(COUNTS, put(1, 1)),
+    "w12 the largest count": edited(COUNTS, put(0, 65535)),
+    "w12 a whole tile of more": edited(WHOLE, lambda column: column + bytes(16), whole=40),
+    "w12 a whole tile without padding": edited(WHOLE, lambda column: column[:60], whole=30),
+    "w12 no whole tile": edited(WHOLE, lambda _: b"", whole=0),
+    "w12 whole tiles where there are none": Lie(
+        InvalidIndices, [bucket(SPARSE, data=padded(RAW[:64], 96), whole=16)]
     ),
-    "w12 one change fewer": table(replace(SPARSE, lies={"count": 2})),
-    "w12 one change more": table(replace(SPARSE, lies={"count": 4})),
-    "w13 rows out of order": table(DENSE, SPARSE),
-    "w13 a row twice": table(SPARSE, SPARSE),
-    "w13 rows that overlap by one": table(Row(span=10), Row(start=9, span=31)),
-    "w13 a row twice, in two buckets": Lie(
-        InvalidTable, [bucket(SPARSE), again(SPARSE)], late=True
+    "w13 more bytes than begin has": Lie(
+        LimitExceeded, [bucket(DENSE, data=bytes(304), whole=136)]
     ),
-    "w13 rows that overlap by one, in two buckets": Lie(
-        InvalidTable, [bucket(Row(span=10)), again(SPARSE, start=9, span=31)], late=True
+    "w13 more bytes than begin has, when they are inflated": inflating(
+        compressed(bytes(1024)), LimitExceeded, whole=448
     ),
-    "w13 rows out of order, in two buckets": Lie(
-        InvalidTable, [bucket(DENSE), again(SPARSE)], late=True
+    "w13 more places than begin has": Lie(
+        LimitExceeded, [bucket(Tile(0, tuple(range(21)), (1,) * 21))]
     ),
-    "w14 beyond the parameter": indexed(1, 40),
-    "w14 beyond the span": indexed(1, 20, span=20),
-    "w14 largest": indexed(1, 2**31 - 1),
-    "w14 negative": indexed(-1, 3),
-    "w14 smallest": indexed(-(2**31), 3),
-    "w14 negative at the end": indexed(3, -1),
-    "w14 falling": indexed(5, 4, 9),
-    "w14 repeated": indexed(4, 4, 9),
-    "w14 falling after good rows of another item size": Lie(
-        InvalidIndices, [bucket(SPARSE, Row(parameter=1, indices=(5, 4), span=30))]
+    "w13 more places than begin has, in two buckets": Lie(
+        LimitExceeded,
+        [bucket(SPARSE), bucket(Tile(1, tuple(range(18)), (1,) * 18), sequence=1)],
+        late=True,
     ),
-    "w17 values of another item size": table(replace(SPARSE, lies={"parameter": 1})),
-    "w17 indices and values that make up for each other": table(
-        replace(SPARSE, lies={"index_bytes": 8, "value_bytes": 10})
+    "w14 beyond the tile": edited(PLACES, put(2, 40)),
+    "w14 beyond any tile": edited(PLACES, put(2, 4096)),
+    "w14 largest": edited(PLACES, put(2, 65535)),
+    "w14 falling": edited(PLACES, put(0, 5, 4, 9)),
+    "w14 repeated": edited(PLACES, put(0, 4, 4, 9)),
+    "w14 repeated at the end": edited(PLACES, put(0, 4, 9, 9)),
+    "w14 beyond the tile before another": of_tiles(
+        Tile(0, (1, 40), (1, 1)), Tile(1, (3, 5), (1, 1))
+    ),
+    "w14 falling in the second tile": of_tiles(SPARSE, Tile(1, (5, 4), (1, 1))),
+    "w14 falling in a tile that is there in another item size": Lie(
+        InvalidIndices,
+        [bucket(SPARSE), bucket(Tile(2, (2, 1), (1, 1)), item_size=4, sequence=1)],
+        late=True,
     ),
 }
+"""All differ from a bucket of `HONEST_TILES`."""
+
+
+# Coded payloads, rules W27 to W29.
+
+GIANT = 1 << 60
+CODED = Tile(0, (1, 4, 39), (0, 0x8000, 0x7FC1)), DENSE
+_OLD = [as_bits(one.data).view(-1).tolist() for one in model().parameters()]
+
+
+def old(tile: int, place: int) -> int:
+    """The bits of the receivers that are lied to."""
+    return int(_OLD[tile][place]) % 65536
+
+
+STREAMS = reference.streams(CODED, 2, old)
+
+
+def gap(streams: Sequence[bytes] = STREAMS, *, data: bytes | None = None, **fields: int) -> Frame:
+    data = reference.coded(streams) if data is None else data
+    numbers = reference.sizes(CODED, 2) | fields
+    return bucket(data=data, compression="gap", **numbers)
+
+
+def stream(error: type[DeltaSyncError], number: int, edit: Edit, **fields: int) -> Lie:
+    """The honest coded payload with another stream."""
+    streams = [edit(one) if nth == number else one for nth, one in enumerate(STREAMS)]
+    return Lie(error, [gap(streams, **fields)])
+
+
+def lengths(error: type[DeltaSyncError], at: int, number: int) -> Lie:
+    """Another number in the header."""
+    data = reference.coded(STREAMS)
+    return Lie(error, [gap(data=data[: 8 * at] + struct.pack("<Q", number) + data[8 * at + 8 :])])
+
+
+def byte(at: int, value: int) -> Edit:
+    return lambda one: one[:at] + bytes([value]) + one[at + 1 :]
+
+
+def becomes(*parts: bytes) -> Edit:
+    return lambda _: b"".join(parts)
+
+
+def less(count: int) -> Edit:
+    return lambda one: one[:-count]
+
+
+def more(*values: int) -> Edit:
+    return lambda one: one + bytes(values)
+
+
+NUMBERS_OF_WHOLE, GAPS, STEPS, WHOLE_STEPS = range(4)
+FAR = (1 << 48) - 1
+GAP = {
+    **{
+        f"w27 {size} bytes": Lie(TruncatedFrame, [gap(data=reference.coded(STREAMS)[:size])])
+        for size in (0, 1, 63, 64, 100)
+    },
+    "w27 a byte behind": Lie(TruncatedFrame, [gap(data=reference.coded(STREAMS) + b"1")]),
+    "w27 a stream that takes more": lengths(TruncatedFrame, 1, GIANT),
+    "w27 a stream that takes more than all": lengths(TruncatedFrame, 1, (1 << 64) - 1),
+    "w27 a long stream": lengths(LimitExceeded, 2, GIANT),
+    "w27 a stream that is no zstd frame": lengths(WireError, 2, 40),
+    "w27 streams of over four times the payload": stream(
+        LimitExceeded, GAPS, lambda one: one + bytes(4 * len(RAW))
+    ),
+    "w27 half a number of a whole tile": stream(TruncatedFrame, NUMBERS_OF_WHOLE, less(1)),
+    "w27 no whole tile": stream(InvalidIndices, NUMBERS_OF_WHOLE, becomes()),
+    "w27 a whole tile more": stream(InvalidIndices, NUMBERS_OF_WHOLE, more(2, 0, 0, 0)),
+    "w27 more tiles than it has": Lie(InvalidIndices, [gap(tiles=3)]),
+    "w27 fewer tiles than it has": Lie(InvalidIndices, [gap(tiles=1)]),
+    "w11 a coded tile goes whole and has places": stream(
+        InvalidIndices, NUMBERS_OF_WHOLE, becomes(bytes(4))
+    ),
+    "w11 a coded whole tile beyond the layout": stream(
+        InvalidIndices, NUMBERS_OF_WHOLE, becomes(b"\xff" * 4)
+    ),
+    "w11 coded places beyond the layout": stream(
+        InvalidIndices, GAPS, becomes(reference.gaps([9 * 4096, 9 * 4096 + 1, 9 * 4096 + 3], 1))
+    ),
+    "w11 coded places beyond any tile": stream(
+        InvalidIndices, GAPS, becomes(reference.gaps([FAR - 9, FAR - 8, FAR - 2], 1))
+    ),
+    "w12 another tile goes whole": stream(
+        InvalidIndices, NUMBERS_OF_WHOLE, becomes(struct.pack("<I", 2))
+    ),
+    "w14 a coded place beyond its tile": stream(
+        InvalidIndices, GAPS, becomes(reference.gaps([1, 4, 40], 1))
+    ),
+    "w28 width 0": stream(WireError, GAPS, byte(0, 0)),
+    "w28 width 3": stream(WireError, GAPS, byte(0, 3)),
+    "w28 nothing": stream(WireError, GAPS, becomes()),
+    "w28 half a head": stream(WireError, GAPS, becomes(b"\1" + bytes(7))),
+    "w28 a head alone": stream(InvalidIndices, GAPS, becomes(b"\1" + bytes(8))),
+    "w28 odd with width 2": stream(TruncatedFrame, GAPS, byte(0, 2)),
+    "w28 ends in an escape": stream(InvalidIndices, GAPS, byte(11, 255)),
+    "w28 an escape behind": stream(InvalidIndices, GAPS, more(255)),
+    "w28 fewer than there are": stream(InvalidIndices, GAPS, less(1)),
+    "w28 more than there are": stream(InvalidIndices, GAPS, more(0)),
+    "w28 begins beyond any layout": stream(
+        InvalidIndices, GAPS, becomes(struct.pack("<BQ", 1, (1 << 64) - 1), bytes(3))
+    ),
+    "w28 gaps without places": Lie(
+        WireError, [gap([STREAMS[0], STREAMS[1], b"", STREAMS[3]], tiles=1, places=0)]
+    ),
+    "w29 steps cut": stream(TruncatedFrame, STEPS, less(1)),
+    "w29 bytes behind the steps": stream(TruncatedFrame, STEPS, more(0)),
+    "w29 an escape without its element": stream(TruncatedFrame, STEPS, becomes(b"\xff\1\1")),
+    "w29 no steps": stream(TruncatedFrame, STEPS, becomes()),
+    "w29 steps of a whole tile without its padding": stream(
+        TruncatedFrame, WHOLE_STEPS, becomes(bytes(30))
+    ),
+    "w29 steps of a whole tile behind": stream(TruncatedFrame, WHOLE_STEPS, more(0)),
+}
+"""All differ from a coded bucket of `CODED`."""

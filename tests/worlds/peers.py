@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -39,13 +38,17 @@ from deltasync.wire.messages import (
     entries,
     layout_hash,
 )
-from deltasync.wire.table import ROW, RowKind, aligned
+from tests.wire import reference
+from tests.wire.reference import Tile
 from tests.worlds.links import Model, Serving, bits_equal
 
 SPECS = (
     ParameterSpec(("a",), (8, 5), dtypes.BY_NAME["bfloat16"]),
-    ParameterSpec(("b",), (30,), dtypes.BY_NAME["float32"]),
+    ParameterSpec(("b",), (30,), dtypes.BY_NAME["float16"]),
+    ParameterSpec(("c",), (3,), dtypes.BY_NAME["float32"]),
 )
+"""Of one tile each: 0, 1 and 2."""
+
 HASH = layout_hash(SPECS)
 STREAM, BASE, NEXT = "run", 5, 6
 OPTIONS = ReceiverOptions(stall_timeout_s=0.02, max_payload_bytes=4096)
@@ -56,7 +59,8 @@ def model(seed: int = 0) -> Model:
     return Model(
         {
             "a": torch.randn(8, 5, generator=generator).bfloat16(),
-            "b": torch.randn(30, generator=generator),
+            "b": torch.randn(30, generator=generator).half(),
+            "c": torch.randn(3, generator=generator),
         }
     )
 
@@ -97,8 +101,8 @@ def begin(**fields: Any) -> Begin:
         "version": NEXT,
         "base_version": BASE,
         "layout_hash": HASH,
-        "sparse_bytes": 300,
-        "dense_bytes": 120,
+        "payload_bytes": 300,
+        "places": 20,
         "timeout_s": 0.0,
     }
     return Begin(**(legal | fields))
@@ -110,59 +114,9 @@ def said(message: Message, **fields: Any) -> Frame:
     return Frame(join_header(json.dumps(data).encode()))
 
 
-@dataclass(frozen=True)
-class Row:
-    """One row of a patch table and its blocks; `lies` stand in the table only."""
-
-    parameter: int = 0
-    indices: tuple[int, ...] | None = (1, 4, 9)
-    start: int = 0
-    span: int = 40
-    lies: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def positions(self) -> list[int]:
-        inner = range(self.span) if self.indices is None else self.indices
-        return [self.start + index for index in inner]
-
-    @property
-    def bits(self) -> Tensor:
-        """The new values: every byte is 0x41."""
-        size = SPECS[self.parameter].dtype.item_size
-        flat = torch.full((len(self.positions) * size,), 0x41, dtype=torch.uint8)
-        return flat.view({2: torch.int16, 4: torch.int32}[size])
-
-    def blocks(self) -> list[bytes]:
-        indices = b"" if self.indices is None else np.array(self.indices, "<i4").tobytes()
-        return [indices, self.bits.numpy().tobytes()]
-
-    def fields(self) -> tuple[int, ...]:
-        index_bytes, value_bytes = map(len, self.blocks())
-        kind = RowKind.DENSE if self.indices is None else RowKind.SPARSE
-        honest = {
-            "parameter": self.parameter,
-            "kind": kind,
-            "index_codec": int(kind == RowKind.SPARSE),
-            "value_codec": 1,
-            "reserved": 0,
-            "start": self.start,
-            "span": self.span,
-            "count": len(self.positions),
-            "index_bytes": index_bytes,
-            "value_bytes": value_bytes,
-        }
-        return tuple((honest | dict(self.lies)).values())
-
-
-SPARSE = Row()
-DENSE = Row(parameter=1, indices=None, span=30)
-
-
-def packed(*rows: Row) -> bytes:
-    data = np.array([row.fields() for row in rows], ROW).tobytes()
-    for block in [block for row in rows for block in row.blocks()]:
-        data = data.ljust(aligned(len(data)), b"\0") + block
-    return data
+SPARSE = Tile(0, (1, 4, 9), (0x4141,) * 3)
+DENSE = Tile(1, None, (0x4141,) * 30)
+"""Changes of "a" and of "b"."""
 
 
 def tensor(data: bytes) -> Tensor:
@@ -173,23 +127,21 @@ def frame(message: Message, data: bytes) -> Frame:
     return Frame(encode(message, payload_bytes=len(data)), tensor(data))
 
 
-def bucket(*rows: Row, data: bytes | None = None, **fields: Any) -> Frame:
-    data = packed(*rows) if data is None else data
+def bucket(*tiles: Tile, data: bytes | None = None, item_size: int = 2, **fields: Any) -> Frame:
+    """A payload of these changes, or other bytes in its place."""
+    data = reference.payload(tiles, item_size) if data is None else data
     legal: dict[str, Any] = {
         "version": NEXT,
         "sequence": 0,
-        "num_rows": max(1, len(rows)),
-        "raw_bytes": len(data),
+        **reference.sizes(tiles or (SPARSE, DENSE), item_size),
         "compression": "none",
     }
     return frame(Bucket(**(legal | fields)), data)
 
 
-def zipped(data: bytes, *, raw_bytes: int, num_rows: int = 1) -> Frame:
-    message = Bucket(
-        version=NEXT, sequence=0, num_rows=num_rows, raw_bytes=raw_bytes, compression="zstd"
-    )
-    return frame(message, data)
+def zipped(data: bytes, **fields: Any) -> Frame:
+    """The same bytes as a payload that is said to be a zstd frame."""
+    return bucket(data=data, compression="zstd", **fields)
 
 
 def prepare(num_buckets: int = 1, version: int = NEXT) -> Prepare:

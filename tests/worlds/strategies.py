@@ -17,7 +17,6 @@ from torch import Tensor
 
 from deltasync import dtypes
 from deltasync.delta.bits import as_bits, torch_dtype
-from deltasync.delta.policy import Policy
 from deltasync.dtypes import Dtype
 from tests.worlds.bits import flipped, random_bits
 
@@ -104,16 +103,12 @@ def pairs(
 
 
 @st.composite
-def models(draw: DrawFn, *, max_parameters: int = 5) -> dict[str, Tensor]:
+def models(
+    draw: DrawFn,
+    *,
+    max_parameters: int = 5,
+    shapes: SearchStrategy[tuple[int, ...]] = SHAPES,
+) -> dict[str, Tensor]:
     """Named tensors of mixed dtypes, shapes and layouts."""
-    drawn = draw(st.lists(tensors(), min_size=1, max_size=max_parameters))
+    drawn = draw(st.lists(tensors(shapes=shapes), min_size=1, max_size=max_parameters))
     return {f"layers.{number}.weight": tensor for number, tensor in enumerate(drawn)}
-
-
-@st.composite
-def policies(draw: DrawFn) -> Policy:
-    """Policies with small chunks, and every way to choose between sparse and dense."""
-    return Policy(
-        chunk_numel=draw(st.integers(1, 40)),
-        dense_above=draw(st.sampled_from([None, 0.0, 0.1, 0.5, 1.0])),
-    )

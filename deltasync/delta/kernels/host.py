@@ -35,8 +35,9 @@ def changed(new: Tensor, old: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     positions = _positions(news, olds)
     if positions is None:
         positions = np.flatnonzero(_differ(news, olds))
-    found = positions.astype(np.int32), news.take(positions), olds.take(positions)
-    return tuple(map(torch.from_numpy, found))
+    indices = torch.from_numpy(positions.astype(np.int32))
+    new, old = (torch.from_numpy(bits.take(positions)) for bits in (news, olds))
+    return indices, new, old
 
 
 def is_increasing(indices: Tensor, span: int) -> bool:
@@ -118,7 +119,9 @@ def differing(new: _Bits, old: _Bits, ahead: NDArray[np.bool_]) -> tuple[_Bits, 
     positions = _positions(new, old)
     if positions is None:  # most words differ: count before finding
         mask = _differ(new, old)
-        changed = np.add.reduceat(mask.view(np.uint8), np.arange(0, len(mask), TILE), dtype=np.int64)
+        changed = np.add.reduceat(
+            mask.view(np.uint8), np.arange(0, len(mask), TILE), dtype=np.int64
+        )
     elif not len(positions) and not ahead.any():
         return None
     else:

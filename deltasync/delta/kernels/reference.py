@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-
 import torch
-
 from torch import Tensor
 
 from deltasync.wire.digest import GOLDEN_RATIO, MASK, MULTIPLIERS

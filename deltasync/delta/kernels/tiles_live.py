@@ -32,7 +32,7 @@ from deltasync.delta.kernels.tiles import (
     seeds_of,
     whole_at,
 )
-from deltasync.delta.kernels.triton_base import GOLDEN, add_up, mix, seed_of
+from deltasync.delta.kernels.triton_base import GOLDEN, add_up, mix
 
 PART = 256
 """Lanes that one program writes and reads back: one a thread, or it would wait for each in turn."""

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deltasync.delta.codecs.base import Bits, unsigned_dtype
-from deltasync.delta.codecs.bitstream import Words
 from deltasync.dtypes import Dtype
 from deltasync.errors import InvalidTable
+from deltasync.store.classes.bitstream import Bits, Words, unsigned_dtype
 from deltasync.store.classes.streams import ByteReader, varints
 
 MOST = 64

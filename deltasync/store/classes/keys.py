@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deltasync.delta.codecs.base import Bits
-from deltasync.delta.codecs.bitstream import Bytes, Ints
 from deltasync.dtypes import Dtype
 from deltasync.errors import InvalidTable
+from deltasync.store.classes.bitstream import Bits, Bytes, Ints
 from deltasync.store.classes.streams import ByteReader, varints
 
 MAX_CLASSES = 64

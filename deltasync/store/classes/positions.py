@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from deltasync.delta.codecs.base import Bits, Block, Indices
-from deltasync.delta.codecs.bitstream import FieldReader, Ints, pack_fields
 from deltasync.dtypes import Dtype
 from deltasync.errors import InvalidIndices, InvalidTable
 from deltasync.store.classes import keys as class_keys
+from deltasync.store.classes.bitstream import Bits, Bytes, FieldReader, Indices, Ints, pack_fields
 from deltasync.store.classes.order import orders
 from deltasync.store.classes.streams import ByteReader, UnaryReader, pack_unary, varints
 from deltasync.store.classes.subsets import Segments
@@ -59,7 +58,7 @@ def encode(
     return header + unary + pack_fields(remainders, widths)
 
 
-def decode(block: Block, count: int, old: Bits, dtype: Dtype) -> Indices:
+def decode(block: Bytes, count: int, old: Bits, dtype: Dtype) -> Indices:
     """int32[count]: the positions. Raises WireError for a block that `encode` cannot have made."""
     reader = ByteReader(block)
     lane_bits = reader.varint()

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from deltasync.delta.codecs.bitstream import FieldReader, Ints, Words
 from deltasync.errors import InvalidIndices
+from deltasync.store.classes.bitstream import FieldReader, Ints, Words
 from deltasync.store.classes.streams import UnaryReader
 
 _MAX_PARAMETER = 32

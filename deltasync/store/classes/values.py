@@ -9,11 +9,19 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from deltasync.delta.codecs.base import Bits, Block, unsigned_dtype
-from deltasync.delta.codecs.bitstream import MAX_WIDTH, FieldReader, Ints, Words, pack_fields
 from deltasync.dtypes import Dtype
 from deltasync.errors import InvalidTable, TruncatedFrame
 from deltasync.store.classes import keys as class_keys
+from deltasync.store.classes.bitstream import (
+    MAX_WIDTH,
+    Bits,
+    Bytes,
+    FieldReader,
+    Ints,
+    Words,
+    pack_fields,
+    unsigned_dtype,
+)
 from deltasync.store.classes.frequent import Frequent
 from deltasync.store.classes.keys import Keys
 from deltasync.store.classes.streams import ByteReader, UnaryReader, pack_unary, varints
@@ -64,7 +72,7 @@ def encode(steps: Bits, old: Bits, dtype: Dtype, choice: Choice | None = None) -
     return header + directions + unary + fields + escapes
 
 
-def decode(block: Block, old: Bits, dtype: Dtype) -> Bits:
+def decode(block: Bytes, old: Bits, dtype: Dtype) -> Bits:
     """unsigned[n]: the zigzag steps. Raises WireError for a block that `encode` cannot make."""
     reader = ByteReader(block)
     firsts, frequent = class_keys.read_firsts(reader, dtype), Frequent.read(reader, dtype)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from deltasync.delta.snapshot import Digests
 from deltasync.delta.ledger import digest_text
 from deltasync.delta.shard import ShardSpec, share_out
+from deltasync.delta.snapshot import Digests
 from deltasync.errors import ReplicasDiffer
 from deltasync.sync.group import orders
 from deltasync.sync.protocol.frames import SentBuckets

@@ -7,8 +7,8 @@ from contextlib import suppress
 
 import numpy as np
 
-from deltasync.delta.snapshot import Delta, Plan
 from deltasync.delta.modes import plain_mode
+from deltasync.delta.snapshot import Delta, Plan
 from deltasync.errors import (
     DeltaSyncError,
     MalformedMessage,
@@ -284,7 +284,7 @@ class TrainerRank(Closing):
         self._captured = order.capture
 
     def _holding(self, copies: Sequence[orders.CopyRuns]) -> orders.SnapshotState:
-        plan = self._weights.full()
+        plan = self._weights.full(ways=self.world)
         return orders.SnapshotState(
             digests=digests_told(self._weights.digests, copies),
             payload_bytes=plan.payload_bytes,

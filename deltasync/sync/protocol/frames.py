@@ -102,7 +102,7 @@ class Emitter:
             message = Bucket(
                 version=self._version,
                 sequence=sent.num_buckets,
-                item_size=sizes.item_size,
+                item_size=sizes.item_size,  # type: ignore[arg-type]
                 tiles=sizes.tiles,
                 places=sizes.places,
                 whole=sizes.whole,
@@ -151,7 +151,8 @@ class Emitter:
 
     def shares(self) -> tuple[Shares, Tensor] | None:
         """The message that says what buckets carry, and its payload; None if that is all of the
-        layout."""
+        layout.
+        """
         space: Space = self._plan.space
         if space.is_whole:
             return None

@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from deltasync.delta.snapshot import Digests
 from deltasync.delta.ledger import digest_text
+from deltasync.delta.snapshot import Digests
 from deltasync.errors import (
     ConfigError,
     DeltaSyncError,

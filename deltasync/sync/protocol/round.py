@@ -436,9 +436,7 @@ class Round:
         )
 
     def _staged_bytes(self) -> int:
-        return staged_bytes_of(
-            payload_bytes=self._plan.payload_bytes, places=self._plan.places
-        )
+        return staged_bytes_of(payload_bytes=self._plan.payload_bytes, places=self._plan.places)
 
     def _writes_as_it_arrives(self) -> bool:
         """Whether an engine may have written already what was sent."""

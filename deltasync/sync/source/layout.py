@@ -26,7 +26,6 @@ class SentLayout:
         hash: What names it in a begin.
         numel: Elements of all parameters.
         num_bytes: Bytes of all values on the wire.
-        least_item_size: Bytes of the smallest element.
     """
 
     def __init__(self, specs: Sequence[ParameterSpec]) -> None:
@@ -34,7 +33,6 @@ class SentLayout:
         self.hash = layout_hash(self.specs)
         self.numel = sum(spec.numel for spec in self.specs)
         self.num_bytes = sum(spec.numel * spec.dtype.item_size for spec in self.specs)
-        self.least_item_size = min((spec.dtype.item_size for spec in self.specs), default=1)
 
     def numbers_held(self, hello: Hello) -> frozenset[int] | None:
         """Which parameters a receiver holds; None for all. Raises LayoutMismatch.

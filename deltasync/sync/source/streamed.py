@@ -244,7 +244,10 @@ class _Taken:
 
     def _keep(self, found: HostFound) -> None:
         sizes = Sizes(found.section.item_size, *found.ends[-1].tolist())
-        payload, sums = torch.empty(sizes.num_bytes, dtype=torch.uint8), torch.zeros_like(self._sums)
+        payload, sums = (
+            torch.empty(sizes.num_bytes, dtype=torch.uint8),
+            torch.zeros_like(self._sums),
+        )
         changes = found.emit(0, 1, payload, sums)
         tiles, _ = changes.table()
         if sizes.num_bytes <= self._room:
@@ -282,7 +285,8 @@ class _Taken:
         return self._by_share()[self.changed]
 
     def _by_share(self) -> Ints:
-        return self._counts[self._place]
+        found: Ints = self._counts[self._place]
+        return found
 
     def buckets(self) -> Iterator[Bucket]:
         for sizes, groups in self._buckets:

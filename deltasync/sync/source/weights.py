@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltasync.delta.bits import identity
-from deltasync.delta.tiles import Ints
 from deltasync.delta.readers import Reader, WireReader
 from deltasync.delta.shard import (
     ShardSpec,
@@ -30,6 +29,7 @@ from deltasync.delta.shard import (
 )
 from deltasync.delta.snapshot import MIN_BUCKET_BYTES, Delta, Digests, Plan, Snapshot, snapshot_of
 from deltasync.delta.streams import OwnStream, own_stream
+from deltasync.delta.tiles import Ints
 from deltasync.errors import ConfigError, SourceChanged
 from deltasync.sync.options import SenderOptions, leaves_out
 from deltasync.sync.protocol.sender_session import Copies

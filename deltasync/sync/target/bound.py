@@ -12,7 +12,6 @@ from contextlib import suppress
 import numpy as np
 from torch import Tensor
 
-from deltasync.delta.changes import Changes
 from deltasync.delta.ledger import Ledger, digest_text
 from deltasync.delta.payloads import PayloadReader, Received, most_payload_bytes
 from deltasync.delta.shard import whole
@@ -280,7 +279,7 @@ class BoundWeights:
 
         It reads everything once more, unless the target derives nothing.
         """
-        wrong = self._wrong(ledger) if self._derives else ()
+        wrong = self._wrong(ledger) if self._derives else np.zeros(0, np.int64)
         if len(wrong):
             names = set(self._names(wrong))
             raise DigestMismatch(
