@@ -41,11 +41,11 @@ class Changes:
         """Of uint8[sizes.num_bytes], which is not copied."""
         bits = INTEGERS[sizes.item_size]
         types = (torch.int32, torch.int16, torch.int16, bits, bits)
-        columns = (
+        tiles, counts, places, values, whole = (
             payload[begin : begin + length].view(dtype)
             for dtype, (begin, length) in zip(types, sizes.columns, strict=True)
         )
-        return cls(*columns, payload)
+        return cls(tiles, counts, places, values, whole, payload)
 
     @property
     def sizes(self) -> Sizes:

@@ -51,13 +51,13 @@ class Coder:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8), compression
 
     def _made(self, payload: Tensor, bucket: Bucket) -> tuple[bytes, Compression]:
-        if self.coding == "zstd" or bucket.old is None:
-            return compress(payload.cpu().numpy().data), "zstd"
-        if not payload.is_cpu:
+        if self.coding != "zstd" and not payload.is_cpu:
             raise ConfigError(
                 f"compression {self.coding!r} is made on hosts, and these weights are on a GPU: "
                 "take 'none'"
             )
+        if self.coding == "zstd" or bucket.old is None:
+            return compress(payload.cpu().numpy().data), "zstd"
         changes = Changes.of(payload, bucket.sizes)
         coded = (
             codec_of("class").encode(changes, bucket.old)

@@ -277,10 +277,10 @@ class DeviceDetector:
         tiles: Where the copy is.
         ahead: uint8[tiles]: which have other bits here than the version that is held.
         num_bytes: Of the copy.
-        old: Payloads on a GPU are not coded.
+        before: Payloads on a GPU are not coded.
     """
 
-    old = None
+    before = None
 
     def __init__(self, space: Space, device: torch.device, lines: Sequence[Tensor]) -> None:
         self.space, self.device, self._lines = space, device, lines
@@ -413,6 +413,10 @@ class DeviceDetector:
             self.copy_whole(None, changes, whole.to(torch.int32), len(tiles), sums)
             if changes.memory is not payload:
                 payload.copy_(changes.memory)
+
+    def read(self, share: int, start: int, stop: int) -> Tensor:
+        """int[stop - start]: the bits of the copy of a run of a share; read only."""
+        return self._lines[share][start:stop]
 
     def measure(self, chunks: Ints) -> NDArray[np.uint64]:
         """uint64[n]: the digests of int64[n] chunks of a ledger, read from the copy."""

@@ -28,7 +28,6 @@ _ESCAPE = 255  # of steps: the new bits follow
 _WIDE = 2  # bytes of a gap
 _ESCAPES = {1: 0xFF, _WIDE: 0xFFFF}  # of gaps, by their width: so many more follow
 _NARROW_UP_TO = 368  # mean gap from which two bytes are shorter than one and its escapes
-_MOST_TIMES = 4  # as long as what they stand for may streams be
 
 
 def encode(changes: Changes, old: Bits, old_whole: Bits) -> bytes | None:
@@ -196,7 +195,7 @@ def _zigzag(new: Bits, old: Bits) -> Bits:
 
 def _stepped(zigzagged: Bits, old: Bits) -> Bits:
     """unsigned[n]: the inverse of `_zigzag`."""
-    steps = zigzagged & _one(old)
+    steps: Bits = zigzagged & _one(old)
     np.negative(steps, out=steps)
     steps ^= zigzagged >> _one(old)
     steps += old

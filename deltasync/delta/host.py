@@ -444,6 +444,11 @@ class HostDetector:
             found[lanes] = kernels.unsigned(self.lines[share])[positions[lanes]]
         return found
 
+    @property
+    def before(self) -> HostDetector:
+        """What codecs ask for the bits before."""
+        return self
+
     def read(self, share: int, start: int, stop: int) -> Tensor:
         """int[stop - start]: the bits of the copy of a run of a share; read only."""
         return self.lines[share][start:stop]

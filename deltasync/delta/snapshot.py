@@ -60,7 +60,7 @@ class Found(Protocol):
     def emit(self, low: int, high: int, payload: Tensor, sums: Tensor) -> Changes: ...
 
 
-class Detector(Old, Protocol):
+class Detector(Protocol):
     """A copy of a source, and how the source differs from it: see `delta.host.HostDetector`."""
 
     space: Space
@@ -71,6 +71,11 @@ class Detector(Old, Protocol):
 
     @property
     def device(self) -> torch.device | None: ...
+
+    @property
+    def before(self) -> Old | None:
+        """What codecs ask for the bits before; None if payloads are not coded here."""
+        ...
 
     def take(self, readers: Sequence[Reader]) -> None: ...
 
@@ -86,6 +91,8 @@ class Detector(Old, Protocol):
 
     def measure(self, chunks: Ints) -> NDArray[np.uint64]: ...
 
+    def read(self, share: int, start: int, stop: int) -> Tensor: ...
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
@@ -97,7 +104,7 @@ class Bucket:
         pack: Writes it to uint8[sizes.num_bytes]. Calls what is given when it stands there, before
             anything of what it changes is overwritten.
         old: Has the bits that it changes. Ask after it was packed, before that is called. None if
-            there are none.
+            there are none, or none on a host.
     """
 
     sizes: Sizes
@@ -181,6 +188,7 @@ class Snapshot:
         self.space, self._detector, self.num_bytes = detector.space, detector, detector.num_bytes
         self.ledger = Ledger(self.space) if ledger is None else ledger
         self._sums = self._there(self.ledger)  # of the bits that the copy has
+        self._is_overwriting = False
         self._place = np.argsort(self.space.order)  # of a share among those of the space
 
     @property
@@ -198,7 +206,7 @@ class Snapshot:
         """Take what the copy has for what receivers hold."""
         self.ledger = Ledger(self.space)
         self.ledger.sums[:] = self.measure(np.arange(self.space.num_chunks))
-        self._sums = self._there(self.ledger)
+        self._sums, self._is_overwriting = self._there(self.ledger), False
 
     def measure(self, chunks: Ints) -> NDArray[np.uint64]:
         """uint64[n]: the digests of int64[n] chunks of the ledger, read from memory."""
@@ -237,7 +245,7 @@ class Snapshot:
             self,
             self._detector,
             self._detector.find(groups, max_held_bytes, meanwhile or (lambda: None)),
-            self._sums.clone(),
+            self._settled().clone(),
             bucket_bytes=bucket_bytes,
             max_held_bytes=max_held_bytes,
             base_version=base_version,
@@ -249,12 +257,23 @@ class Snapshot:
 
     def ledger_of_copy(self) -> Ledger:
         """A new one, of the bits that the copy has."""
-        return _ledger_of(self.space, self._sums)
+        return _ledger_of(self.space, self._settled())
 
     def overwrite(self, changes: Changes, sums: Tensor) -> None:
         """Write these before they are decided, which changes the digests of the copy by `sums`."""
+        self._is_overwriting = True
         self._detector.advance(changes, ahead=True)
         self._sums += sums
+        self._is_overwriting = False
+
+    def _settled(self) -> Tensor:
+        """int64[chunks]: digests of the bits that the copy has, whatever broke off."""
+        if self._is_overwriting:
+            ahead = np.flatnonzero(torch.as_tensor(self._detector.ahead).cpu().numpy())
+            chunks, ledger = np.unique(self.space.chunk[ahead]).astype(np.int64), self.ledger.copy()
+            ledger.sums[chunks] = self.measure(chunks)
+            self._sums, self._is_overwriting = self._there(ledger), False
+        return self._sums
 
     def decided(self, ledger: Ledger) -> None:
         """The copy is what receivers hold."""
@@ -334,6 +353,9 @@ class DeltaPlan:
         ]
         self.payload_bytes = self.held_bytes = self.places = 0
         self._num_held = 0
+        # Where the copy is ahead, its bits are not those that receivers have. Only hosts code.
+        is_ahead = snapshot.device is None and bool(detector.ahead.any())
+        self._old = None if is_ahead else detector.before
         for _, _, _, sizes in self._buckets:
             self.payload_bytes += sizes.num_bytes
             self.places += sizes.places
@@ -364,7 +386,7 @@ class DeltaPlan:
         for number, (found, low, high, sizes) in enumerate(self._buckets):
             is_held = number < self._num_held
             pack = partial(self._pack, found, low, high, is_held)
-            yield Bucket(sizes, device, pack, self._detector)
+            yield Bucket(sizes, device, pack, self._old)
 
     def decided(self) -> None:
         """Advance the snapshot by what was held."""

@@ -23,15 +23,16 @@ from deltasync.sync.protocol.one_way import OneWayReader
 
 # Of docs/wire-format.md: those that an error of each type may stand for.
 _RULES: dict[type[Exception], str] = {
-    TruncatedFrame: "W1, W6, W10, W17 or W29",
+    TruncatedFrame: "W1, W6, W10, W21, W27 to W30 or W33",
     BadMagic: "W2",
     UnsupportedVersion: "W3",
-    LimitExceeded: "W4 or W9",
+    LimitExceeded: "W4, W9, W13 or W27",
     ChecksumMismatch: "W5",
     MalformedMessage: "W7 to W9",
-    UnknownCodec: "W11 or W30",
-    InvalidTable: "W11 to W13, W17, W29 or W30",
-    InvalidIndices: "W14",
+    UnknownCodec: "W9",
+    InvalidTable: "W17, W30 or W31",
+    InvalidIndices: "W11, W12, W14, W27, W28 or W32",
+    WireError: "W27 or W28",
 }
 _ORDER = "W16, W21 or W22"
 

@@ -9,23 +9,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deltasync.delta.bits import Flat, Live, torch_dtype
+from deltasync.delta.bits import Flat, torch_dtype
 from deltasync.delta.coding import Coder, Coding
 from deltasync.delta.payloads import PayloadReader
 from deltasync.delta.readers import WireReader
-from deltasync.delta.shard import ShardSpec, Share, rows_of, whole
+from deltasync.delta.shard import ShardSpec, Share, rows_of
 from deltasync.delta.snapshot import Bucket, Delta, Kernels, Plan, snapshot_of
 from deltasync.delta.staging import LiveWeights, Staging, staged_bytes_of
-from deltasync.delta.tiles import Space, table_of
+from deltasync.delta.tiles import table_of
 from deltasync.wire import messages
 from deltasync.wire.compression import Compression
 from deltasync.wire.messages import ParameterSpec
 from tests.worlds.bits import specs_of
+from tests.worlds.payloads import POISON, begin_of, measured
 from tests.worlds.strategies import Layout, relaid, same_bits
 
 Model = dict[str, Tensor]
 Boxes = Mapping[str, ShardSpec]
-POISON = 0xEE  # of bytes that are not written
 
 
 def box_of(tensor: Tensor, box: ShardSpec) -> Tensor:
@@ -87,13 +87,6 @@ def sole(model: Model, kernels: Kernels = "torch") -> Rank:
     """A trainer of one rank."""
     boxes = {name: ShardSpec.whole(tuple(tensor.shape)) for name, tensor in model.items()}
     return Rank(specs_of(model), boxes, copies(model), kernels)
-
-
-def measured(flats: Mapping[int, Live], specs: Sequence[ParameterSpec]) -> LiveWeights:
-    """Weights with their digests."""
-    live = LiveWeights(flats, Space(whole(specs)))
-    live.ledger.sums[:] = live.measure(np.arange(live.space.num_chunks))
-    return live
 
 
 class Receiver:
@@ -165,30 +158,21 @@ def staged(
 ) -> Staging:
     """Bring plans, each on a lane of its own, to live weights."""
     sizes = {name: sum(getattr(p, name) for p in plans) for name in ("payload_bytes", "places")}
-    begin = messages.Begin(
-        stream_id="s",
-        version=1,
-        base_version=0,
-        layout_hash="0" * 64,
-        timeout_s=0.0,
-        **sizes,
-    )
     reader = PayloadReader(live, len(plans))
-    reader.begin(begin)
+    reader.begin(begin_of(**sizes))
     staging = Staging(live, max_bytes=staged_bytes_of(**sizes), in_place=in_place, writing=writing)
     for lane, plan in enumerate(plans):
         if not plan.space.is_whole:
             reader.take_shares(torch.from_numpy(table_of(plan.space)), lane)
         sent = [0, 0]
         for bucket in plan.buckets():
-            assert bucket.sizes.num_bytes <= bucket_bytes
+            assert bucket.sizes.num_bytes <= bucket_bytes or bucket.sizes.tiles == 1
             sent = [sent[0] + bucket.sizes.num_bytes, sent[1] + bucket.sizes.places]
             payload, compression = packed(bucket, coding)
             received = reader.read(announced(bucket, compression), payload, lane)
             staging.stage(received.lane, received.changes)
             payload.fill_(POISON)
-            received.changes.values.fill_(1)
-            received.changes.whole.fill_(1)
+            received.changes.memory.fill_(POISON)
         assert sent == [plan.payload_bytes, plan.places]
     return staging
 

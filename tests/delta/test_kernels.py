@@ -11,6 +11,7 @@ from torch import Tensor
 
 from deltasync.delta.kernels import Kernels, host, reference
 from deltasync.wire import digest
+from deltasync.wire.changes import TILE
 
 MODULES: list[Kernels] = [host, reference]
 INTEGERS = [torch.uint8, torch.int16, torch.int32, torch.int64]
@@ -56,22 +57,54 @@ def test_kernels_agree_on_long_runs(dtype: torch.dtype, offsets: tuple[int, int]
     mask = torch.rand(numel, generator=generator) < density
     mask[[0, (1 << 18) - 1, 1 << 18, -6, -1]] = True
     new[mask] ^= 1
-    (count, found), (other_count, other) = (
-        kernels.changed(new, old, numel) for kernels in (host, reference)
-    )
-    assert count == other_count == int(mask.sum())
-    assert found is not None
-    assert other is not None
+    found, other = (kernels.changed(new, old) for kernels in (host, reference))
+    assert len(found[0]) == int(mask.sum())
     assert all(map(torch.equal, found, other))
-    assert host.changed(new, old, count - 1) == (count, None)
     assert host.digest_run(new, KEY, 5) == reference.digest_run(new, KEY, 5)
-    for chunk_numel in (3, host.BLOCK, 1 << 30):
-        (first, sums), (other_first, other_sums) = (
-            kernels.digest_chunks(found[0].long(), found[1], KEY, chunk_numel)
-            for kernels in (host, reference)
-        )
-        assert first == other_first
-        assert np.array_equal(sums, other_sums)
+
+
+@given(
+    dtype=widths,
+    numel=st.integers(1, 9) | st.sampled_from([TILE - 1, TILE, TILE + 1, 3 * TILE, 3 * TILE + 9]),
+    data=st.data(),
+    seed=seeds,
+    offset=st.integers(0, 2),
+)
+def test_tiles_differ_as_plain_reckoning_says(
+    dtype: torch.dtype, numel: int, data: st.DataObject, seed: int, offset: int
+) -> None:
+    """Few changes, or most, or those of a tile at its ends; and tiles that go whole anyway."""
+    old = random_integers(dtype, numel + offset, seed)[offset:].numpy()
+    rng, size, new = np.random.default_rng(seed), dtype.itemsize, old.copy()
+    ahead = np.zeros(-(-numel // TILE), np.bool_)
+    for tile in range(len(ahead)):
+        inside = new[tile * TILE : (tile + 1) * TILE]
+        density = data.draw(st.sampled_from([0.0, 0.001, 0.3, size / (2 + size), 0.9, 1.0]))
+        inside[rng.random(len(inside)) < density] ^= 1
+        if data.draw(st.booleans()):
+            inside[0] ^= 1
+            inside[-1] ^= 1
+        ahead[tile] = data.draw(st.integers(0, 5)) == 0
+    new, old = (bits.view(f"u{size}") for bits in (new, old))
+    tiles, counts, places, values, changed = [], [], [], [], []
+    for tile in range(len(ahead)):
+        part = slice(tile * TILE, (tile + 1) * TILE)
+        where = np.flatnonzero(new[part] != old[part])
+        if not len(where) and not ahead[tile]:
+            continue
+        is_whole = ahead[tile] or len(where) * (2 + size) > len(new[part]) * size
+        tiles.append(tile)
+        changed.append(len(where))
+        counts.append(0 if is_whole else len(where))
+        if not is_whole:
+            places += where.tolist()
+            values += new[part][where].tolist()
+    found = host.differing(new, old, ahead)
+    if not tiles:
+        assert found is None
+        return
+    assert found is not None
+    assert [column.tolist() for column in found] == [tiles, counts, places, values, changed]
 
 
 @every_kernel

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -16,13 +17,19 @@ from torch import Tensor
 from deltasync import dtypes
 from deltasync.delta.bits import as_bits, dtype_of, integer_dtype, torch_dtype
 from deltasync.delta.diff import apply_patch, diff
-from deltasync.delta.patch import Chunk, ChunkedPatch, DensePatch, Patch, SparsePatch
-from deltasync.delta.policy import Policy
+from deltasync.delta.patch import (
+    CHUNK_NUMEL,
+    Chunk,
+    ChunkedPatch,
+    DensePatch,
+    Patch,
+    SparsePatch,
+)
 from deltasync.errors import ConfigError, InvalidIndices, LayoutMismatch
 from tests.worlds import strategies as own
 from tests.worlds.strategies import relaid, same_bits
 
-SPARSE, DENSE = Policy(dense_above=1.0), Policy(dense_above=0.0)
+LARGE = st.sampled_from([(CHUNK_NUMEL,), (CHUNK_NUMEL + 5,), (2, CHUNK_NUMEL + 3)])
 CASTS = [
     (torch.float32, torch.bfloat16),
     (torch.float64, torch.float32),
@@ -37,12 +44,12 @@ CASTS = [
 
 
 @pytest.mark.promise("Bits", "-0.0, NaN payloads, denormals and every dtype arrive as they are.")
-@given(pair=own.pairs(), policy=own.policies(), layout=own.LAYOUTS)
+@given(pair=own.pairs() | own.pairs(shapes=LARGE), layout=own.LAYOUTS)
 def test_applying_the_diff_gives_the_new_bits(
-    pair: tuple[Tensor, Tensor], policy: Policy, layout: own.Layout
+    pair: tuple[Tensor, Tensor], layout: own.Layout
 ) -> None:
     new, base = pair
-    patch = diff(base, new, name="w", policy=policy)
+    patch = diff(base, new, name="w")
     assert (patch is None) == same_bits(new, base)
     live = relaid(base, layout)
     for _ in range(2):  # values are absolute: twice equals once
@@ -64,40 +71,53 @@ def runs_of(patch: Patch) -> list[tuple[int, int, list[int] | None, list[int]]]:
     ]
 
 
-@given(pair=own.pairs(), chunk_numel=st.integers(1, 20), dense_above=st.floats(0, 1))
-def test_a_chunk_is_dense_exactly_above_the_policy_s_density(
-    pair: tuple[Tensor, Tensor], chunk_numel: int, dense_above: float
+@given(
+    density=st.lists(st.sampled_from([0.0, 1e-5, 0.2, 0.4, 0.6, 1.0]), min_size=1, max_size=3),
+    last=st.integers(1, 40) | st.just(CHUNK_NUMEL),
+    dtype=st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.int64]),
+    seed=own.SEEDS,
+)
+def test_a_chunk_is_dense_exactly_where_indices_and_values_take_more(
+    density: list[float], last: int, dtype: torch.dtype, seed: int
 ) -> None:
     """All sparse parts together say exactly what changed."""
-    new, base = pair
-    patch = diff(base, new, policy=Policy(dense_above=dense_above, chunk_numel=chunk_numel))
-    bits = as_bits(new).flatten()
-    different = (bits != as_bits(base).flatten()).tolist()
-    written, dense = list[int](), set[int]()
+    rng, size = np.random.default_rng(seed), dtype.itemsize
+    numels = [CHUNK_NUMEL] * (len(density) - 1) + [last]
+    shares = np.repeat(density, numels)
+    base = torch.zeros(len(shares), dtype=dtype)
+    mask = torch.from_numpy(rng.random(len(shares)) < shares)
+    as_bits(new := base.clone())[mask] = 1
+    patch = diff(base, new)
+    written, dense = torch.zeros_like(mask), torch.zeros_like(mask)
     for start, numel, indices, values in runs_of(patch) if patch is not None else []:
-        places = range(start, start + numel) if indices is None else [start + n for n in indices]
-        dense |= set(places) if indices is None else set()
-        written += places
-        assert values == bits[list(places)].tolist()
+        if indices is None:
+            written[start : start + numel] = dense[start : start + numel] = True
+        else:
+            written[torch.tensor(indices, dtype=torch.int64) + start] = True
+        inside = slice(start, start + numel)
+        chosen = as_bits(new)[inside] if indices is None else as_bits(new)[inside][indices]
+        assert values == chosen.tolist()
     kinds = set()
-    for start in range(0, new.numel(), chunk_numel):
-        chunk = different[start : start + chunk_numel]
-        is_dense = sum(chunk) > dense_above * len(chunk)
-        assert (start in dense) == is_dense
-        kinds |= {"dense"} if is_dense else {"sparse"} if any(chunk) else {"same"}
-    assert written == [n for n, differs in enumerate(different) if differs or n in dense]
-    forms = {"dense": DensePatch, "sparse": SparsePatch}
+    for start, numel in zip(accumulate(numels, initial=0), numels, strict=False):
+        count = int(mask[start : start + numel].sum())
+        is_dense = count * (4 + size) > numel * size
+        assert dense[start : start + numel].all() == is_dense
+        assert is_dense or not dense[start : start + numel].any()
+        kinds |= {"dense"} if is_dense else {"sparse"} if count else {"same"}
+    assert torch.equal(written, mask | dense)
     if patch is None:
-        assert kinds <= {"same"}
+        assert kinds == {"same"}
+        return
+    assert patch.nnz == int(written.sum())
+    if kinds == {"dense"}:
+        assert isinstance(patch, DensePatch)
     else:
-        assert patch.nnz == len(written)
-        wanted = "dense" if kinds == {"dense"} else "chunked" if "dense" in kinds else "sparse"
-        assert type(patch) is forms.get(wanted, ChunkedPatch)
+        assert isinstance(patch, ChunkedPatch if "dense" in kinds else SparsePatch)
 
 
 def test_patch_does_not_alias_the_source() -> None:
     new, base = torch.ones(8), torch.zeros(8)
-    patch = diff(base, new, policy=DENSE)
+    patch = diff(base, new)
     new.fill_(7)
     assert isinstance(patch, DensePatch)
     assert patch.values.tolist() == [1] * 8
@@ -106,9 +126,10 @@ def test_patch_does_not_alias_the_source() -> None:
 @pytest.mark.promise("Bits", "-0.0, NaN payloads, denormals and every dtype arrive as they are.")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_negative_zero_is_a_change_and_nan_is_none(dtype: torch.dtype) -> None:
-    base = torch.tensor([0.0, torch.nan, 1.0], dtype=dtype)
+    base = torch.tensor([0.0, torch.nan, 1.0, 2.0, 3.0], dtype=dtype)
+    new = torch.tensor([-0.0, torch.nan, 1.0, 2.0, 3.0], dtype=dtype)
     assert diff(base, base.clone()) is None
-    patch = diff(base, torch.tensor([-0.0, torch.nan, 1.0], dtype=dtype), policy=SPARSE)
+    patch = diff(base, new)
     assert isinstance(patch, SparsePatch)
     assert patch.indices.tolist() == [0]
     live = base.clone()
@@ -117,16 +138,16 @@ def test_negative_zero_is_a_change_and_nan_is_none(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.promise("Bits", "float32 masters are compared as torch casts them.")
-@given(data=st.data(), cast=st.sampled_from(CASTS), policy=own.policies())
+@given(data=st.data(), cast=st.sampled_from(CASTS))
 def test_masters_are_compared_as_torch_casts_them(
-    data: st.DataObject, cast: tuple[torch.dtype, torch.dtype], policy: Policy
+    data: st.DataObject, cast: tuple[torch.dtype, torch.dtype]
 ) -> None:
     master, wire = cast
     new = data.draw(own.tensors(dtypes=st.just(dtype_of(torch.empty(0, dtype=master)))))
     nan = as_bits(torch.full((), torch.nan, dtype=wire))
     expected = torch.where(new.isnan(), nan, as_bits(new.contiguous().to(wire))).view(wire)
     base = torch.zeros(new.shape, dtype=wire)
-    patch = diff(base, new, policy=policy)
+    patch = diff(base, new)
     if patch is not None:
         apply_patch(base, patch)
     assert same_bits(base, expected)
@@ -141,8 +162,8 @@ def test_how_weights_are_sliced_does_not_change_how_nan_is_cast() -> None:
     patch = diff(base, new)
     assert patch is not None
     apply_patch(base, patch)
-    for chunk_numel in (1, 7, 64):
-        assert diff(base, new, policy=Policy(chunk_numel=chunk_numel)) is None
+    for start in (1, 7, 64):
+        assert diff(base[start:], new[start:]) is None
 
 
 @given(base=own.tensors(shapes=st.tuples(st.integers(2, 6), st.integers(2, 6))))
@@ -283,19 +304,27 @@ def test_every_dtype_of_the_table_is_known() -> None:
         assert tensor.dtype.is_floating_point == dtype.is_floating
 
 
-def test_positions_beyond_int32() -> None:
+@pytest.mark.parametrize("is_sparse", [True, False])
+def test_positions_beyond_int32(is_sparse: bool) -> None:
     """In memory that is there only where it is written."""
-    numel, chunk = (1 << 31) + 5, 1 << 24
+    numel = (1 << 31) + 5
     base, new = (torch.from_numpy(np.zeros(numel, np.uint8)) for _ in range(2))
-    changed = [0, chunk, (1 << 31) - 1, 1 << 31, numel - 2, numel - 1]
-    new[changed] = torch.arange(1, 7, dtype=torch.uint8)
-    patch = diff(base, new, policy=Policy(chunk_numel=chunk, dense_above=1.0))
+    changed = [0, CHUNK_NUMEL, (1 << 31) - 1, 1 << 31, numel - 2, numel - 1]
+    if not is_sparse:
+        changed = changed[:3]
+    new[changed] = torch.arange(1, len(changed) + 1, dtype=torch.uint8)
+    patch = diff(base, new)
     assert isinstance(patch, ChunkedPatch)
     found = runs_of(patch)
-    assert all(span <= chunk for _, span, _, _ in found)
-    assert [start + n for start, _, indices, _ in found for n in indices or ()] == changed
+    assert all(span <= CHUNK_NUMEL for _, span, _, _ in found)
+    places = {
+        start + n
+        for start, span, indices, _ in found
+        for n in indices or (range(span) if indices is None else ())
+    }
+    assert places >= set(changed)
     strided = torch.from_numpy(np.zeros(2 * numel, np.uint8))[::2]
     for live in (base, strided):
         apply_patch(live, patch)
-        assert live[changed].tolist() == [1, 2, 3, 4, 5, 6]
-    assert diff(base, new, policy=Policy(chunk_numel=chunk)) is None
+        assert live[changed].tolist() == list(range(1, len(changed) + 1))
+    assert diff(base, new) is None

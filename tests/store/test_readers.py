@@ -292,7 +292,7 @@ def fewest_bytes(run: Run, held: int | None, to: int) -> int:
     versions=histories(),
     coding=st.sampled_from(CODINGS),
     anchor_every=st.integers(2, 6),
-    least=st.sampled_from([1, 256]),
+    least=st.sampled_from([1, 64]),
     data=st.data(),
 )
 def test_readers_of_any_history_take_the_fewest_bytes(

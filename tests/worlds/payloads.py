@@ -1,44 +1,92 @@
-"""Runs as receivers get them: packed into payloads that do not last."""
+"""Changes by hand, as receivers get them: packed into payloads that do not last."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from deltasync.delta.backend import Applier
-from deltasync.delta.bits import Run
-from deltasync.delta.bucket import BucketReader
-from deltasync.delta.host.packing import buckets
+from deltasync.delta.bits import Flat, Live
+from deltasync.delta.payloads import PayloadReader
 from deltasync.delta.shard import whole
-from deltasync.wire.messages import ParameterSpec
+from deltasync.delta.staging import LiveWeights, Staging, staged_bytes_of
+from deltasync.delta.tiles import Space
+from deltasync.wire.messages import Begin, Bucket, ParameterSpec
+from tests.wire import reference
+from tests.wire.reference import Tile
 
-POISON = 0xEE  # of bytes that are not written
+POISON = 0xEE  # of bytes that are not written, or not there any more
 
 
-def payloads(
-    runs: Iterable[tuple[int, Run]],
-    layout: Sequence[ParameterSpec],
+def measured(flats: Mapping[int, Live], specs: Sequence[ParameterSpec]) -> LiveWeights:
+    """Weights with their digests."""
+    live = LiveWeights(flats, Space(whole(specs)))
+    live.ledger.sums[:] = live.measure(np.arange(live.space.num_chunks))
+    return live
+
+
+def begin_of(*, payload_bytes: int, places: int) -> Begin:
+    return Begin(
+        stream_id="s",
+        version=1,
+        base_version=0,
+        layout_hash="0" * 64,
+        timeout_s=0.0,
+        payload_bytes=payload_bytes,
+        places=places,
+    )
+
+
+def bucket_of(tiles: Sequence[Tile], item_size: int) -> tuple[Bucket, Tensor]:
+    """The message and the payload of changes, right or not."""
+    sizes = reference.sizes(tiles, item_size)
+    payload = torch.frombuffer(bytearray(reference.payload(tiles, item_size)), dtype=torch.uint8)
+    return Bucket(version=1, sequence=0, compression="none", **sizes), payload
+
+
+def stage_tiles(
+    live: LiveWeights,
+    tiles: Iterable[Tile],
     *,
-    bucket_bytes: int = 1 << 20,
-) -> Iterator[tuple[Tensor, int]]:
-    """(uint8[n], rows) for (parameter, run) that hold their bits, in layout order."""
-    for bucket in buckets(runs, whole(layout), bucket_bytes=bucket_bytes):
-        payload = torch.full((bucket.num_bytes,), POISON, dtype=torch.uint8)
-        bucket.write(payload)
-        yield payload, bucket.num_rows
+    in_place: bool = False,
+    writing: Callable[[], None] = lambda: None,
+) -> Staging:
+    """Bring changes to a receiver, each payload overwritten when it was taken over."""
 
+    def size_of(tile: Tile) -> int:
+        return int(live.space.item_size[live.space.share[tile.number]])
 
-def stage_runs(
-    staging: Applier,
-    runs: Iterable[tuple[int, Run]],
-    layout: Sequence[ParameterSpec],
-    *,
-    bucket_bytes: int = 1 << 20,
-) -> None:
-    """Bring (parameter, run) to a receiver, each payload overwritten when it was taken over."""
-    reader = BucketReader(tuple(layout))
-    for payload, num_rows in payloads(runs, layout, bucket_bytes=bucket_bytes):
-        staging.stage_bucket(reader.open(payload, num_rows))
+    buckets = [bucket_of(list(some), size) for size, some in groupby(tiles, size_of)]
+    sizes = {
+        "payload_bytes": sum(len(payload) for _, payload in buckets),
+        "places": sum(bucket.places for bucket, _ in buckets),
+    }
+    reader = PayloadReader(live)
+    reader.begin(begin_of(**sizes))
+    staging = Staging(live, max_bytes=staged_bytes_of(**sizes), in_place=in_place, writing=writing)
+    for bucket, payload in buckets:
+        received = reader.read(bucket, payload)
+        staging.stage(received.lane, received.changes)
         payload.fill_(POISON)
+    return staging
+
+
+def tiles_between(
+    space: Space, old: Mapping[str, Tensor], new: Mapping[str, Tensor], *, go_whole: bool = False
+) -> list[Tile]:
+    """What makes one model of another."""
+    found = []
+    for number, (share, start, numel) in enumerate(
+        zip(space.share.tolist(), space.start.tolist(), space.numel.tolist(), strict=True)
+    ):
+        name = space.shares[share].spec.name
+        before, after = (Flat.of(one[name]).read(start, start + numel) for one in (old, new))
+        places = (before != after).nonzero().squeeze(1)
+        bits = after if go_whole else after[places]
+        unsigned = tuple(bits.numpy().view(f"u{bits.element_size()}").tolist())
+        if go_whole or len(places):
+            found.append(Tile(number, None if go_whole else tuple(places.tolist()), unsigned))
+    return found

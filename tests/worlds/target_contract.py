@@ -22,15 +22,12 @@ import torch
 from torch import Tensor
 
 from deltasync import dtypes
-from deltasync.delta.bits import Flat, Live, Run, torch_dtype
-from deltasync.delta.digests import DigestLedger
-from deltasync.delta.host.staging import Lines, Staging
-from deltasync.delta.shard import whole
+from deltasync.delta.bits import Flat, Live, torch_dtype
 from deltasync.errors import LayoutMismatch, TargetMoved
 from deltasync.sync.target.base import WeightTarget
 from deltasync.wire.messages import ParameterSpec
 from tests.worlds.bits import flipped, random_bits, specs_of
-from tests.worlds.payloads import stage_runs
+from tests.worlds.payloads import measured, stage_tiles, tiles_between
 
 STRANGER = ParameterSpec(("stranger.weight",), (3,), dtypes.BY_NAME["float32"])
 
@@ -89,14 +86,13 @@ class TargetContract(ABC):
         self, state: dict[str, Tensor], layout: tuple[ParameterSpec, ...], dense: bool
     ) -> None:
         target = self.make_target(state)
-        flats, ledger = target.bind(layout), ledger_of(layout, state)
-        new = changed(state)
-        staging = Staging(Lines(flats, len(layout)), ledger)
-        runs = [run_between(state[spec.name], new[spec.name], dense=dense) for spec in layout]
-        stage_runs(staging, enumerate(runs), layout)
+        flats, new = target.bind(layout), changed(state)
+        live = measured(flats, layout)
+        assert live.ledger.total == digest_of(layout, state)
+        staging = stage_tiles(live, tiles_between(live.space, state, new, go_whole=dense))
         assert_holds(flats, layout, state)
         target.check_unmoved()
-        assert staging.commit() == ledger_of(layout, new).total
+        assert staging.commit() == digest_of(layout, new)
         target.check_unmoved()
         assert_holds(target.bind(layout), layout, new)  # in the engine, not only in what was bound
         staging.undo()
@@ -149,21 +145,10 @@ def changed(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return new
 
 
-def run_between(old: Tensor, new: Tensor, *, dense: bool) -> Run:
-    """One run that makes `new` of `old`."""
-    old_bits, new_bits = (Flat.of(t).read(0, t.numel()) for t in (old, new))
-    if dense:
-        return Run(0, len(new_bits), None, new_bits)
-    indices = (old_bits != new_bits).nonzero().squeeze(1)
-    return Run(0, len(new_bits), indices.to(torch.int32), new_bits[indices])
-
-
-def ledger_of(layout: tuple[ParameterSpec, ...], state: dict[str, Tensor]) -> DigestLedger:
-    """The digests of `state`."""
-    ledger = DigestLedger(whole(layout), chunk_numel=8)
-    for number, spec in enumerate(layout):
-        ledger.measure(number, Flat.of(state[spec.name]).read)
-    return ledger
+def digest_of(layout: tuple[ParameterSpec, ...], state: dict[str, Tensor]) -> int:
+    """The digest of `state`."""
+    flats = {number: Flat.of(state[spec.name]) for number, spec in enumerate(layout)}
+    return measured(flats, layout).ledger.total
 
 
 def assert_holds(

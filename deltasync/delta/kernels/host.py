@@ -122,10 +122,10 @@ def differing(new: _Bits, old: _Bits, ahead: NDArray[np.bool_]) -> tuple[_Bits, 
         changed = np.add.reduceat(
             mask.view(np.uint8), np.arange(0, len(mask), TILE), dtype=np.int64
         )
-    elif not len(positions) and not ahead.any():
-        return None
     else:
         changed = np.bincount(positions >> _PLACES, minlength=count)
+    if not (changed.any() or ahead.any()):
+        return None
     numel = np.full(count, TILE)
     numel[-1] = len(new) - TILE * (count - 1)
     is_whole = ahead | (changed * (2 + size) > numel * size)

@@ -30,8 +30,8 @@ from deltasync.store.classes.bitstream import Bits, Bytes
 from deltasync.wire.changes import TILE, Sizes
 from deltasync.wire.streams import packed, unpacked
 
-LEAST = 256
-"""Changes of a share in a payload for which a row pays."""
+LEAST = 64
+"""Changes of a share in a payload, from which on a row pays."""
 
 _MOST_TILES = 1 << 14  # of a row: all of its old bits are read at once
 _REST = struct.Struct("<Q")  # tiles that no row has
@@ -151,11 +151,8 @@ def _pieces(table: Table) -> Iterator[_Piece]:
 
 def _run(space: Space, first: int, last: int) -> tuple[int, int, int]:
     """(share, start, stop): the elements of tiles [first, last] of one share."""
-    return (
-        int(space.share[first]),
-        int(space.start[first]),
-        int(space.start[last] + space.numel[last]),
-    )
+    share, start, numel = space.find(np.array([first, last]))
+    return int(share[0]), int(start[0]), int(start[1] + numel[1])
 
 
 def _check(
@@ -166,14 +163,14 @@ def _check(
     if not len(rows):
         return
     first, last = (rows[name].astype(np.int64) for name in ("first", "last"))
-    if section is None or first[0] < section.first or last.max() >= section.stop:
+    if section is None or not section.first <= first.min() <= last.max() < section.stop:
         raise InvalidTable("a row is of tiles that are not there")
-    good = (
-        (first <= last) & (last - first < _MOST_TILES) & (space.share[first] == space.share[last])
-    )
-    if not good.all() or not (first[1:] > last[:-1]).all():
-        raise InvalidTable("rows overlap, are unsorted, or not of one share each")
-    spans = space.start[last] + space.numel[last] - space.start[first]
+    if not (first <= last).all() or not (first[1:] > last[:-1]).all():
+        raise InvalidTable("rows overlap, or are unsorted")
+    (share, start, _), (same, end, numel) = space.find(first), space.find(last)
+    if (last - first >= _MOST_TILES).any() or (share != same).any():
+        raise InvalidTable("a row is of several shares, or of too many tiles")
+    spans = end + numel - start
     if not ((rows["count"] > 0) & (rows["count"] <= spans.astype(np.uint64))).all():
         raise InvalidTable("a row has more changes than elements, or none")
     if int(rows["count"].sum()) > sizes.places:
