@@ -7,11 +7,7 @@ goes by parameter, through `Live`. `delta.live` has the same for a GPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-<<<<<<< HEAD
 from dataclasses import dataclass, replace
-=======
-from dataclasses import dataclass
->>>>>>> flatdev
 from functools import partial
 from typing import Any, Protocol
 
@@ -26,7 +22,6 @@ from deltasync.delta.choice import Kernels, device_for
 from deltasync.delta.host import Bits, Pieces, Table, chunks_of, digest_run, memory
 from deltasync.delta.kernels import host as kernels
 from deltasync.delta.ledger import Ledger
-from deltasync.delta.region import Region
 from deltasync.delta.tiles import CHUNK, Ints, Space
 from deltasync.errors import DigestMismatch, LimitExceeded, ProtocolViolation
 from deltasync.wire.digest import MASK
@@ -83,14 +78,11 @@ class LiveWeights:
         return (
             HostTally(self.ledger) if self._device_weights is None else self._device_weights.tally()
         )
-<<<<<<< HEAD
 
     @property
     def specs(self) -> tuple[ParameterSpec, ...]:
         """The layout."""
         return tuple(share.spec for share in self.space.given)
-=======
->>>>>>> flatdev
 
     def share_of(self, parameter: int) -> int:
         """Its share of `space`."""
@@ -236,7 +228,6 @@ class Lane:
                 yield found
 
     def _scattered(
-<<<<<<< HEAD
         self, share: int, where: Tensor, values: Tensor, sums: NDArray[np.uint64]
     ) -> Elements | None:
         """Elements at int64[n] places of a share; None if none is held."""
@@ -244,21 +235,6 @@ class Lane:
         if flat is None:
             return None
         positions, kept = self._held(share, flat, where)
-=======
-        self,
-        share: int,
-        numbers: Tensor,
-        values: Tensor,
-        sums: NDArray[np.uint64],
-        *,
-        is_run: bool = False,
-    ) -> Iterator[Staged]:
-        """Elements of int64[n] numbers of a share. Of a run, their positions are not kept."""
-        flat, one = self._flats[share], self.space.shares[share]
-        if flat is None:
-            return
-        positions = one.region.places(numbers).to(flat.line.device)
->>>>>>> flatdev
         new = values.to(flat.line.device, copy=True)
         new = new if kept is None else new[kept]
         if not len(new):
@@ -266,7 +242,6 @@ class Lane:
         old = flat.gather(positions)
         for bits, add in ((new, np.add), (old, np.subtract)):
             add.at(sums, *self._live.digests_at(int(self._whole[share]), positions, bits))
-<<<<<<< HEAD
         return Elements(self.space.shares[share].spec.name, flat, 0, positions, new, old)
 
     def _held(self, share: int, flat: Live, where: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -280,12 +255,6 @@ class Lane:
     def _positions(self, share: int, flat: Live, low: int, high: int) -> Tensor:
         """int64[k]: positions of those of a run of a share that are held."""
         return self._held(share, flat, torch.arange(low, high))[0]
-=======
-        where: Tensor | Callable[[], Tensor] = positions
-        if is_run:
-            where = partial(_positions_of, flat, one.region, int(numbers[0]), len(numbers))
-        yield Elements(one.spec.name, flat, 0, where, new, old)
->>>>>>> flatdev
 
     def _whole_run(
         self, share: int, start: int, bits: Tensor, sums: NDArray[np.uint64]
@@ -299,16 +268,11 @@ class Lane:
         for chunk, low, high in chunks_of(self._elements[share], start, start + len(bits)):
             new, begin = bits[low - start : high - start], one.region.start + low
             if one.gap or flat.held(begin, begin + len(new)) is not None:
-<<<<<<< HEAD
                 if (
                     found := self._scattered(share, torch.arange(low, high), new, sums)
                 ) is not None:
                     again = partial(self._positions, share, flat, low, high)
                     yield replace(found, positions=again)
-=======
-                numbers = torch.arange(low, high)
-                yield from self._scattered(share, numbers, new, sums, is_run=True)
->>>>>>> flatdev
                 continue
             new = new.to(flat.line.device, copy=True)
             old = flat.read(begin, begin + len(new)).clone()
@@ -410,32 +374,20 @@ class Elements:
         name: Of the parameter.
         live: Where they are written.
         start: Flat position of the first element of a run.
-<<<<<<< HEAD
         positions: int64[n] flat positions, or what makes them anew; None for a run.
-=======
-        where: int64[n] flat positions, or what finds them; None for a run.
->>>>>>> flatdev
         new, old: int[n]: bits.
     """
 
     name: str
     live: Live
     start: int
-<<<<<<< HEAD
     positions: Tensor | Callable[[], Tensor] | None
-=======
-    where: Tensor | Callable[[], Tensor] | None
->>>>>>> flatdev
     new: Tensor
     old: Tensor
 
     @property
     def num_bytes(self) -> int:
-<<<<<<< HEAD
         positions = self.positions.nbytes if isinstance(self.positions, Tensor) else 0
-=======
-        positions = self.where.nbytes if isinstance(self.where, Tensor) else 0
->>>>>>> flatdev
         return positions + self.new.nbytes + self.old.nbytes
 
     def commit(self) -> None:
@@ -450,30 +402,19 @@ class Elements:
         return self._is_there(self.old)
 
     def _write(self, bits: Tensor) -> None:
-        if (positions := self._positions()) is None:
+        if self.positions is None:
             self.live.write(self.start, bits)
         else:
-<<<<<<< HEAD
             self.live.scatter(self._where(), bits)
-=======
-            self.live.scatter(positions, bits)
->>>>>>> flatdev
 
     def _is_there(self, bits: Tensor) -> bool:
-        if (positions := self._positions()) is None:
+        if self.positions is None:
             return are_equal(self.live.read(self.start, self.start + len(bits)), bits)
-<<<<<<< HEAD
         return torch.equal(self.live.gather(self._where()), bits)
 
     def _where(self) -> Tensor:
         assert self.positions is not None
         return self.positions if isinstance(self.positions, Tensor) else self.positions()
-=======
-        return torch.equal(self.live.gather(positions), bits)
-
-    def _positions(self) -> Tensor | None:
-        return self.where() if callable(self.where) else self.where
->>>>>>> flatdev
 
 
 class Staging:
@@ -545,13 +486,6 @@ class Staging:
         are_there = [staged.restore() for staged in reversed(self._staged)]
         if not (all(are_there) and self._tally.is_restored):
             raise DigestMismatch("undo failed: the weights are not what they were")
-
-
-def _positions_of(flat: Live, region: Region, start: int, count: int) -> Tensor:
-    """int64[n]: flat positions of what is held of so many elements of a region from `start` on."""
-    found = region.places(torch.arange(start, start + count)).to(flat.line.device)
-    kept = flat.keeps(found)
-    return found if kept is None else found[kept]
 
 
 def _account(sums: NDArray[np.uint64], pieces: Pieces, old: Any, new: Any) -> None:
