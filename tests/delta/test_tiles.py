@@ -260,13 +260,14 @@ def test_full_syncs_are_those_of_hosts(
 
 
 MATRIX = ParameterSpec(("matrix",), (45, 130), dtypes.BY_NAME["float32"])
+WIDER = ParameterSpec(("wider",), (60, 130), dtypes.BY_NAME["float32"])
 LONG = ParameterSpec(("long",), ((1 << 18) + 4200,), dtypes.BY_NAME["uint8"])
 
 
 def shares_of_ranks() -> list[Share]:
     """Columns of a matrix, single elements of another, and a run that reaches into a new chunk."""
     return [
-        Share(0, MATRIX, Region(7, ((40, 130), (80, 1)))),
+        Share(0, WIDER, Region(7, ((55, 130), (80, 1)))),
         Share(1, replace(MATRIX, names=("single",)), Region(3, ((2900, 2),))),
         Share(2, LONG, Region.run((1 << 18) - 5000, 9100)),
     ]
@@ -304,6 +305,7 @@ def lives_of(specs: Sequence[ParameterSpec], storages: Sequence[Tensor]) -> dict
     pieces = [
         Piece.of("", Region(130 * 2, source), Region(5, ((20, 120), (120, 1)))),
         Piece.of("", Region(130 * 23, source), Region(3000, ((20, 1), (120, 20)))),
+        Piece.of("", Region(130 * 44 + 1, ((60, 2),)), Region(5500, ((60, 1),))),
     ]
     count = 2 * specs[3].dtype.item_size
     numel = specs[3].numel // 2
@@ -364,12 +366,9 @@ def test_sources_are_read_as_hosts_read_them() -> None:
         ParameterSpec((f"p{n}",), (50, 131), dtypes.BY_NAME[name]) for n, name in enumerate(names)
     )
     wide = [random_bits((50, 131), torch.float32, seed) for seed in range(3)]
-    for tensor in wide:
-        tensor[3, :7] = (
-            torch.tensor([0x7FC00001, 0x7F800001, -1], dtype=torch.int32)
-            .repeat(3)[:7]
-            .view(torch.float32)
-        )
+    odd = torch.tensor([0x7FC00001, 0x7F800001, -1, 0x3F808000, 0x3F818000], dtype=torch.int32)
+    for tensor in wide:  # NaN of three kinds, and halves
+        tensor[3, :5] = odd.view(torch.float32)
     source = [
         wide[0],
         random_bits((50, 131), torch.bfloat16, 7),
@@ -414,6 +413,7 @@ LIES: dict[str, Lie] = {
     "a whole tile that is none": set_at("counts", 0, 0),
     "a place twice": lambda changes: changes.places[1].copy_(changes.places[0]),
     "a place beyond a tile": set_at("places", -1, 4096),
+    "a place just beyond the last, short tile": set_at("places", -1, 3000),
     "a place beyond the last, short tile": set_at("places", -1, 4000),
 }
 
@@ -421,7 +421,7 @@ LIES: dict[str, Lie] = {
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
 @pytest.mark.parametrize("in_place", [False, True])
 def test_lies_write_nothing(lie: Lie, *, in_place: bool) -> None:
-    specs = specs_of({"uint8": [(5,)], "bfloat16": [(4096 + 3000,)]})
+    specs = specs_of({"uint8": [(4101,)], "bfloat16": [(4096 + 3000,)]})
     source = model_of(specs)
     snapshot = snapshot_of(whole(specs), readers_of(specs, source), kernels="triton")
     live = [t.clone() for t in source]
