@@ -119,9 +119,10 @@ class Emitter:
         """A bucket's payload as it travels, and what was done to it."""
         coder = self._coder
         if coder is None:
-            raw = self._buffer(bucket.sizes.num_bytes)
+            sent = self._buffer(bucket.sizes.num_bytes)
+            raw = sent if sent.device == bucket.device else self._scratch(bucket)
             bucket.pack(raw, lambda: None)
-            return raw, "none"
+            return sent if raw is sent else sent.copy_(raw), "none"
         raw, made = self._scratch(bucket), list[tuple[Tensor, Compression]]()
         bucket.pack(raw, lambda: made.append(coder.coded(raw, bucket)))
         [(coded, compression)] = made
