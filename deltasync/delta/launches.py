@@ -44,7 +44,9 @@ class Numbers:
     def __init__(self, tensor: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
         if tensor.is_cuda:
-            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host = torch.empty(
+                tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True
+            )
             self._host.copy_(tensor, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(tensor.device))
@@ -246,7 +248,7 @@ class Tiles:
         for codes in self.ways[opened.section.item_size]:
             way = self._way(opened.section.item_size, codes)
             if lanes := len(opened.places):
-                tiles_live.predict[(-(-lanes // kernels.LANES),)](
+                tiles_live.predict[(-(-lanes // _span(codes)),)](
                     *self._where(),
                     opened.tile_of,
                     opened.places,
@@ -256,12 +258,12 @@ class Tiles:
                     sums,
                     gains,
                     lanes,
-                    LANES=kernels.LANES,
+                    LANES=_span(codes),
                     num_warps=4,
                     **way,
                 )
             if len(new[1]):
-                tiles_live.predict_whole[(self._programs(opened, new[1]),)](
+                tiles_live.predict_whole[(self._programs(opened, new[1], codes),)](
                     *self._where(),
                     opened.whole,
                     new[1],
@@ -269,7 +271,7 @@ class Tiles:
                     flag,
                     sums,
                     gains,
-                    **self._whole_way(way, opened.section.item_size),
+                    **self._whole_way(way, opened.section.item_size, codes),
                 )
 
     def write(
@@ -295,13 +297,13 @@ class Tiles:
                     **way,
                 )
             if len(new[1]):
-                tiles_live.write_whole[(self._programs(opened, new[1]),)](
+                tiles_live.write_whole[(self._programs(opened, new[1], codes),)](
                     *self._where(),
                     opened.whole,
                     new[1],
                     flag,
                     gains,
-                    **self._whole_way(way, opened.section.item_size),
+                    **self._whole_way(way, opened.section.item_size, codes),
                 )
 
     def measure(self, chunks: Ints) -> NDArray[np.uint64]:
@@ -322,12 +324,12 @@ class Tiles:
                 )
                 for codes in self.ways[section.item_size]:
                     way = self._way(section.item_size, codes)
-                    tiles_live.digest[(len(tiles) * (TILE // kernels.SPAN),)](
+                    tiles_live.digest[(len(tiles) * (TILE // _span(codes)),)](
                         *self._where(),
                         tiles,
                         places,
                         sums,
-                        **self._whole_way(way, section.item_size),
+                        **self._whole_way(way, section.item_size, codes),
                     )
         return sums.cpu().numpy().view(np.uint64)
 
@@ -345,14 +347,19 @@ class Tiles:
             "SMALL": self.boxes.is_small,
         }
 
-    def _whole_way(self, way: dict[str, Any], item_size: int) -> dict[str, Any]:
-        aligned = self.aligned[item_size] and not way["DIMS"]
-        return way | {"ALIGNED": aligned, "SPAN": kernels.SPAN, "num_warps": 4}
+    def _whole_way(self, way: dict[str, Any], item_size: int, codes: int) -> dict[str, Any]:
+        aligned = self.aligned[item_size] and codes == IN_RUNS
+        return way | {"ALIGNED": aligned, "SPAN": _span(codes), "num_warps": 4}
 
-    def _programs(self, opened: Opened, whole: Tensor) -> int:
+    def _programs(self, opened: Opened, whole: Tensor, codes: int) -> int:
         """Of a launch over whole tiles, of which the device alone knows how many there are."""
-        most = opened.num_tiles * (TILE // kernels.SPAN)
-        return min(most, max(-(-len(whole) // kernels.SPAN), _LEAST_PROGRAMS))
+        most = opened.num_tiles * (TILE // _span(codes))
+        return min(most, max(-(-len(whole) // _span(codes)), _LEAST_PROGRAMS))
+
+
+def _span(codes: int) -> int:
+    """Elements that one program looks for: in boxes each takes many registers."""
+    return kernels.SPAN if codes == IN_RUNS else 256
 
 
 def aligned_by_size(space: Space, address: Ints) -> dict[int, bool]:

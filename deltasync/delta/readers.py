@@ -89,7 +89,7 @@ class Computation(Protocol):
         ...
 
     def together(self, codes: Mapping[int, Any], device: torch.device) -> Computed:
-        """All codes that a source has, by parameter, this one among them."""
+        """All codes that a source has, by share, this one among them."""
         ...
 
 
@@ -98,8 +98,7 @@ class Computed(Protocol):
 
     Attributes:
         codes_at: A Triton function `(address, offsets, mask, start, numbers, TYPE, READ)` that
-            reads codes; `numbers` points to the parameter's row of `columns`, the others are those
-            of `kernels.triton.read`.
+            reads codes: see `deltasync.quant.triton_forms`.
     """
 
     codes_at: Any
@@ -112,17 +111,17 @@ class Computed(Protocol):
         """Compute all scales, and write masks of the codes that differ to int32[...] words."""
         ...
 
-    def columns(self, num_parameters: int) -> Ints:
-        """int64[parameters, 3]: what `codes_at` needs to know of each."""
+    def columns(self, num_shares: int) -> Ints:
+        """int64[shares, 3]: what `codes_at` needs to know of each."""
         ...
 
-    def place(self, reads_of: Ints, snapshot: Any, first_block: Ints) -> None:
+    def place(self, reads_of: Ints, at: Ints, first_word: Ints) -> None:
         """Take note of what codes are compared with.
 
         Args:
-            reads_of: int64[parameters], how kernels read them.
-            snapshot: The `BatchedWeights` that they are compared with.
-            first_block: int64[chunks], the first block of masks of each.
+            reads_of: int64[shares], how kernels read them.
+            at: int64[shares], addresses of what they are compared with.
+            first_word: int64[shares], where their masks begin.
         """
         ...
 

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltasync.delta.batched.weights import ALIGNMENT, BatchedWeights, upload
 from deltasync.delta.bits import Flat
-from deltasync.delta.digests import Ints, cut
-from deltasync.delta.kernels.triton import BLOCK
 from deltasync.delta.kernels.triton_base import TYPES
+from deltasync.delta.launches import there
+from deltasync.delta.tiles import Ints
 from deltasync.quant import reads, triton_forms, triton_quantize
 from deltasync.quant.computation import Computation, KernelForm, Total
+from deltasync.wire.changes import ALIGNMENT
 
 WORD = 32  # elements whose masks are one word
 _SIDE = 128
@@ -145,7 +145,7 @@ class Quantized:
     codes_at = triton_forms.codes_at
 
     def __init__(self, codes: Mapping[int, Computation], device: torch.device) -> None:
-        """`codes`: how those are computed, by parameter."""
+        """`codes`: how those are computed, by share."""
         self._codes, self._device = codes, device
         found: dict[KernelForm, dict[int, Total]] = {}
         for one in codes.values():
@@ -175,42 +175,41 @@ class Quantized:
         for matrices in self.matrices:
             matrices.compare(words)
 
-    def columns(self, num_parameters: int) -> Ints:
-        """int64[parameters, 3]: as `triton_forms.codes_at` takes them."""
-        columns = np.zeros((num_parameters, 3), np.int64)
+    def columns(self, num_shares: int) -> Ints:
+        """int64[shares, 3]: as `triton_forms.codes_at` takes them."""
+        columns = np.zeros((num_shares, 3), np.int64)
         columns[:, 1] = 1
-        for parameter, one in self._codes.items():
+        for share, one in self._codes.items():
             total, group = self._total(one), one.form.block[1]
             scales = total if one.scales is None else one.scales.line.data_ptr()
             if one.form.block[0] != 1:
                 group = one.shape[0] * one.shape[1] if one.scales is None else None
-            columns[parameter] = scales, group or one.shape[1], total
+            columns[share] = scales, group or one.shape[1], total
         return columns
 
-    def place(self, reads_of: Ints, snapshot: BatchedWeights, first_block: Ints) -> None:
+    def place(self, reads_of: Ints, at: Ints, first_word: Ints) -> None:
         """Say what codes are compared with.
 
         Args:
-            reads_of: int64[parameters], how kernels read them.
-            snapshot: What they are compared with.
-            first_block: int64[chunks], the first block of masks of each.
+            reads_of: int64[shares], how kernels read them.
+            at: int64[shares], addresses of what they are compared with.
+            first_word: int64[shares], where their masks begin.
         """
         kinds: dict[tuple[KernelForm, int, bool], list[int]] = {}
-        for parameter, one in self._codes.items():
+        for share, one in self._codes.items():
             numel = one.shape[0] * one.shape[1] // reads.codes_of(one.form.number)
-            places = one.weight.line.data_ptr() | int(snapshot.pointers[parameter]) | numel
-            kind = one.form, int(reads_of[parameter]), places % ALIGNMENT == 0
-            kinds.setdefault(kind, []).append(parameter)
+            places = one.weight.line.data_ptr() | int(at[share]) | numel
+            kind = one.form, int(reads_of[share]), places % ALIGNMENT == 0
+            kinds.setdefault(kind, []).append(share)
         self.matrices = [
-            Matrices(*kind, *self._table(kind[0], here, snapshot, first_block))
+            Matrices(*kind, *self._table(kind[0], np.array(here), at, first_word))
             for kind, here in kinds.items()
         ]
 
     def _table(
-        self, form: KernelForm, here: list[int], snapshot: BatchedWeights, first_block: Ints
+        self, form: KernelForm, shares: Ints, at: Ints, first_word: Ints
     ) -> tuple[Tensor, Tensor]:
-        codes = [self._codes[parameter] for parameter in here]
-        parameters = np.array(here, np.int64)
+        codes = [self._codes[share] for share in shares.tolist()]
         rows, cols = np.array([one.shape for one in codes], np.int64).T
         match form.block:
             case 1, None:
@@ -222,11 +221,11 @@ class Quantized:
         scales = [0 if one.scales is None else one.scales.line.data_ptr() for one in codes]
         before = [
             _column(one.weight.line.data_ptr() for one in codes),
-            snapshot.pointers[parameters],
+            at[shares],
             _column(scales),
             rows,
             cols,
-            first_block[snapshot.ledger.first[parameters]] * (BLOCK // WORD),
+            first_word[shares],
         ]
         return _programs(before, [_column(map(self._total, codes))], programs, self._device)
 
@@ -247,8 +246,8 @@ def _programs(
 ) -> tuple[Tensor, Tensor]:
     """A table on the device, with the first programs between two lists of rows; whose each is."""
     table = np.stack([*before, np.cumsum(counts) - counts, *after])
-    there, of = upload([table, cut(counts, 1)[0]], device)
-    return there, of.to(torch.int32)
+    whose = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    return there(table, device), there(whose, device)
 
 
 def _is_wide(weight: Flat) -> bool:

@@ -255,14 +255,17 @@ def codes_at(
     """Elements of codes, by scales that are known.
 
     Args:
-        address: Of the weight that the first element of a chunk begins with.
+        address: Of the weight that the first element of a tile begins with.
         offsets: Of elements from there on.
         mask: Which to read.
-        start: Where the chunk begins in its parameter, in elements.
+        start: Where the tile begins in its parameter, in elements.
         quantized: Where three numbers stand: the address of the scales, how many weights in a row
             share one, and the address of the scale of the whole. Of blocks of 128 x 128 the second
             one is the columns of the matrix.
-        TYPE, READ: See `triton.read`.
+        TYPE: Of the elements.
+        READ: See `reads`.
+
+    The first, and the last two, may be one for all elements, or one for each.
     """
     FORM: tl.constexpr = READ // _FORM
     WIDE: tl.constexpr = (_WIDE & READ) != 0

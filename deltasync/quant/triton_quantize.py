@@ -8,8 +8,8 @@ ALIGNED: Weights and codes begin at multiples of 16 bytes, and have a multiple o
 FORM, WIDE: See `reads`. TYPE, CODES: Of an element that is served, and how many codes it has. SPAN:
 Weights that a program goes over at once.
 
-Masks are int32 words, a bit for each element that differs, in the order of the elements; chunks
-begin at multiples of `triton.BLOCK` elements. A program writes all bits of the words that it has.
+Masks are int32 words, a bit for each element that differs, in the order of the elements; those of a
+matrix begin where those of a tile do. A program writes all bits of the words that it has.
 """
 
 from __future__ import annotations

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from deltasync.delta.backend import snapshot_of
-from deltasync.delta.batched.backend import BatchedBackend
 from deltasync.delta.bits import as_bits
-from deltasync.delta.policy import Policy
+from deltasync.delta.device import DeviceDetector
 from deltasync.delta.shard import whole
+from deltasync.delta.snapshot import Snapshot, snapshot_of
 from deltasync.quant.batched import can_compute
 from deltasync.quant.block_fp8 import BlockFp8
 from deltasync.quant.form import Form
@@ -48,11 +47,11 @@ def test_kernels_compute_the_reference(form: Form, device: str) -> None:
         for number, shape in enumerate(shapes)
     ]
     backend, readers = snapshot([Matrix(one, form, name="a.weight") for one in weights])
-    for seed, dense_above in enumerate((1.0, 0.0)):
+    for seed in range(2):
         for number, weight in enumerate(weights):
             kind = KINDS[(number + 5 * seed) % len(KINDS)]
             weight.copy_(matrix(kind, shapes[number], 100 * seed + number))
-        compare(backend, readers, Policy(dense_above=dense_above, chunk_numel=8192))
+        compare(backend, readers)
         agrees(backend, readers)
         chunks = np.arange(len(backend.ledger.sums))
         assert (backend.measure(chunks) == backend.ledger.sums).all()
@@ -72,7 +71,7 @@ def test_kernels_find_the_scale_of_every_maximum(form: Form, device: str) -> Non
     held = torch.zeros_like(weight)
     backend, readers = snapshot([Matrix(held, form, name="a.weight")])
     held.copy_(weight)
-    compare(backend, readers, Policy(dense_above=1.0, chunk_numel=1 << 18))
+    compare(backend, readers)
     agrees(backend, readers)
 
 
@@ -92,10 +91,10 @@ def test_kernels_know_the_largest_of_matrices_that_share_a_scale(form: Form, dev
         weights[0][3, 5] = weights[0][3, 5] / 2
         for one in matrices:
             one.changed()
-        compare(backend, readers, Policy(dense_above=1.0, chunk_numel=8192))
-        for number, reader in enumerate(readers):
+        compare(backend, readers)
+        for line, reader in zip(lines_of(backend), readers, strict=True):
             expected = as_bits(reader.matrix.served(reader.suffix)).view(-1)
-            assert torch.equal(backend.flats[number].line, expected), reader.suffix
+            assert torch.equal(line, expected), reader.suffix
 
 
 some_forms = pytest.mark.parametrize(
@@ -113,7 +112,7 @@ def test_what_kernels_cannot_reach_is_computed_all_the_same(form: Form) -> None:
     for one, changed in zip(weights, matrices, strict=True):
         one.copy_(matrix("usual", (one.shape[0], one.shape[1]), 3))
         changed.changed()
-    compare(backend, readers, Policy(dense_above=1.0, chunk_numel=8192))
+    compare(backend, readers)
     agrees(backend, readers)
 
 
@@ -143,46 +142,52 @@ def test_scales_are_computed_where_codes_are_not(form: Form) -> None:
         weight.copy_(matrix("usual", shape, 5))
     whole.changed()
     part.changed()
-    compare(backend, readers, Policy(dense_above=1.0, chunk_numel=8192))
+    compare(backend, readers)
     agrees(backend, readers)
 
 
-def snapshot(matrices: list[Matrix]) -> tuple[BatchedBackend, list[ServedReader]]:
+def snapshot(matrices: list[Matrix]) -> tuple[Snapshot, list[ServedReader]]:
     readers = [ServedReader(one, suffix) for one in matrices for suffix in one.parts]
     return snapshot_of_readers(readers), readers
 
 
-def snapshot_of_readers(readers: list[ServedReader]) -> BatchedBackend:
+def snapshot_of_readers(readers: list[ServedReader]) -> Snapshot:
     specs = [
         ParameterSpec((f"{number}",), reader.shape, reader.dtype)
         for number, reader in enumerate(readers)
     ]
-    backend = snapshot_of(whole(specs), readers, chunk_numel=8192, kernels="triton")
-    assert isinstance(backend, BatchedBackend)
-    return backend
+    return snapshot_of(whole(specs), readers, kernels="triton")
 
 
-def compare(
-    backend: BatchedBackend,
-    readers: list[ServedReader],
-    policy: Policy,
-) -> None:
+def detector_of(snapshot: Snapshot) -> DeviceDetector:
+    assert isinstance(snapshot._detector, DeviceDetector)
+    return snapshot._detector
+
+
+def compare(snapshot: Snapshot, readers: list[ServedReader]) -> None:
     """Bring the snapshot up to date."""
-    delta = backend.compare(
-        readers, policy=policy, bucket_bytes=1 << 16, max_held_bytes=1 << 20, base_version=1
+    delta = snapshot.compare(
+        readers, bucket_bytes=1 << 16, max_held_bytes=1 << 20, base_version=1
     )
-    found = backend._live._found
-    assert found is not None
-    assert found.computed is not None
+    source = detector_of(snapshot)._source
+    assert source is not None
+    assert source.masks is not None
     for bucket in delta.buckets():
-        bucket.write(torch.empty(bucket.num_bytes, dtype=torch.uint8, device=backend.device))
+        payload = torch.empty(bucket.sizes.num_bytes, dtype=torch.uint8, device=snapshot.device)
+        bucket.pack(payload, lambda: None)
     delta.decided()
 
 
-def agrees(backend: BatchedBackend, readers: list[ServedReader]) -> None:
+def lines_of(snapshot: Snapshot) -> list[torch.Tensor]:
+    """What the snapshot has, in the order of the readers."""
+    lines = detector_of(snapshot)._lines
+    return [lines[place] for place in np.argsort(snapshot.space.order)]
+
+
+def agrees(snapshot: Snapshot, readers: list[ServedReader]) -> None:
     """The snapshot has what the reference computes on the CPU."""
-    for number, reader in enumerate(readers):
+    for line, reader in zip(lines_of(snapshot), readers, strict=True):
         weight = reader.matrix._reader.flat.tensor.cpu()
         expected = Matrix(weight, reader.matrix.form, name="a.weight").served(reader.suffix)
-        here = backend.flats[number].line.cpu()
-        assert torch.equal(here, as_bits(expected).view(-1)), (reader.suffix, reader.shape)
+        expected_bits = as_bits(expected).view(-1)
+        assert torch.equal(line.cpu(), expected_bits), (reader.suffix, reader.shape)

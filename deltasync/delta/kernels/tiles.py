@@ -283,6 +283,8 @@ def collect(
     if SOME:
         there &= tl.load(reads_of + tile, mask=there, other=-1) == READ
     if tl.max(there.to(tl.int32)) > 0:
+        if READ >= _COMPUTED:  # which follows addresses, also of lanes that are left out
+            tile = tl.where(there, tile, tl.max(tl.where(there, tile, 0)))
         row = table + tile.to(tl.int64) * WIDTH
         new = _read(new_at + tile, computed, tile, place, there, TYPE, READ, CODES_AT, False)
         old_at = tl.load(row, mask=there, other=0).to(tl.pointer_type(TYPE))

@@ -106,6 +106,15 @@ def _found(
 
 
 @triton.jit
+def _is_here(row, DIMS: tl.constexpr, CODES: tl.constexpr):
+    """Whether a tile is one of those that a launch looks for."""
+    if DIMS == 0:
+        return tl.load(row) != 0
+    else:
+        return tl.load(row + 9) == (_CODES if CODES else _BOXES)
+
+
+@triton.jit
 def _get(
     weights, box, num_boxes, there, TYPE: tl.constexpr, DIMS: tl.constexpr, CODES: tl.constexpr,
     VOLATILE: tl.constexpr,
@@ -173,14 +182,20 @@ def _tile(
 
 @triton.jit
 def _account(
-    sums, gains, row, far, there, gained, lost, ODD: tl.constexpr,
-):  # fmt: skip
-    """Add digests of new and of old bits up, and by chunk what they change."""
+    sums, gains, row, far, there, gained, lost, ODD: tl.constexpr, IN_ONE: tl.constexpr
+):
+    """Add digests of new and of old bits up, and by chunk what they change.
+
+    IN_ONE: All are of one chunk, that of `row`.
+    """
     gained, lost = tl.where(there, gained, 0), tl.where(there, lost, 0)
     nth = tl.program_id(0) % _ACCUMULATORS
     add_up(gains, nth, gained)
     add_up(gains, _ACCUMULATORS + nth, lost)
-    add_by_chunk(sums, row, far, there, gained - lost, ODD)
+    if IN_ONE:
+        add_up(sums, tl.load(row + 3).to(tl.int32), gained - lost)
+    else:
+        add_by_chunk(sums, row, far, there, gained - lost, ODD)
 
 
 @triton.jit(do_not_specialize=["num_boxes"])
@@ -197,13 +212,14 @@ def digest(
     numel = tl.load(row + 2).to(tl.int32)
     if ALIGNED:
         numel = tl.multiple_of(numel, 16)
-    offset = tl.program_id(0) % PARTS * SPAN + tl.arange(0, SPAN)
-    weights, box, there, rows, far, seeds = _tile(
-        table, boxes, entries, num_boxes, tile, row, offset, numel,
-        TYPE, DIMS, CODES, ODD, ALIGNED, WIDTH, SMALL,
-    )  # fmt: skip
-    bits = _get(weights, box, num_boxes, there, TYPE, DIMS, CODES, False)
-    add_up(sums, tl.load(places + item), tl.where(there, mix(seeds, bits), 0))
+    if _is_here(row, DIMS, CODES):
+        offset = tl.program_id(0) % PARTS * SPAN + tl.arange(0, SPAN)
+        weights, box, there, rows, far, seeds = _tile(
+            table, boxes, entries, num_boxes, tile, row, offset, numel,
+            TYPE, DIMS, CODES, ODD, ALIGNED, WIDTH, SMALL,
+        )  # fmt: skip
+        bits = _get(weights, box, num_boxes, there, TYPE, DIMS, CODES, False)
+        add_up(sums, tl.load(places + item), tl.where(there, mix(seeds, bits), 0))
 
 
 @triton.jit(do_not_specialize=["num_boxes", "num_lanes"])
@@ -240,7 +256,7 @@ def predict(
             bits = old.to(old_values.dtype.element_ty, bitcast=True)
             tl.store(old_values + lane, bits, mask=there)
             seed = seeds_of(row, far, there)
-            _account(sums, gains, row, far, there, mix(seed, new), mix(seed, old), ODD)
+            _account(sums, gains, row, far, there, mix(seed, new), mix(seed, old), ODD, False)
 
 
 @triton.jit(do_not_specialize=["num_boxes"])
@@ -254,23 +270,17 @@ def predict_whole(
         item, last = tl.program_id(0), tl.load(whole) * (4096 // SPAN)
         while item < last:
             tile, row, offset, numel, begin = whole_at(table, whole, item, WIDTH, ALIGNED, SPAN)
-            weights, box, there, rows, far, seed = _tile(
-                table, boxes, entries, num_boxes, tile, row, offset, numel,
-                TYPE, DIMS, CODES, ODD, ALIGNED, WIDTH, SMALL,
-            )  # fmt: skip
-            new = tl.load(values + begin + offset, mask=there, other=0).to(TYPE, bitcast=True)
-            old = _get(weights, box, num_boxes, there, TYPE, DIMS, CODES, False)
-            bits = old.to(old_values.dtype.element_ty, bitcast=True)
-            tl.store(old_values + begin + offset, bits, mask=there)
-            gained, lost = mix(seed, new), mix(seed, old)
-            if ODD:
-                _account(sums, gains, rows, far, there, gained, lost, ODD)
-            else:
-                gained, lost = tl.where(there, gained, 0), tl.where(there, lost, 0)
-                nth = tl.program_id(0) % _ACCUMULATORS
-                add_up(gains, nth, gained)
-                add_up(gains, _ACCUMULATORS + nth, lost)
-                add_up(sums, tl.load(row + 3).to(tl.int32), gained - lost)
+            if _is_here(row, DIMS, CODES):
+                weights, box, there, rows, far, seed = _tile(
+                    table, boxes, entries, num_boxes, tile, row, offset, numel,
+                    TYPE, DIMS, CODES, ODD, ALIGNED, WIDTH, SMALL,
+                )  # fmt: skip
+                new = tl.load(values + begin + offset, mask=there, other=0).to(TYPE, bitcast=True)
+                old = _get(weights, box, num_boxes, there, TYPE, DIMS, CODES, False)
+                bits = old.to(old_values.dtype.element_ty, bitcast=True)
+                tl.store(old_values + begin + offset, bits, mask=there)
+                of = rows if ODD else row
+                _account(sums, gains, of, far, there, mix(seed, new), mix(seed, old), ODD, ODD == 0)
             item += tl.num_programs(0)
 
 
@@ -314,13 +324,14 @@ def write_whole(
         item, last = tl.program_id(0), tl.load(whole) * (4096 // SPAN)
         while item < last:
             tile, row, offset, numel, begin = whole_at(table, whole, item, WIDTH, ALIGNED, SPAN)
-            weights, box, there, rows, far, seed = _tile(
-                table, boxes, entries, num_boxes, tile, row, offset, numel,
-                TYPE, DIMS, CODES, ODD, ALIGNED, WIDTH, SMALL,
-            )  # fmt: skip
-            new = tl.load(values + begin + offset, mask=there, other=0).to(TYPE, bitcast=True)
-            _put(weights, box, num_boxes, there, new, TYPE, DIMS, CODES)
-            found = _get(weights, box, num_boxes, there, TYPE, DIMS, CODES, True)
-            gained = tl.where(there, mix(seed, found), 0)
-            add_up(gains, tl.program_id(0) % _ACCUMULATORS, gained)
+            if _is_here(row, DIMS, CODES):
+                weights, box, there, rows, far, seed = _tile(
+                    table, boxes, entries, num_boxes, tile, row, offset, numel,
+                    TYPE, DIMS, CODES, ODD, ALIGNED, WIDTH, SMALL,
+                )  # fmt: skip
+                new = tl.load(values + begin + offset, mask=there, other=0).to(TYPE, bitcast=True)
+                _put(weights, box, num_boxes, there, new, TYPE, DIMS, CODES)
+                found = _get(weights, box, num_boxes, there, TYPE, DIMS, CODES, True)
+                gained = tl.where(there, mix(seed, found), 0)
+                add_up(gains, tl.program_id(0) % _ACCUMULATORS, gained)
             item += tl.num_programs(0)

@@ -1,0 +1,493 @@
+"""Kernels over tiles do what hosts do: the same payloads, digests and bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from deltasync import dtypes
+from deltasync.delta.bits import Flat, Live, as_bits, torch_dtype
+from deltasync.delta.changes import Changes
+from deltasync.delta.choice import Kernels, device_for
+from deltasync.delta.codes import Codes
+from deltasync.delta.readers import Reader, WireReader
+from deltasync.delta.region import Region
+from deltasync.delta.route import Part, Piece
+from deltasync.delta.shard import Share, whole
+from deltasync.delta.snapshot import DeltaPlan, FullPlan, Snapshot, snapshot_of
+from deltasync.delta.staging import LiveWeights, Staging, staged_bytes_of
+from deltasync.delta.tiles import Space
+from deltasync.errors import ConfigError, DigestMismatch, InvalidIndices, LimitExceeded
+from deltasync.wire.changes import Sizes
+from deltasync.wire.messages import ParameterSpec
+
+DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+BOTH: tuple[Kernels, Kernels] = ("torch", "triton")
+DENSITIES = [0, 0.001, 0.05, 0.6, 1]
+SHAPES: dict[str, list[tuple[int, ...]]] = {
+    "bfloat16": [(3, 1500), (0, 4), (1,), (4096,), (2, 4103)],
+    "float32": [(1,), (70, 61)],
+    "uint8": [(4097,), (8,)],
+    "int64": [(5, 100)],
+}
+
+
+def specs_of(shapes: dict[str, list[tuple[int, ...]]]) -> tuple[ParameterSpec, ...]:
+    """Item sizes in turn, so that the space has them in another order."""
+    pairs = [(dtype, shape) for dtype, some in shapes.items() for shape in some]
+    pairs.sort(key=lambda pair: len(pair[1]))
+    return tuple(
+        ParameterSpec((f"p{n}",), shape, dtypes.BY_NAME[dtype])
+        for n, (dtype, shape) in enumerate(pairs)
+    )
+
+
+def random_bits(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:
+    """A tensor of any bits, which begins at no multiple of 16 bytes."""
+    generator = torch.Generator().manual_seed(seed)
+    numel = int(np.prod(shape))
+    words = torch.randint(-(1 << 62), 1 << 62, (numel + 1,), generator=generator)
+    return words.view(dtype)[1 : numel + 1].view(*shape).to(DEVICE)
+
+
+def model_of(specs: Sequence[ParameterSpec], seed: int = 0) -> list[Tensor]:
+    return [random_bits(s.shape, torch_dtype(s.dtype), seed + n) for n, s in enumerate(specs)]
+
+
+def step(tensors: Sequence[Tensor], density: float, seed: int) -> None:
+    """Change some elements of each."""
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in tensors:
+        changed = torch.rand(tensor.shape, generator=generator) < density
+        as_bits(tensor).add_(changed.to(DEVICE))
+
+
+def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    return all(torch.equal(as_bits(a), as_bits(b)) for a, b in zip(one, other, strict=True))
+
+
+def readers_of(specs: Sequence[ParameterSpec], tensors: Sequence[Tensor]) -> list[Reader]:
+    return [WireReader.of(t, s.dtype, name=s.name) for t, s in zip(tensors, specs, strict=True)]
+
+
+def packed(plan: DeltaPlan | FullPlan) -> list[tuple[Sizes, Tensor]]:
+    """Its payloads, over memory that was not zero."""
+    found = []
+    for bucket in plan.buckets():
+        payload = torch.full((bucket.sizes.num_bytes,), 77, dtype=torch.uint8, device=bucket.device)
+        bucket.pack(payload, lambda: None)
+        found.append((bucket.sizes, payload))
+    return found
+
+
+def agree(one: Sequence[tuple[Sizes, Tensor]], other: Sequence[tuple[Sizes, Tensor]]) -> None:
+    assert [sizes for sizes, _ in one] == [sizes for sizes, _ in other]
+    for (_, left), (_, right) in zip(one, other, strict=True):
+        assert torch.equal(left.cpu(), right.cpu())
+
+
+@dataclass
+class Ends:
+    """A sender and a receiver, once as hosts work and once as kernels do."""
+
+    snapshots: list[Snapshot]
+    lives: list[LiveWeights]
+
+    @classmethod
+    def of(
+        cls,
+        shares: Sequence[Share],
+        readers: Sequence[Reader],
+        specs: Sequence[ParameterSpec],
+        flats: Callable[[], dict[int, Live]],
+    ) -> Ends:
+        snapshots = [snapshot_of(shares, readers, kernels=kind) for kind in BOTH]
+        lives = [LiveWeights(flats(), Space(whole(specs)), kernels=kind) for kind in BOTH]
+        assert snapshots[1].device == lives[1].device == DEVICE
+        every = [measured(live) for live in lives]
+        assert np.array_equal(*every)
+        assert np.array_equal(*(one.ledger.sums for one in snapshots))
+        for live in lives:
+            live.ledger.sums[:] = every[0]
+        return cls(snapshots, lives)
+
+    def compare(self, readers: Sequence[Reader], **limits: int) -> list[DeltaPlan]:
+        limits = {"bucket_bytes": 1 << 16, "max_held_bytes": 1 << 30} | limits
+        plans = [one.compare(readers, base_version=1, **limits) for one in self.snapshots]
+        one, other = plans
+        assert (one.payload_bytes, one.places) == (other.payload_bytes, other.places)
+        assert one.held_bytes == other.held_bytes
+        assert one.nnz == other.nnz
+        assert np.array_equal(one.changed, other.changed)
+        assert np.array_equal(one.counts(), other.counts())
+        return plans
+
+    def sync(self, readers: Sequence[Reader], *, in_place: bool = False, **limits: int) -> None:
+        """Send what has changed, undo it, and write it again."""
+        plans = self.compare(readers, **limits)
+        payloads, others = map(packed, plans)
+        agree(payloads, others)
+        assert np.array_equal(plans[0].ledger.sums, plans[1].ledger.sums)
+        self.write(payloads, plans[0].places, in_place=in_place)
+        for snapshot, plan in zip(self.snapshots, plans, strict=True):
+            plan.decided()
+            every = np.arange(snapshot.space.num_chunks)
+            assert np.array_equal(snapshot.measure(every), snapshot.ledger.sums)
+
+    def write(
+        self, payloads: Sequence[tuple[Sizes, Tensor]], places: int, *, in_place: bool = False
+    ) -> None:
+        space = self.snapshots[0].space
+        most = staged_bytes_of(payload_bytes=sum(s.num_bytes for s, _ in payloads), places=places)
+        stagings = []
+        for live in self.lives:
+            before = live.ledger.sums
+            staging = Staging(live, max_bytes=most, in_place=in_place)
+            lane = live.lane(space)
+            lane.begin()
+            for sizes, payload in payloads:
+                memory = payload.clone()
+                changes = Changes.of(memory, sizes)
+                lane.check(changes)
+                staging.stage(lane, changes)
+                memory.fill_(55)
+            assert staging.commit() == staging.ledger.total
+            if not in_place:
+                staging.undo()
+                assert np.array_equal(measured(live), before)
+                staging.commit()
+            assert np.array_equal(measured(live), staging.ledger.sums)
+            live.ledger = staging.ledger
+            stagings.append(staging)
+        assert np.array_equal(stagings[0].ledger.sums, stagings[1].ledger.sums)
+
+
+def measured(live: LiveWeights) -> np.ndarray:
+    return live.measure(np.arange(live.space.num_chunks))
+
+
+def flats_of(tensors: Sequence[Tensor]) -> dict[int, Live]:
+    return {number: Flat.of(tensor) for number, tensor in enumerate(tensors)}
+
+
+@pytest.fixture
+def model() -> tuple[tuple[ParameterSpec, ...], list[Tensor]]:
+    specs = specs_of(SHAPES)
+    return specs, model_of(specs)
+
+
+@pytest.mark.parametrize("density", DENSITIES)
+def test_syncs_are_those_of_hosts(
+    model: tuple[tuple[ParameterSpec, ...], list[Tensor]], density: float
+) -> None:
+    specs, source = model
+    copies = [[t.clone() for t in source] for _ in BOTH]
+    left = iter(copies)
+    readers = readers_of(specs, source)
+    ends = Ends.of(whole(specs), readers, specs, lambda: flats_of(next(left)))
+    step(source, density, 1)
+    ends.sync(readers)
+    assert all(same(copy, source) for copy in copies)
+    step(source, density, 2)
+    ends.sync(readers, in_place=True, bucket_bytes=1 << 26, max_held_bytes=0)
+    assert all(same(copy, source) for copy in copies)
+
+
+def test_what_was_overwritten_early_goes_whole_after_an_abort(
+    model: tuple[tuple[ParameterSpec, ...], list[Tensor]],
+) -> None:
+    specs, source = model
+    copies = [[t.clone() for t in source] for _ in BOTH]
+    left = iter(copies)
+    readers = readers_of(specs, source)
+    ends = Ends.of(whole(specs), readers, specs, lambda: flats_of(next(left)))
+    step(source, 0.01, 1)
+    aborted = ends.compare(readers, max_held_bytes=0)
+    agree(*map(packed, aborted))
+    ends.sync(readers)
+    assert all(same(copy, source) for copy in copies)
+    assert not ends.compare(readers)[1].nnz
+
+
+def test_full_syncs_are_those_of_hosts(
+    model: tuple[tuple[ParameterSpec, ...], list[Tensor]],
+) -> None:
+    specs, source = model
+    copies = [model_of(specs, seed=9) for _ in BOTH]
+    left = iter(copies)
+    shares = whole(specs)
+    snapshots = [snapshot_of(shares, readers_of(specs, source), kernels=kind) for kind in BOTH]
+    lives = [LiveWeights(flats_of(next(left)), Space(shares), kernels=kind) for kind in BOTH]
+    for live in lives:
+        live.ledger.sums[:] = measured(live)
+    payloads, others = (packed(one.full(bucket_bytes=1 << 15)) for one in snapshots)
+    agree(payloads, others)
+    Ends(snapshots, lives).write(payloads, 0)
+    assert all(same(copy, source) for copy in copies)
+
+
+MATRIX = ParameterSpec(("matrix",), (70, 130), dtypes.BY_NAME["float32"])
+LONG = ParameterSpec(("long",), ((1 << 18) + 4200,), dtypes.BY_NAME["uint8"])
+
+
+def shares_of_ranks() -> list[Share]:
+    """Columns of a matrix, single elements of another, and a run that reaches into a new chunk."""
+    return [
+        Share(0, MATRIX, Region(7, ((65, 130), (80, 1)))),
+        Share(1, replace(MATRIX, names=("single",)), Region(3, ((4500, 2),))),
+        Share(2, LONG, Region.run((1 << 18) - 5000, 9100)),
+    ]
+
+
+def views_of(shares: Sequence[Share], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """What a rank has of tensors: views."""
+    return [s.region.view(tensors[s.number]) for s in shares]
+
+
+@pytest.mark.parametrize("density", [0.002, 0.7])
+def test_shares_with_gaps_are_sent_as_hosts_send_them(density: float) -> None:
+    shares = shares_of_ranks()
+    specs = tuple(share.spec for share in shares)
+    tensors = model_of(specs)
+    views = views_of(shares, [t.view(-1).clone() for t in tensors])
+    copies = [[t.clone() for t in tensors] for _ in BOTH]
+    for copy in copies:
+        for view, share in zip(views, shares, strict=True):
+            share.region.view(copy[share.number]).copy_(view)
+    left = iter(copies)
+    readers = readers_of(specs, views)
+    ends = Ends.of(shares, readers, specs, lambda: flats_of(next(left)))
+    step(views, density, 1)
+    ends.sync(readers)
+    for copy in copies:
+        assert same(views_of(shares, copy), views)
+    assert same(*copies)
+
+
+def lives_of(specs: Sequence[ParameterSpec], storages: Sequence[Tensor]) -> dict[int, Live]:
+    """Transposed, in parts, not at all, and as codes of 4 bits."""
+    transposed = storages[0].view(130, 70).T
+    source = (30, 130), (120, 1)
+    pieces = [
+        Piece.of("", Region(130 * 2, source), Region(5, ((30, 120), (120, 1)))),
+        Piece.of("", Region(130 * 35, source), Region(4000, ((30, 1), (120, 30)))),
+    ]
+    count = 2 * specs[3].dtype.item_size
+    numel = specs[3].numel // 2
+    held = [(Region.run(0, numel), 0), (Region.run(numel + 3, numel - 3), 1)]
+    codes = [
+        Piece("", source, Region(numel * (nth * count + code), ((source.numel, 1),)), code)
+        for source, nth in held
+        for code in range(count)
+    ]
+    return {
+        0: Flat.of(transposed),
+        1: Part.of(pieces, {"": storages[1].view(-1)}, name="parts"),
+        3: Codes(codes, {"": storages[3].view(-1)}, specs[3].dtype, specs[3].numel),
+        4: Flat.of(storages[4]),
+    }
+
+
+@pytest.mark.parametrize(("codes", "with_gaps"), [("int32", False), ("uint8", True)])
+def test_live_weights_that_are_no_runs(codes: str, with_gaps: bool) -> None:
+    specs = (
+        *(replace(MATRIX, names=(name,)) for name in ("transposed", "parts", "elsewhere")),
+        ParameterSpec(("codes",), (2, 600), dtypes.BY_NAME[codes]),
+        ParameterSpec(("run",), (90,), dtypes.BY_NAME[codes]),
+    )
+    shares: tuple[Share, ...] = whole(specs)
+    if with_gaps:
+        region = Region(131, ((65, 130), (110, 1)))
+        shares = tuple(replace(s, region=region) if s.spec.numel == 9100 else s for s in shares)
+    tensors = model_of(specs)
+    views = views_of(shares, [t.view(-1).clone() for t in tensors])
+    storages = [model_of(specs, seed=5) for _ in BOTH]
+    left = iter(storages)
+    readers = readers_of(specs, views)
+    snapshots = [snapshot_of(shares, readers, kernels=kind) for kind in BOTH]
+    lives = [
+        LiveWeights(lives_of(specs, next(left)), Space(whole(specs)), kernels=kind) for kind in BOTH
+    ]
+    assert np.array_equal(*map(measured, lives))
+    for live in lives:
+        live.ledger.sums[:] = measured(live)
+    step(views, 0.01, 1)
+    ends = Ends(snapshots, lives)
+    ends.sync(readers)
+    assert same(*storages)
+    ends.write(packed(snapshots[1].full(bucket_bytes=1 << 16)), 0)
+    assert same(*storages)
+    for number, flat in lives[1].flats.items():
+        region = shares[number].region
+        where = region.places(torch.arange(region.numel)).to(DEVICE)
+        kept = flat.keeps(where)
+        sent = as_bits(views[number]).reshape(-1)
+        positions = where if kept is None else where[kept]
+        assert torch.equal(flat.gather(positions), sent if kept is None else sent[kept])
+
+
+def test_sources_are_read_as_hosts_read_them() -> None:
+    """Rounded, with any NaN; strided; narrowed in another way; and two at once in a section."""
+    names = ["bfloat16", "bfloat16", "bfloat16", "float16", "float32"]
+    specs = tuple(
+        ParameterSpec((f"p{n}",), (50, 131), dtypes.BY_NAME[name]) for n, name in enumerate(names)
+    )
+    wide = [random_bits((50, 131), torch.float32, seed) for seed in range(3)]
+    for tensor in wide:
+        tensor[3, :7] = (
+            torch.tensor([0x7FC00001, 0x7F800001, -1], dtype=torch.int32)
+            .repeat(3)[:7]
+            .view(torch.float32)
+        )
+    source = [
+        wide[0],
+        random_bits((50, 131), torch.bfloat16, 7),
+        random_bits((50, 262), torch.bfloat16, 8)[:, ::2],
+        wide[1],
+        wide[2].T.contiguous().T,
+    ]
+    readers = readers_of(specs, source)
+    snapshots = [snapshot_of(whole(specs), readers, kernels=kind) for kind in BOTH]
+    for seed, density in enumerate((0.01, 0.9)):
+        step(source, density, seed)
+        plans = [
+            one.compare(readers, bucket_bytes=1 << 16, max_held_bytes=1 << 30, base_version=1)
+            for one in snapshots
+        ]
+        agree(*map(packed, plans))
+        for snapshot, plan in zip(snapshots, plans, strict=True):
+            plan.decided()
+            every = np.arange(snapshot.space.num_chunks)
+            assert np.array_equal(snapshot.measure(every), snapshot.ledger.sums)
+        assert np.array_equal(*(one.ledger.sums for one in snapshots))
+
+
+Lie = Callable[[Changes], None]
+
+
+def set_at(column: str, place: int, value: int) -> Lie:
+    def lie(changes: Changes) -> None:
+        getattr(changes, column)[place] = value
+
+    return partial(lie)
+
+
+LIES: dict[str, Lie] = {
+    "a tile of no space": set_at("tiles", -1, 999),
+    "a negative tile": set_at("tiles", 0, -5),
+    "a tile twice": lambda changes: changes.tiles[1].copy_(changes.tiles[0]),
+    "a tile of another section": set_at("tiles", 0, 0),
+    "more changes than elements": set_at("counts", 0, -1),
+    "one change too many": lambda changes: changes.counts[0].add_(1),
+    "one change too few": lambda changes: changes.counts[1].sub_(1),
+    "a whole tile that is none": set_at("counts", 0, 0),
+    "a place twice": lambda changes: changes.places[1].copy_(changes.places[0]),
+    "a place beyond a tile": set_at("places", -1, 4096),
+    "a place beyond the last, short tile": set_at("places", -1, 4000),
+}
+
+
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_lies_write_nothing(lie: Lie, *, in_place: bool) -> None:
+    specs = specs_of({"uint8": [(5,)], "bfloat16": [(4096 + 3000,)]})
+    source = model_of(specs)
+    snapshot = snapshot_of(whole(specs), readers_of(specs, source), kernels="triton")
+    live = [t.clone() for t in source]
+    step(source, 0.02, 3)
+    plan = snapshot.compare(
+        readers_of(specs, source), bucket_bytes=1 << 20, max_held_bytes=0, base_version=1
+    )
+    sizes, payload = packed(plan)[-1]
+    assert (sizes.item_size, sizes.tiles, sizes.whole) == (2, 2, 0)
+    lie(Changes.of(payload, sizes))
+    for kind in BOTH:
+        weights = LiveWeights(flats_of(live), Space(whole(specs)), kernels=kind)
+        before = [t.clone() for t in live]
+        staging = Staging(weights, max_bytes=1 << 30, in_place=in_place)
+        lane = weights.lane()
+        with pytest.raises(InvalidIndices):
+            lane.check(Changes.of(payload, sizes))
+            staging.stage(lane, Changes.of(payload, sizes))
+            assert staging.ledger
+        assert same(live, before)
+
+
+def test_payloads_of_a_lane_come_in_order(
+    model: tuple[tuple[ParameterSpec, ...], list[Tensor]],
+) -> None:
+    specs, source = model
+    snapshot = snapshot_of(whole(specs), readers_of(specs, source), kernels="triton")
+    payloads = packed(snapshot.full(bucket_bytes=1 << 14))
+    for kind in BOTH:
+        weights = LiveWeights(flats_of(model_of(specs)), Space(whole(specs)), kernels=kind)
+        lanes = [weights.lane(), weights.lane()]
+        for wrong in ([0, 1, 1], [1, 0]):
+            staging = Staging(weights, max_bytes=1 << 30)
+            for lane in lanes:
+                lane.begin()
+            for number in (0, 1, 2):
+                stage(staging, lanes[1], *payloads[number])
+            assert staging.ledger
+            with pytest.raises(InvalidIndices):
+                for number in wrong:
+                    stage(staging, lanes[0], *payloads[number])
+                assert staging.ledger
+
+
+def stage(staging: Staging, lane: object, sizes: Sizes, payload: Tensor) -> None:
+    changes = Changes.of(payload, sizes)
+    lane.check(changes)
+    staging.stage(lane, changes)
+
+
+def test_weights_that_do_not_take_what_is_written_are_noticed() -> None:
+    """Two parameters share memory: the bits of one are not there when they are read back."""
+    specs = specs_of({"bfloat16": [(64,), (64,)]})
+    source = model_of(specs)
+    readers = readers_of(specs, source)
+    snapshot = snapshot_of(whole(specs), readers, kernels="triton")
+    step(source, 0.3, 1)
+    plan = snapshot.compare(readers, bucket_bytes=1 << 16, max_held_bytes=0, base_version=1)
+    memory = source[0].clone()
+    live = LiveWeights(flats_of([memory, memory]), Space(whole(specs)), kernels="triton")
+    staging = Staging(live, max_bytes=1 << 20)
+    for sizes, payload in packed(plan):
+        stage(staging, live.lane(), sizes, payload)
+        stage(staging, live.lane(), sizes, payload)
+    staging._tally.predicted[0, 0] += 1
+    with pytest.raises(DigestMismatch, match="read back"):
+        staging.commit()
+    staging._tally.predicted[1, 0] += 1
+    with pytest.raises(DigestMismatch, match="undo failed"):
+        staging.undo()
+
+
+def test_more_than_was_declared_is_refused() -> None:
+    specs = specs_of({"uint8": [(4096,)]})
+    source = model_of(specs)
+    snapshot = snapshot_of(whole(specs), readers_of(specs, source), kernels="triton")
+    live = LiveWeights(flats_of(source), Space(whole(specs)), kernels="triton")
+    with pytest.raises(LimitExceeded):
+        stage(Staging(live, max_bytes=4000), live.lane(), *packed(snapshot.full(bucket_bytes=1))[0])
+
+
+def test_kernels_are_demanded_where_they_cannot_work() -> None:
+    cpu, gpus = torch.device("cpu"), [torch.device("cuda", n) for n in range(2)]
+    assert device_for({gpus[0]}, 1, "torch") is None
+    assert device_for({cpu}, 1, "auto") is None
+    assert device_for({gpus[0]}, 1, "auto") == gpus[0]
+    assert device_for(set(gpus), 1, "auto") is None
+    assert device_for({gpus[0]}, 0, "auto") is None
+    for devices, numel, reason in (
+        (set(gpus), 1, "live on 2 devices"),
+        ({gpus[0]}, 0, "no elements"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            device_for(devices, numel, "triton")
