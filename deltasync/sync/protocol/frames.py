@@ -143,20 +143,17 @@ class Emitter:
 
         Args:
             send: Sends a message with its payload.
-            with_shares: Whether somebody has to be told what buckets carry, if that is not all.
+            with_shares: Whether somebody has to be told what buckets carry: without it they take
+                it for all of the layout.
         """
-        if with_shares and (shares := self.shares()) is not None:
-            send(*shares)
+        if with_shares:
+            send(*self.shares())
         for message, payload in self.buckets():
             send(message, payload)
 
-    def shares(self) -> tuple[Shares, Tensor] | None:
-        """The message that says what buckets carry, and its payload; None if that is all of the
-        layout.
-        """
+    def shares(self) -> tuple[Shares, Tensor]:
+        """The message that says what buckets carry, and its payload."""
         space: Space = self._plan.space
-        if space.is_whole:
-            return None
         table = torch.from_numpy(table_of(space))
         payload = self._buffer(len(table)).copy_(table)
         return Shares(version=self._version, num_shares=len(space.given)), payload
