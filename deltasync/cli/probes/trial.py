@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Self
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -26,8 +27,17 @@ from deltasync import (
     WeightReceiver,
     WeightSender,
 )
+from deltasync.delta.bits import Flat, torch_dtype
+from deltasync.delta.changes import Changes
+from deltasync.delta.readers import Reader, WireReader
+from deltasync.delta.shard import whole
+from deltasync.delta.snapshot import MIN_BUCKET_BYTES, Plan, snapshot_of
+from deltasync.delta.staging import LiveWeights, Staging
+from deltasync.delta.tiles import Space
+from deltasync.dtypes import BY_NAME
 from deltasync.errors import PeerLost, SyncError, TransportTimeout
 from deltasync.transports.address import Address, LinkName, listen
+from deltasync.wire.messages import ParameterSpec
 
 _START_TIMEOUT_S, _JOIN_TIMEOUT_S, _EXIT_TIMEOUT_S = 100.0, 180.0, 10.0
 _POLL_S = 0.5
@@ -139,17 +149,48 @@ def _follow(address: str, device: str) -> None:
             receiver.receive_weights(timeout_s=_JOIN_TIMEOUT_S)
 
 
-def _try_triton() -> None:
+def _try_triton(device: torch.device | None = None) -> None:
     """Compile every Triton kernel, and run it on the GPU."""
-    from deltasync.delta.batched.warm_up import sync_tiny_models
-    from deltasync.dtypes import BY_NAME
     from deltasync.quant.block_fp8 import BlockFp8
     from deltasync.quant.computation import Kind
     from deltasync.quant.fp8 import Fp8
 
-    kernels = [form.kernel for form in (BlockFp8(), BlockFp8("ue8m0"), Fp8())]
-    wire = BY_NAME["bfloat16"]
-    formats = frozenset({(wire, wire), (BY_NAME["float32"], wire)})
-    computed = frozenset(Kind(own, one) for own, _ in formats for one in kernels if one)
-    sync_tiny_models(formats, 1 << 20, torch.device("cuda", 0), computed=computed)
-    torch.cuda.synchronize()
+    device, wire = device or torch.device("cuda", 0), BY_NAME["bfloat16"]
+    ones = [torch.ones(64, dtype=dtype, device=device) for dtype in (torch.bfloat16, torch.float32)]
+    readers: list[Reader] = [WireReader.of(one, wire, name="weight") for one in ones]
+    for form in (BlockFp8(), BlockFp8("ue8m0"), Fp8()):
+        if form.kernel is not None:
+            kinds = (Kind(BY_NAME[name], form.kernel) for name in ("bfloat16", "float32"))
+            readers += [kind.example(device) for kind in kinds]
+    specs = [ParameterSpec((f"{n}",), (64,), one.dtype) for n, one in enumerate(readers)]
+    snapshot = snapshot_of(whole(specs), readers, kernels="triton")
+    live = LiveWeights(
+        {
+            number: Flat.of(torch.zeros(64, dtype=torch_dtype(spec.dtype), device=device))
+            for number, spec in enumerate(specs)
+        },
+        Space(whole(specs)),
+        kernels="triton",
+    )
+    live.ledger.sums[:] = live.measure(np.arange(live.space.num_chunks))
+    _write(live, snapshot.full(bucket_bytes=MIN_BUCKET_BYTES))
+    for one in ones:
+        one[7] += 1  # codes differ from what was captured in any case
+    _write(
+        live,
+        snapshot.compare(readers, bucket_bytes=MIN_BUCKET_BYTES, max_held_bytes=0, base_version=1),
+    )
+
+
+def _write(live: LiveWeights, plan: Plan) -> None:
+    """Bring weights to a plan. Raises SyncError if they are not what they should be."""
+    staging, lane = Staging(live, max_bytes=1 << 20), live.lane()
+    for bucket in plan.buckets():
+        payload = torch.empty(bucket.sizes.num_bytes, dtype=torch.uint8, device=bucket.device)
+        bucket.pack(payload, lambda: None)
+        changes = Changes.of(payload, bucket.sizes)
+        lane.check(changes)
+        staging.stage(lane, changes)
+    if staging.commit() != plan.ledger.total:
+        raise SyncError("kernels do not write what they should")
+    live.ledger = staging.ledger
