@@ -13,10 +13,11 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from threading import Thread
 from typing import Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from deltasync import (
     ModuleSource,
@@ -27,6 +28,11 @@ from deltasync import (
     WeightSender,
 )
 from deltasync.errors import PeerLost, SyncError, TransportTimeout
+from deltasync.quant.block_fp8 import BlockFp8
+from deltasync.quant.form import Form
+from deltasync.quant.fp8 import Fp8
+from deltasync.quant.served import Forms, ServedSource, served_weights
+from deltasync.transports import inprocess
 from deltasync.transports.address import Address, LinkName, listen
 
 _START_TIMEOUT_S, _JOIN_TIMEOUT_S, _EXIT_TIMEOUT_S = 100.0, 180.0, 10.0
@@ -134,22 +140,62 @@ def _follow(address: str, device: str) -> None:
     """In the second process: follow the sender until it has left."""
     link = Address.model_validate_json(address).receiver(torch.device(device))
     target, options = ModuleTarget(_model(device)), ReceiverOptions(kernels="torch")
-    with WeightReceiver(target, link, options=options) as receiver, contextlib.suppress(PeerLost):
+    _receive(WeightReceiver(target, link, options=options))
+
+
+def _receive(following: WeightReceiver) -> None:
+    """Follow the sender until it has left, and close."""
+    with following as receiver, contextlib.suppress(PeerLost):
         while True:
             receiver.receive_weights(timeout_s=_JOIN_TIMEOUT_S)
 
 
 def _try_triton() -> None:
-    """Compile every Triton kernel, and run it on the GPU."""
-    from deltasync.delta.batched.warm_up import sync_tiny_models
-    from deltasync.dtypes import BY_NAME
-    from deltasync.quant.block_fp8 import BlockFp8
-    from deltasync.quant.computation import Kind
-    from deltasync.quant.fp8 import Fp8
+    """Compile Triton's kernels, and run them on the GPU."""
+    for form in (None, BlockFp8(), BlockFp8("ue8m0"), Fp8()):
+        for room in (None, 0):
+            sync_tiny_models(torch.device("cuda", 0), form, room)
 
-    kernels = [form.kernel for form in (BlockFp8(), BlockFp8("ue8m0"), Fp8())]
-    wire = BY_NAME["bfloat16"]
-    formats = frozenset({(wire, wire), (BY_NAME["float32"], wire)})
-    computed = frozenset(Kind(own, one) for own, _ in formats for one in kernels if one)
-    sync_tiny_models(formats, 1 << 20, torch.device("cuda", 0), computed=computed)
-    torch.cuda.synchronize()
+
+def sync_tiny_models(device: torch.device, form: Form | None, room: int | None) -> None:
+    """Send all, one element and all elements of a model to another by kernels. Compares the bits.
+
+    Args:
+        device: Where both are.
+        form: What the receiver holds of matrices; None for bfloat16.
+        room: Bytes of what is kept and staged; None for what is usual. With 0 the snapshot is
+            overwritten early, and deltas are written in place.
+    """
+    dtypes = {"same": torch.bfloat16, "wide": torch.float32}
+    trainer = nn.ModuleDict(
+        {n: nn.Linear(128, 64, device=device, dtype=d) for n, d in dtypes.items()}
+    )
+    forms: Forms = lambda _, shape: form if len(shape) == 2 else None  # noqa: E731
+
+    def served() -> dict[str, Tensor]:
+        weights = {name: weight.bfloat16() for name, weight in trainer.state_dict().items()}
+        return dict(served_weights(weights.items(), forms))
+
+    engine = nn.Module()
+    for name, tensor in served().items():
+        engine.register_buffer(name.replace(".", "_"), torch.zeros_like(tensor))
+    link = inprocess.Sender(device=device)
+    options = SenderOptions(kernels="triton", max_inflight_bytes=room)
+    receiving = ReceiverOptions(kernels="triton", max_staged_bytes=room)
+    target = ModuleTarget(engine, rename=lambda name: name.replace("_", ".", 1))
+    source = ServedSource(ModuleSource(trainer), forms)
+    with WeightSender(source, link, options=options) as sender:
+        receiver = WeightReceiver(target, link.receiver(), options=receiving)
+        thread = Thread(target=_receive, args=(receiver,))
+        thread.start()
+        sender.wait_for_receivers(1)
+        for changed in (slice(0), slice(1), slice(None)):
+            for weight in trainer.parameters():
+                weight.data.view(-1)[changed] += 1
+            sender.send_weights(timeout_s=_JOIN_TIMEOUT_S)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            for tensor, held in zip(served().values(), engine.buffers(), strict=True):
+                if not torch.equal(tensor.view(torch.uint8), held.view(torch.uint8)):
+                    raise SyncError("the receiver has other bits than were sent")
+    thread.join(_EXIT_TIMEOUT_S)
