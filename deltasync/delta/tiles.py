@@ -136,14 +136,6 @@ class Space:
         return int(self.first_chunk[-1])
 
     @cached_property
-    def is_whole(self) -> bool:
-        """Whether it has all of each parameter, in the order of the layout."""
-        return all(
-            share.number == place and share.region == Region.run(0, share.spec.numel)
-            for place, share in enumerate(self.given)
-        )
-
-    @cached_property
     def gaps(self) -> dict[int, Region]:
         """The shares that are no run in their parameter, and where their elements lie from the
         first one on.

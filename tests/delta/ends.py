@@ -162,8 +162,7 @@ def staged(
     reader.begin(begin_of(**sizes))
     staging = Staging(live, max_bytes=staged_bytes_of(**sizes), in_place=in_place, writing=writing)
     for lane, plan in enumerate(plans):
-        if not plan.space.is_whole:
-            reader.take_shares(torch.from_numpy(table_of(plan.space)), lane)
+        reader.take_shares(torch.from_numpy(table_of(plan.space)), lane)
         sent = [0, 0]
         for bucket in plan.buckets():
             assert bucket.sizes.num_bytes <= bucket_bytes or bucket.sizes.tiles == 1

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltasync import dtypes
-from deltasync.delta.region import Region
-from deltasync.delta.shard import ShardSpec, Share, rows_of, whole
+from deltasync.delta.shard import ShardSpec, Share, rows_of
 from deltasync.delta.tiles import CHUNK_TILES, Space, space_of, table_of
 from deltasync.errors import InvalidIndices, InvalidTable
 from deltasync.wire.changes import ALIGNMENT, TILE, Sizes, padded
@@ -56,18 +55,6 @@ def test_tiles_are_what_the_format_says(
         assert [(int(n), a, b) for n, a, b in parts] == [(n, a, b) for n, (a, b) in pieces.items()]
     with pytest.raises(InvalidIndices):
         space.find(np.array([len(space)]))
-
-
-def test_all_of_a_layout_in_its_order_is_whole_and_nothing_else_is() -> None:
-    specs = tuple(
-        ParameterSpec((name,), (6,), dtypes.BY_NAME[kind])
-        for name, kind in (("a", "float32"), ("b", "bfloat16"))
-    )
-    shares = whole(specs)
-    assert Space(shares).is_whole
-    assert not Space(shares[::-1]).is_whole
-    part = Share(0, specs[0], Region.run(0, 5))
-    assert not Space((part, shares[1])).is_whole
 
 
 @given(

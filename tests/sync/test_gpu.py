@@ -72,14 +72,14 @@ def test_a_model_on_a_gpu_ends_bit_equal(
         assert bits_equal(source.to(torch.bfloat16), replica)
 
 
-@pytest.mark.parametrize("compression", ["none", "block"])
+@pytest.mark.parametrize("compression", ["none", "zstd"])
 @pytest.mark.parametrize("kernels", ["triton", "torch"])
 @pytest.mark.parametrize("staged_bytes", [0, None])
 def test_ranks_of_an_engine_hold_their_parts(
     compression: Coding, kernels: Kernels, staged_bytes: int | None
 ) -> None:
     source, ranks = trainer(0).cuda(), [Rank(number).cuda() for number in range(2)]
-    options = ReceiverOptions(kernels=kernels, max_staged_bytes=staged_bytes, chunk_numel=7)
+    options = ReceiverOptions(kernels=kernels, max_staged_bytes=staged_bytes)
     sending = SenderOptions(compression=compression, max_inflight_bytes=1 << 20)
     with fleet(source, options=sending) as here:
         for number, rank in enumerate(ranks):
@@ -154,20 +154,10 @@ def test_kernels_agree_with_the_host() -> None:
     assert KERNELS["cuda"] is reference
     new = torch.randint(-(2**15), 2**15, (100_000,), dtype=torch.int16)
     old = torch.where(torch.rand(100_000) < 0.01, new ^ 1, new)
-    count, found = reference.changed(new.cuda(), old.cuda(), float("inf"))
-    expected_count, expected = host.changed(new, old, float("inf"))
-    assert count == expected_count
-    assert found is not None
-    assert expected is not None
+    found, expected = reference.changed(new.cuda(), old.cuda()), host.changed(new, old)
     for column, expected_column in zip(found, expected, strict=True):
         assert torch.equal(column.cpu(), expected_column)
     assert reference.digest_run(as_bits(new.cuda()), 7, 5) == host.digest_run(new, 7, 5)
-    positions = expected[0].long()
-    values = new[positions]
-    ours = reference.digest_chunks(positions.cuda(), values.cuda(), 7, 1000)
-    theirs = host.digest_chunks(positions, values, 7, 1000)
-    assert ours[0] == theirs[0]
-    assert (ours[1] == theirs[1]).all()
 
 
 @pytest.mark.parametrize("is_offloaded", [False, True])

@@ -212,7 +212,7 @@ class Sent:
 
     def reader(self) -> PayloadReader:
         reader = PayloadReader(self.live)
-        if not self.space.is_whole:
+        if self.space.given != self.live.space.given:
             reader.take_shares(torch.from_numpy(table_of(self.space)), 0)
         reader.begin(m.Begin(**(MESSAGES["begin-full"] | {"places": 1 << 40})))
         return reader

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deltasync.delta.shard import ShardSpec
+from deltasync.delta.tiles import space_of
 from deltasync.errors import CallOrderError, PeerLost, ProtocolViolation, TransportTimeout
+from deltasync.sync.protocol.frames import Emitter
 from deltasync.sync.protocol.links import ReceiverLinks
 from deltasync.sync.protocol.sender_session import Member, SenderSession
 from deltasync.transports import inprocess
@@ -31,7 +35,9 @@ from deltasync.wire.messages import (
     Prepare,
     Shares,
 )
+from tests.delta.ends import Rank as TrainerRank
 from tests.golden.make_tables import DOCUMENT, page_with
+from tests.worlds.bits import specs_of
 
 HELLO = Hello(
     engine="e",
@@ -208,6 +214,32 @@ def test_w19_w20_a_lane_carries_nothing_else_and_losing_it_is_losing_the_trainer
             ranks[1].send(said)
         with pytest.raises(PeerLost if said is None else ProtocolViolation):
             taken(lanes)
+
+
+@pytest.mark.parametrize("names", ["a", "b", "ab"])
+def test_w17_a_rank_says_what_it_sends_whatever_that_is(names: str) -> None:
+    """Receivers cannot know whether that is all: the first parameters are numbered otherwise."""
+    model = {"a": torch.zeros(9, dtype=torch.int16), "b": torch.zeros(9, dtype=torch.uint8)}
+    boxes = {name: ShardSpec.whole((9,)) for name in names}
+    rank, sent = TrainerRank(specs_of(model), boxes, model), list[tuple[Message, torch.Tensor]]()
+    for tensor in rank.held.values():
+        tensor[3] = 1
+
+    def send(message: Message, payload: torch.Tensor) -> None:
+        sent.append((message, payload))
+
+    def emit(*, with_shares: bool) -> None:
+        buffer = partial(torch.empty, dtype=torch.uint8)
+        emitter = Emitter(rank.delta(), 2, compression="none", buffer=buffer)
+        emitter.send_buckets(send, with_shares=with_shares)
+
+    emit(with_shares=True)
+    (shares, table), *buckets = sent
+    assert shares == Shares(version=2, num_shares=len(names))
+    assert space_of(table.numpy(), specs_of(model)).given == tuple(rank.shares)
+    sent.clear()
+    emit(with_shares=False)
+    assert [message for message, _ in sent] == [message for message, _ in buckets]
 
 
 def test_w26_what_a_sender_checks_before_it_goes_on() -> None:

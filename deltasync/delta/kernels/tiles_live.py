@@ -151,9 +151,9 @@ def _put(
             )
             change = change << ((place & 7) * 4).to(tl.int32)
             tl.atomic_add(words + (place >> 3), change, mask=there & (change != 0), sem="relaxed")
-        tl.debug_barrier()  # before they are read back
     else:
         tl.store(weights, new, mask=there)
+    tl.debug_barrier()  # before they are read back: another thread may do that
 
 
 @triton.jit

@@ -119,9 +119,10 @@ class Emitter:
         """A bucket's payload as it travels, and what was done to it."""
         coder = self._coder
         if coder is None:
-            raw = self._buffer(bucket.sizes.num_bytes)
+            sent = self._buffer(bucket.sizes.num_bytes)
+            raw = sent if sent.device == bucket.device else self._scratch(bucket)
             bucket.pack(raw, lambda: None)
-            return raw, "none"
+            return sent if raw is sent else sent.copy_(raw), "none"
         raw, made = self._scratch(bucket), list[tuple[Tensor, Compression]]()
         bucket.pack(raw, lambda: made.append(coder.coded(raw, bucket)))
         [(coded, compression)] = made
@@ -142,20 +143,17 @@ class Emitter:
 
         Args:
             send: Sends a message with its payload.
-            with_shares: Whether somebody has to be told what buckets carry, if that is not all.
+            with_shares: Whether somebody has to be told what buckets carry: without it they take
+                it for all of the layout.
         """
-        if with_shares and (shares := self.shares()) is not None:
-            send(*shares)
+        if with_shares:
+            send(*self.shares())
         for message, payload in self.buckets():
             send(message, payload)
 
-    def shares(self) -> tuple[Shares, Tensor] | None:
-        """The message that says what buckets carry, and its payload; None if that is all of the
-        layout.
-        """
+    def shares(self) -> tuple[Shares, Tensor]:
+        """The message that says what buckets carry, and its payload."""
         space: Space = self._plan.space
-        if space.is_whole:
-            return None
         table = torch.from_numpy(table_of(space))
         payload = self._buffer(len(table)).copy_(table)
         return Shares(version=self._version, num_shares=len(space.given)), payload

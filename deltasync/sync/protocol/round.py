@@ -232,7 +232,8 @@ class Round:
         try:
             is_plain = self._is_alone and self._on_phase is None
             send = self._link.send if is_plain else self._send_bucket
-            emitter.send_buckets(send, with_shares=not self._link.knows(self._plan.space))
+            is_part = self._peer_ranks is not None and not self._link.knows(self._plan.space)
+            emitter.send_buckets(send, with_shares=is_part)
             self._has_sent_all = True
             self._is_released = self._packed()
             is_alone, is_full = self._peer_ranks is None, self._plan.base_version is None
