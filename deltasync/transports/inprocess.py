@@ -215,7 +215,7 @@ class Receiver(ReceiveTransport):
             )
             self._check_open()
             if link.frames:
-                return link.frames.popleft()
+                return _followed(link.frames.popleft())
             if link.lost is not None:
                 raise PeerLost(str(link.lost))
             raise TransportTimeout("nothing came in time")
@@ -258,6 +258,13 @@ class Receiver(ReceiveTransport):
             self._link.lost = self._link.lost or PeerLost("the receiver hung up")
             self._link.frames.clear()
             self._sender._changed.notify_all()
+
+
+def _followed(frame: Frame) -> Frame:
+    """A frame whose payload is not given to others before the current stream has read it."""
+    if frame.payload is not None and frame.payload.is_cuda:
+        frame.payload.record_stream(torch.cuda.current_stream(frame.payload.device))
+    return frame
 
 
 def _clone(payload: Tensor | None) -> Tensor | None:
