@@ -183,10 +183,10 @@ class Snapshot:
         bucket_bytes: The largest payload, unless the options say otherwise.
     """
 
-    bucket_bytes = 64 << 20
-
     def __init__(self, detector: Detector, ledger: Ledger | None = None) -> None:
         self.space, self._detector, self.num_bytes = detector.space, detector, detector.num_bytes
+        is_on_gpu = detector.device is not None and detector.device.type == "cuda"
+        self.bucket_bytes = (256 if is_on_gpu else 64) << 20
         self.ledger = Ledger(self.space) if ledger is None else ledger
         self._sums = self._there(self.ledger)  # of the bits that the copy has
         self._is_overwriting = False
