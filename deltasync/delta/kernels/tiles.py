@@ -119,7 +119,7 @@ def compare(
         nth = tl.load(these + nth)
     tile = first + nth
     row = table + tile.to(tl.int64) * WIDTH
-    numel = tl.load(row + 2).to(tl.int32)
+    numel, forced = tl.load(row + 2).to(tl.int32), tl.load(ahead + tile) != 0
     word = tl.arange(0, WORDS)
     at = words + nth.to(tl.int64) * WORDS + word
     if READ >= _COMPUTED:
@@ -140,7 +140,6 @@ def compare(
             found = tl.sum(differ.to(tl.uint32) << column, axis=1)
     tl.store(at, found.to(tl.int32, bitcast=True))
     count = tl.sum(popcount(found))
-    forced = tl.load(ahead + tile) != 0
     is_whole = forced | (count * (2 + SIZE) > numel * SIZE)
     length = (numel + EACH - 1) // EACH * EACH
     tl.store(changed + nth, count)
