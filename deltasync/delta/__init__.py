@@ -1,4 +1,4 @@
 """Tensors: what changed, how it is packed, and how it is staged and written.
 
-Begin with backend.py, which chooses host/ or batched/; then policy.py and bits.py.
+Begin with tiles.py and changes.py; then snapshot.py, which sends, and staging.py, which receives.
 """

@@ -24,12 +24,12 @@ from deltasync.delta.readers import Reader
 from deltasync.delta.shard import Share
 from deltasync.delta.tiles import Ints, Section, Space
 from deltasync.errors import SourceChanged
-from deltasync.wire.changes import ALIGNMENT, PLACE_BYTES, TILE, Sizes
+from deltasync.wire.changes import ALIGNMENT, TILE, Sizes
 
 MIN_BUCKET_BYTES = 256
 """What a small tile takes; a payload has one tile at least, whatever that takes."""
 
-_TABLE_BYTES = 6  # of a tile: its number and its count
+_TILE_BYTES, _PLACE_BYTES, _PADDING = 6, 2, 4 * ALIGNMENT  # of a payload
 _MOST_TILES = 1024  # in a group: the unit in which changes are counted and distributed over buckets
 
 
@@ -185,7 +185,6 @@ class Snapshot:
 
     def __init__(self, detector: Detector, ledger: Ledger | None = None) -> None:
         self.space, self._detector, self.num_bytes = detector.space, detector, detector.num_bytes
-        # Launches for a small one would take longer than its way over NVLink.
         is_on_gpu = detector.device is not None and detector.device.type == "cuda"
         self.bucket_bytes = (256 if is_on_gpu else 64) << 20
         self.ledger = Ledger(self.space) if ledger is None else ledger
@@ -349,9 +348,9 @@ class DeltaPlan:
         self._kept: list[Changes] = []
         self.base_version: int | None = base_version
         self._buckets = [
-            (one, low, high, sizes)
+            (one, low, high, _sizes(one, low, high))
             for one in found
-            for low, high, sizes in _distributed(one, bucket_bytes)
+            for low, high in _distributed(one, bucket_bytes)
         ]
         self.payload_bytes = self.held_bytes = self.places = 0
         self._num_held = 0
@@ -482,18 +481,19 @@ def tiles_of_group(bucket_bytes: int, item_size: int) -> int:
     return max(1, min(_MOST_TILES, bucket_bytes // _tile_bytes(item_size)))
 
 
-def _distributed(found: Found, bucket_bytes: int) -> Iterator[tuple[int, int, Sizes]]:
-    """(low, high, sizes): groups [low, high) that go into one payload, and what it has."""
-    size = found.section.item_size
-    rows = found.ends.tolist()
-    num_bytes = found.ends @ (_TABLE_BYTES, PLACE_BYTES + size, size)  # without padding
-    low, last = 0, len(rows) - 1
+def _sizes(found: Found, low: int, high: int) -> Sizes:
+    """Of the changes in groups [low, high)."""
+    return Sizes(found.section.item_size, *(int(n) for n in found.ends[high] - found.ends[low]))
+
+
+def _distributed(found: Found, bucket_bytes: int) -> Iterator[tuple[int, int]]:
+    """[low, high): groups that go into one payload, which has some tiles."""
+    size, ends = found.section.item_size, found.ends
+    weights = np.array([_TILE_BYTES, _PLACE_BYTES + size, size])
+    total = ends @ weights  # bytes before each group, but for the padding of columns
+    room, low, last = max(0, bucket_bytes - _PADDING), 0, len(ends) - 1
     while low < last:
-        fits = int(num_bytes.searchsorted(num_bytes[low] + bucket_bytes, "right")) - 1
-        for high in range(max(fits, low + 1), low, -1):
-            sizes = Sizes(size, *map(int.__sub__, rows[high], rows[low]))
-            if sizes.num_bytes <= bucket_bytes:
-                break
-        if sizes.tiles:
-            yield low, high, sizes
+        high = max(low + 1, int(total.searchsorted(total[low] + room, "right")) - 1)
+        if ends[high, 0] > ends[low, 0]:
+            yield low, high
         low = high

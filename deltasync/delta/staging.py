@@ -24,6 +24,7 @@ from deltasync.delta.kernels import host as kernels
 from deltasync.delta.ledger import Ledger
 from deltasync.delta.tiles import CHUNK, Ints, Space
 from deltasync.errors import DigestMismatch, LimitExceeded, ProtocolViolation
+from deltasync.wire.changes import PLACE_BYTES
 from deltasync.wire.digest import MASK
 from deltasync.wire.messages import ParameterSpec
 
@@ -33,9 +34,9 @@ _POSITION_BYTES = 8
 
 def staged_bytes_of(*, payload_bytes: int, places: int) -> int:
     """Memory that staging takes at most: what comes, the bits before it, and an address for each
-    lane.
+    lane, which takes the room of its places.
     """
-    return 2 * payload_bytes + _POSITION_BYTES * places
+    return 2 * payload_bytes + (_POSITION_BYTES - 2 * PLACE_BYTES) * places
 
 
 class LiveWeights:

@@ -19,7 +19,7 @@ def flat(event: SyncEvent | DeltaSyncError, *, prefix: str = "deltasync/") -> di
     """Return the numbers of an event by name: `wandb.log(flat(stats), step=...)`.
 
     Names are `prefix` and those of the fields, such as "deltasync/commit_s"; what a dictionary has
-    comes below, such as "deltasync/bytes_by_codec/raw". Other than word characters, ".", "/" and
+    comes below, such as "deltasync/bytes_by_codec/gap". Other than word characters, ".", "/" and
     "-" become "_". `lost` and `warnings` are counted. "deltasync/failed" is 1.0 for a failure, else
     0.0. Seconds and bytes as in the fields.
 

@@ -57,7 +57,7 @@ def check_coding(options: SenderOptions | None) -> None:
     if options is not None and options.compression == "class":
         raise ConfigError(
             "compression='class' is for stores and patch files: it is coded in host memory, and "
-            "receivers of parts cannot read it; for a link use 'gap', on GPUs 'block'"
+            "receivers of parts cannot read it; for a link use 'gap'"
         )
 
 

@@ -24,16 +24,16 @@ class SenderOptions(OptionsModel):
     bucket_bytes: int | None = Field(
         default=None,
         ge=MIN_BUCKET_BYTES,
-        description="largest payload, if one tile takes no more; None for 64 MiB, on GPUs 256 MiB: there each one costs about "
-        "a millisecond of waiting for each other",
+        description="largest payload, if one tile takes no more; None for 64 MiB, on GPUs 256 MiB: "
+        "there each one costs about a millisecond of waiting for each other",
     )
     max_inflight_bytes: int | None = Field(
         default=None, ge=0, description="patches kept until the decision; None for 5 % of the model"
     )
     compression: Coding = Field(
         default="none",
-        description="of payloads: none, zstd, or a codec of changes, which needs fewer bytes and "
-        "more time: gap, block without an entropy coder; for stores also class, by old weights",
+        description="of payloads: none, zstd, or, of weights in host memory, a codec of changes, "
+        "which needs fewer bytes and more time: gap; for stores also class, by old weights",
     )
     wire_dtypes: dict[str, str] = Field(
         default_factory=dict,

@@ -58,8 +58,8 @@ class SyncStats(SyncEvent):
         payload_bytes: Bytes of all payloads as sent to each receiver, tables included.
         dense_bytes: Bytes of all values: what a dense sync sends.
         joined_bytes: Payload bytes of the full sync to joining receivers, besides the delta's.
-        bytes_by_codec: `payload_bytes` by what took them: rows by their codecs ("gap+ulp", "raw",
-            "dense"), "table" for what describes them, "zstd" and "none" for whole payloads.
+        bytes_by_codec: `payload_bytes` by what was done to payloads: as `compression`, or "zstd"
+            where a codec has no old bits, or "none" where nothing made one shorter.
         compression: What payloads were coded with.
         num_buckets: Payloads of the delta, or of the full sync.
         diff_s: Time to compare the source with the snapshot, digests included.

@@ -15,10 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from deltasync.cli.probes.checks import ENGINES, Engine, engine_check, numbers
-from deltasync.cli.probes.trial import Trial
+from deltasync.cli.probes.trial import Trial, sync_tiny_models
+from deltasync.delta.device import DeviceDetector
+from deltasync.delta.live import DeviceLane
+from deltasync.quant.block_fp8 import BlockFp8
+from deltasync.quant.form import Form
 from tests.cli.command import COMMAND, ROOT, run, run_forked, start, wait_until_gone
+from tests.sync.interpreted import one_kernel_at_a_time
+
+__all__ = ["one_kernel_at_a_time"]  # pytest uses it
 
 ADVICE = re.compile(r"^ {20,}\S", flags=re.MULTILINE)
 
@@ -112,6 +120,24 @@ def test_a_trial_that_hangs_is_ended_with_its_processes_and_files(
     tmp_path.rmdir()  # which is empty
     for one in found:
         wait_until_gone(one)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="doctor runs it where there is a GPU")
+@pytest.mark.parametrize(("form", "room"), [(None, None), (None, 0), (BlockFp8(), None)], ids=str)
+def test_the_trial_of_kernels_runs_those_of_both_ends(
+    form: Form | None, room: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = set[type]()
+    for end, name in ((DeviceDetector, "find"), (DeviceLane, "changes")):
+        call = getattr(end, name)
+
+        def noted(self: object, *args: Any, call: Any = call) -> Any:
+            used.add(type(self))
+            return call(self, *args)
+
+        monkeypatch.setattr(end, name, noted)
+    sync_tiny_models(torch.device("cpu"), form, room)
+    assert used == {DeviceDetector, DeviceLane}
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import torch
 from deltasync import ModuleTarget, SenderOptions, SyncStats, subscribe, sync_after_step
 from deltasync.config import network_secret
 from deltasync.delta.bits import as_bits
-from deltasync.delta.staging import Staging
+from deltasync.delta.staging import Staging, staged_bytes_of
 from deltasync.errors import (
     ConfigError,
     DeltaSyncError,
@@ -32,6 +32,7 @@ from deltasync.integrations.trainer_info import TrainerInfo
 from deltasync.integrations.worker import Worker
 from deltasync.testing.links import PROMPT_S, within
 from deltasync.transports import collective
+from deltasync.wire.changes import Sizes
 from tests.worlds.fleets import (
     CALLS,
     CPU,
@@ -81,7 +82,7 @@ def test_an_engine_follows_an_optimizer(tmp_path: Path) -> None:
     "An engine is paused early only for a sync that may not fit into staging.",
 )
 def test_what_can_be_staged_pauses_the_engine_only_when_it_is_decided(tmp_path: Path) -> None:
-    changed, decided = 20, list[int]()  # of 640: sparse, 6 bytes each
+    changed, decided = 20, list[int]()
 
     @contextmanager
     def paused() -> Iterator[None]:
@@ -90,7 +91,8 @@ def test_what_can_be_staged_pauses_the_engine_only_when_it_is_decided(tmp_path: 
             yield
 
     options: dict[str, Any] = {"shapes": {"a": (40, 16)}, "is_same": True, "paused": paused}
-    staged = 2 * 6 * changed  # positions of 8 bytes, new and old values
+    payload_bytes = Sizes(2, tiles=1, places=changed, whole=0).num_bytes
+    staged = staged_bytes_of(payload_bytes=payload_bytes, places=changed)
     with engine_of(tmp_path, max_staged_bytes=staged, link=Watched, **options) as here:
         here.send()
         weights = as_bits(here.source.get_parameter("a").data).view(-1)

@@ -150,7 +150,7 @@ def test_events_are_flat_numbers_under_names_that_stay() -> None:
     for name, number in {
         "commit_s": 0.001,
         "density": 0.01,
-        "bytes_by_codec/gap_ulp": 500,
+        "bytes_by_codec/gap": 500,
         "density_by/a_b_": 0.5,
         "engines": 2,
         "lost": 1,

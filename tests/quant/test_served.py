@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deltasync import ModuleSource, Policy, SenderOptions, sync_after_step
+from deltasync import ModuleSource, SenderOptions, sync_after_step
 from deltasync.quant.block_fp8 import BlockFp8
 from deltasync.quant.form import Form
 from deltasync.quant.fp8 import Fp8
@@ -55,7 +55,7 @@ def test_an_engine_holds_what_a_cold_load_gives(
 
         source = trainer(0, dtype)
         replicas = [engine(cold(source, form)), engine(loaded(source))][: 1 + is_wide]
-        options = SenderOptions(kernels=kernels, policy=Policy(chunk_numel=8192))
+        options = SenderOptions(kernels=kernels)
         for replica in replicas:
             with fleet(served(source, form), options=options) as here:
                 here.add(replica)

@@ -201,9 +201,7 @@ class End:
 class World:
     """A trainer, an engine of one rank and one of two."""
 
-    def __init__(
-        self, cell: Cell, tensors: dict[str, Tensor], sending: dict[str, Any]
-    ) -> None:
+    def __init__(self, cell: Cell, tensors: dict[str, Tensor], sending: dict[str, Any]) -> None:
         self.cell, self.generator = cell, torch.Generator().manual_seed(0)
         self.source = Model({name: tensor.clone() for name, tensor in tensors.items()})
         if cell.source == "streamed":  # it has a snapshot of its own
@@ -443,7 +441,7 @@ FIXED = {
 )
 @pytest.mark.promise("Errors", "`DirtyReceiver`: refuses to serve until a full sync.")
 def test_breaking_off_in_place_is_dirty_refuses_to_serve_and_heals() -> None:
-    with closing(World(CELLS["in place"], FIXED, {"bucket_bytes": 256}, 1 << 18)) as world:
+    with closing(World(CELLS["in place"], FIXED, {"bucket_bytes": 256})) as world:
         world.sync(0.4)
         world.fail_to_send("prepare")
         world.sync(0.4)
@@ -463,7 +461,7 @@ def test_after_each_event_whoever_is_clean_holds_the_version_it_names(name: str)
     if name in KERNELS and torch.cuda.is_available():
         pytest.skip("kernels are compiled here")
     corners = list(CORNERS.items())[: 3 if name in KERNELS else None]
-    with closing(World(cell, FIXED, {"bucket_bytes": 256}, 1 << 18)) as world:
+    with closing(World(cell, FIXED, {"bucket_bytes": 256})) as world:
         for _, history in corners:
             play(world, history)
 

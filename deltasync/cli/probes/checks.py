@@ -159,7 +159,7 @@ def _kernels(num_gpus: int, problems: dict[str, str | None]) -> Check:
         return Check("kernels", True, "numpy's and torch's, for CPUs")
     problem = problems.get("triton", "not installed")
     if problem is None:
-        return Check("kernels", True, f"Triton {version('triton')}: all were compiled and run")
+        return Check("kernels", True, f"Triton {version('triton')}: compiled and run")
     found = f"torch's operations, parameter by parameter: Triton: {problem}"
     advice = "pip install triton, which wants a C compiler and a driver; or ask for kernels='torch'"
     return Check("kernels", False, found, advice)

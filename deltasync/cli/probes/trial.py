@@ -13,11 +13,11 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from threading import Thread
 from typing import Self
 
-import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from deltasync import (
     ModuleSource,
@@ -27,17 +27,13 @@ from deltasync import (
     WeightReceiver,
     WeightSender,
 )
-from deltasync.delta.bits import Flat, torch_dtype
-from deltasync.delta.changes import Changes
-from deltasync.delta.readers import Reader, WireReader
-from deltasync.delta.shard import whole
-from deltasync.delta.snapshot import MIN_BUCKET_BYTES, Plan, snapshot_of
-from deltasync.delta.staging import LiveWeights, Staging
-from deltasync.delta.tiles import Space
-from deltasync.dtypes import BY_NAME
 from deltasync.errors import PeerLost, SyncError, TransportTimeout
+from deltasync.quant.block_fp8 import BlockFp8
+from deltasync.quant.form import Form
+from deltasync.quant.fp8 import Fp8
+from deltasync.quant.served import Forms, ServedSource, served_weights
+from deltasync.transports import inprocess
 from deltasync.transports.address import Address, LinkName, listen
-from deltasync.wire.messages import ParameterSpec
 
 _START_TIMEOUT_S, _JOIN_TIMEOUT_S, _EXIT_TIMEOUT_S = 100.0, 180.0, 10.0
 _POLL_S = 0.5
@@ -144,53 +140,62 @@ def _follow(address: str, device: str) -> None:
     """In the second process: follow the sender until it has left."""
     link = Address.model_validate_json(address).receiver(torch.device(device))
     target, options = ModuleTarget(_model(device)), ReceiverOptions(kernels="torch")
-    with WeightReceiver(target, link, options=options) as receiver, contextlib.suppress(PeerLost):
+    _receive(WeightReceiver(target, link, options=options))
+
+
+def _receive(following: WeightReceiver) -> None:
+    """Follow the sender until it has left, and close."""
+    with following as receiver, contextlib.suppress(PeerLost):
         while True:
             receiver.receive_weights(timeout_s=_JOIN_TIMEOUT_S)
 
 
-def _try_triton(device: torch.device | None = None) -> None:
-    """Compile every Triton kernel, and run it on the GPU."""
-    from deltasync.quant.block_fp8 import BlockFp8
-    from deltasync.quant.computation import Kind
-    from deltasync.quant.fp8 import Fp8
+def _try_triton() -> None:
+    """Compile Triton's kernels, and run them on the GPU."""
+    for form in (None, BlockFp8(), BlockFp8("ue8m0"), Fp8()):
+        for room in (None, 0):
+            sync_tiny_models(torch.device("cuda", 0), form, room)
 
-    device, wire = device or torch.device("cuda", 0), BY_NAME["bfloat16"]
-    ones = [torch.ones(64, dtype=dtype, device=device) for dtype in (torch.bfloat16, torch.float32)]
-    readers: list[Reader] = [WireReader.of(one, wire, name="weight") for one in ones]
-    for form in (BlockFp8(), BlockFp8("ue8m0"), Fp8()):
-        if form.kernel is not None:
-            kinds = (Kind(BY_NAME[name], form.kernel) for name in ("bfloat16", "float32"))
-            readers += [kind.example(device) for kind in kinds]
-    specs = [ParameterSpec((f"{n}",), (64,), one.dtype) for n, one in enumerate(readers)]
-    snapshot = snapshot_of(whole(specs), readers, kernels="triton")
-    live = LiveWeights(
-        {
-            number: Flat.of(torch.zeros(64, dtype=torch_dtype(spec.dtype), device=device))
-            for number, spec in enumerate(specs)
-        },
-        Space(whole(specs)),
-        kernels="triton",
+
+def sync_tiny_models(device: torch.device, form: Form | None, room: int | None) -> None:
+    """Send all, one element and all elements of a model to another by kernels. Compares the bits.
+
+    Args:
+        device: Where both are.
+        form: What the receiver holds of matrices; None for bfloat16.
+        room: Bytes of what is kept and staged; None for what is usual. With 0 the snapshot is
+            overwritten early, and deltas are written in place.
+    """
+    dtypes = {"same": torch.bfloat16, "wide": torch.float32}
+    trainer = nn.ModuleDict(
+        {n: nn.Linear(128, 64, device=device, dtype=d) for n, d in dtypes.items()}
     )
-    live.ledger.sums[:] = live.measure(np.arange(live.space.num_chunks))
-    _write(live, snapshot.full(bucket_bytes=MIN_BUCKET_BYTES))
-    for one in ones:
-        one[7] += 1  # codes differ from what was captured in any case
-    _write(
-        live,
-        snapshot.compare(readers, bucket_bytes=MIN_BUCKET_BYTES, max_held_bytes=0, base_version=1),
-    )
+    forms: Forms = lambda _, shape: form if len(shape) == 2 else None  # noqa: E731
 
+    def served() -> dict[str, Tensor]:
+        weights = {name: weight.bfloat16() for name, weight in trainer.state_dict().items()}
+        return dict(served_weights(weights.items(), forms))
 
-def _write(live: LiveWeights, plan: Plan) -> None:
-    """Bring weights to a plan. Raises SyncError if they are not what they should be."""
-    staging, lane = Staging(live, max_bytes=1 << 20), live.lane()
-    for bucket in plan.buckets():
-        payload = torch.empty(bucket.sizes.num_bytes, dtype=torch.uint8, device=bucket.device)
-        bucket.pack(payload, lambda: None)
-        changes = Changes.of(payload, bucket.sizes)
-        lane.check(changes)
-        staging.stage(lane, changes)
-    if staging.commit() != plan.ledger.total:
-        raise SyncError("kernels do not write what they should")
-    live.ledger = staging.ledger
+    engine = nn.Module()
+    for name, tensor in served().items():
+        engine.register_buffer(name.replace(".", "_"), torch.zeros_like(tensor))
+    link = inprocess.Sender(device=device)
+    options = SenderOptions(kernels="triton", max_inflight_bytes=room)
+    receiving = ReceiverOptions(kernels="triton", max_staged_bytes=room)
+    target = ModuleTarget(engine, rename=lambda name: name.replace("_", ".", 1))
+    source = ServedSource(ModuleSource(trainer), forms)
+    with WeightSender(source, link, options=options) as sender:
+        receiver = WeightReceiver(target, link.receiver(), options=receiving)
+        thread = Thread(target=_receive, args=(receiver,))
+        thread.start()
+        sender.wait_for_receivers(1)
+        for changed in (slice(0), slice(1), slice(None)):
+            for weight in trainer.parameters():
+                weight.data.view(-1)[changed] += 1
+            sender.send_weights(timeout_s=_JOIN_TIMEOUT_S)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            for tensor, held in zip(served().values(), engine.buffers(), strict=True):
+                if not torch.equal(tensor.view(torch.uint8), held.view(torch.uint8)):
+                    raise SyncError("the receiver has other bits than were sent")
+    thread.join(_EXIT_TIMEOUT_S)

@@ -434,7 +434,7 @@ class SourceLayout(SentLayout):
                 known[entry.name] = now, readers
             self._known = known
             readers = [reader for _, readers in known.values() for reader in readers]
-            if not _are_same(readers, self.readers):  # back ends look up what is another list
+            if not _are_same(readers, self.readers):  # detectors look up what is another list
                 self.readers = readers
         self._listing, self.tensors = listing, tensors  # if all of it can be read
 
