@@ -36,7 +36,7 @@ from deltasync import (
     WeightSender,
     sync_after_step,
 )
-from deltasync.delta.backend import Kernels
+from deltasync.delta.choice import Kernels
 from deltasync.testing.processes import Child
 from deltasync.transports import collective, shared_memory
 from deltasync.transports.address import Address

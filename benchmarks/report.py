@@ -29,7 +29,7 @@ TITLES = {
     "diff": "diff to indices, values and digests vs. a copy of the model",
     "diff_host_snapshot": "diff against a host snapshot vs. copying it to the GPU",
     "cpu_diff": "diff with values, speed relative to torch.ne + nonzero + gather",
-    "cpu_sync": "whole sync, time relative to a sync with every chunk dense",
+    "cpu_sync": "whole sync, time relative to a sync of all elements",
     "parameter_sync": "whole sync of many small parameters",
     "memory_sender": "sender's memory beyond weights and snapshot vs. its bound",
     "memory_receiver": "receiver's memory beyond weights vs. its bound",

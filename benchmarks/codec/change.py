@@ -8,17 +8,20 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from benchmarks.codec.pairs import Pair
-from deltasync.delta.bits import Flat, Run, as_bits
-from deltasync.delta.codecs.base import Bits, Indices, unsigned_dtype
-from deltasync.delta.diff import diff
-from deltasync.delta.patch import runs_of
-from deltasync.delta.policy import Policy
+from deltasync.delta.bits import Flat, Live, dtype_of
+from deltasync.delta.host import Bits
+from deltasync.delta.kernels.host import unsigned
+from deltasync.delta.readers import WireReader
+from deltasync.delta.shard import whole
+from deltasync.delta.snapshot import Bucket, snapshot_of
 from deltasync.dtypes import Dtype
 from deltasync.wire.messages import ParameterSpec
 
-_SPARSE = Policy(dense_above=1)
+Indices = NDArray[np.int32]
+_BUCKET_BYTES = 64 << 20  # the default of a sender on CPUs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,13 +52,13 @@ class Change:
     Attributes:
         specs: The layout: all tensors, also those without a change.
         flats: The old tensors by place in it.
-        runs: (place, run), as a sender finds them.
+        payloads: What differs, as a sender packs it, and the bits before.
         tensors: The same, for coders that are not ours.
     """
 
     specs: tuple[ParameterSpec, ...]
-    flats: dict[int, Flat]
-    runs: list[tuple[int, Run]]
+    flats: dict[int, Live]
+    payloads: list[tuple[Tensor, Bucket]]
     tensors: list[Changed]
 
     @property
@@ -75,17 +78,27 @@ class Change:
 
 def change_of(pair: Pair) -> Change:
     """Compare the versions of a pair, bit for bit."""
-    specs, flats, runs, tensors = [], {}, [], []
-    for number, (name, old) in enumerate(pair.old.items()):
-        flat = flats[number] = Flat.of(old, name=name)
-        specs.append(ParameterSpec(names=(name,), shape=tuple(old.shape), dtype=flat.dtype))
-        new = pair.new[name]
-        patch = diff(old, new, name=name, policy=_SPARSE)
-        found = [] if patch is None else runs_of(patch)
-        runs += [(number, run) for run in found]
-        if found:
-            tensors.append(_changed(number, flat, new, found))
-    return Change(tuple(specs), flats, runs, tensors)
+    readers = [
+        [WireReader.of(one, dtype_of(one), name=name) for name, one in weights.items()]
+        for weights in (pair.old, pair.new)
+    ]
+    specs = tuple(
+        ParameterSpec(names=(name,), shape=tuple(reader.flat.tensor.shape), dtype=reader.dtype)
+        for name, reader in zip(pair.old, readers[0], strict=True)
+    )
+    plan = snapshot_of(whole(specs), readers[0]).compare(
+        readers[1], bucket_bytes=_BUCKET_BYTES, max_held_bytes=1 << 62, base_version=0
+    )
+    tensors = [
+        _changed(number, old.flat, new.flat)
+        for number, (old, new) in enumerate(zip(*readers, strict=True))
+    ]
+    return Change(
+        specs,
+        {number: reader.flat for number, reader in enumerate(readers[0])},
+        [_packed(bucket) for bucket in plan.buckets()],
+        [tensor for tensor in tensors if len(tensor.indices)],
+    )
 
 
 def same(left: Sequence[NDArray[np.generic]], right: Sequence[NDArray[np.generic]]) -> bool:
@@ -94,10 +107,15 @@ def same(left: Sequence[NDArray[np.generic]], right: Sequence[NDArray[np.generic
     return len(left) == len(right) and all(np.array_equal(a, b) for a, b in pairs)
 
 
-def _changed(number: int, flat: Flat, new: torch.Tensor, runs: list[Run]) -> Changed:
-    kind = unsigned_dtype(flat.dtype)
-    old, whole = (as_bits(t).reshape(-1).numpy().view(kind) for t in (flat.tensor, new))
-    indices = np.concatenate([run.positions().numpy() for run in runs]).astype(np.int32)
-    shape = flat.tensor.shape
+def _changed(number: int, old: Flat, new: Flat) -> Changed:
+    before, after = unsigned(old.line), unsigned(new.line)
+    indices = np.flatnonzero(before != after).astype(np.int32)
+    shape = old.tensor.shape
     cols = shape[-1] if len(shape) else 1
-    return Changed(number, flat.dtype, cols, indices, whole[indices], old, whole)
+    return Changed(number, old.dtype, cols, indices, after[indices], before, after)
+
+
+def _packed(bucket: Bucket) -> tuple[Tensor, Bucket]:
+    payload = torch.empty(bucket.sizes.num_bytes, dtype=torch.uint8)
+    bucket.pack(payload, lambda: None)
+    return payload, bucket

@@ -15,8 +15,8 @@ from functools import partial
 import numpy as np
 import zstandard
 
-from benchmarks.codec.change import Change, Changed
-from deltasync.delta.codecs.base import Bits, Indices
+from benchmarks.codec.change import Change, Changed, Indices
+from deltasync.delta.host import Bits
 from deltasync.wire.compression import compress, decompress
 
 _TENSOR = struct.Struct("<IHHQ")  # number, widths of the two streams of positions, count

@@ -18,7 +18,7 @@ from benchmarks.syncs import shards
 from benchmarks.syncs.ends import End, joined
 from benchmarks.syncs.group import Group, synchronize
 from deltasync import SenderOptions, SyncStats
-from deltasync.delta.patch import CHUNK_NUMEL
+from deltasync.delta.tiles import CHUNK
 
 GOALS = {  # (most density that it counts for, goal)
     "sync_over_dense": (0.003, 2.7),
@@ -34,7 +34,7 @@ GOALS = {  # (most density that it counts for, goal)
 }
 _PHASES = ("diff", "transfer", "commit", "receiver_commit")
 _ADAMW_STEPS = 6
-_OF_A_CHUNK = 24 * CHUNK_NUMEL  # bytes on a CPU: mask, int32 and int64 positions, old and new
+_OF_A_CHUNK = 24 * CHUNK  # bytes on a CPU: mask, int32 and int64 positions, old and new
 _COPIED_NUMEL = 2 << 30
 _SHARDED_GOALS = {"dense": 5.0, "gathered": 2.0}
 _SHARDED_DENSITY, _PAUSE_S = 0.01, 0.002  # at which goals count, and the goal of the pause

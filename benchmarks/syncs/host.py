@@ -23,13 +23,10 @@ from benchmarks.syncs.geometry import GEOMETRIES
 from benchmarks.syncs.group import Group
 from benchmarks.syncs.workload import bits_of, mutate, num_elements
 from benchmarks.timing import interleave
-from deltasync import Policy, SenderOptions
 from deltasync.delta.patch import Patch
 from deltasync.files.checkpoint import Checkpoint
 from deltasync.files.comparing import compare_checkpoints
 
-_SPARSE, _DENSE = SenderOptions(), SenderOptions(policy=Policy(dense_above=0.0))
-_ALL_SPARSE = Policy(dense_above=1.0)
 _DIFF_GOAL, _DIFF_GOAL_UP_TO = 1.7, 0.01
 _SYNC_GOAL, _PER_PARAMETER_GOAL_US, _FILES_GOAL = 1.1, 10.0, 0.6
 _FILE_DENSITIES = (0.001, 0.01)
@@ -38,14 +35,14 @@ _SEED = 1
 
 
 def diff(group: Group) -> Iterator[Result]:
-    """`diff`, with every change sparse, against the same in plain torch: no checks, no digests."""
+    """`diff` against the same in plain torch: no checks, no digests."""
     module = group.plan.model.build(group.device)
     old = [parameter.detach().clone() for parameter in module.parameters()]
     new = [parameter.detach() for parameter in module.parameters()]
 
     def find() -> list[Patch | None]:
         pairs = zip(old, new, strict=True)
-        return [deltasync.diff(a, b, policy=_ALL_SPARSE) for a, b in pairs]
+        return [deltasync.diff(a, b) for a, b in pairs]
 
     for density in group.plan.sizes.densities:
         mutate(module, density, _SEED)
@@ -77,16 +74,14 @@ def torch_diff(module: nn.Module, old: list[Tensor]) -> Found:
 
 
 def sync(group: Group) -> Iterator[Result]:
-    """The default policy against the same sync with every chunk dense, by turns."""
+    """Against syncs that send all elements, since all have changed, by turns."""
     with joined(group) as end:
         for density in group.plan.sizes.densities:
-            change = changes(end, density)
+            ways = changes(end, density), changes(end, 1.0)
             samples: tuple[list[float], list[float]] = ([], [])
             for turn in range(group.plan.sizes.rounds + 1):  # the first does not count
                 for way in (0, 1) if turn % 2 else (1, 0):
-                    change()
-                    if isinstance(end, Trainer):
-                        end.sender.options = (_SPARSE, _DENSE)[way]
+                    ways[way]()
                     samples[way].append(timed(group, end.sync))
             if not isinstance(end, Trainer):
                 continue
@@ -95,7 +90,7 @@ def sync(group: Group) -> Iterator[Result]:
             yield compared(
                 case="cpu_sync",
                 samples=samples[0][1:],
-                baseline="the same sync, every chunk dense",
+                baseline="the same sync, all elements changed",
                 baseline_samples=samples[1][1:],
                 ratio_is=SLOW_DOWN,
                 goal=_SYNC_GOAL,

@@ -1,4 +1,4 @@
-"""What a sync does on a GPU, over Triton's kernels: find changes, emit and write them, digest tiles.
+"""What a sync does on a GPU: find changes, emit and write them, digest tiles, all by kernels.
 
 `delta.host` has the same for hosts.
 """
@@ -202,40 +202,61 @@ class DeviceFound:
 
         What they change of digests is added to int64[chunks] on the device.
         """
-        detector, section = self._detector, self.section
+        device, section = self._detector.device, self.section
         sizes = Sizes(section.item_size, *(self.ends[high] - self.ends[low]).tolist())
         num_whole = int(self._num_whole[high] - self._num_whole[low])
-        with on(detector.device):
-            changes = Changes.of(detector.memory_for(payload), sizes)
+        with on(device):
+            changes = Changes.of(self._detector.memory_for(payload), sizes)
             changes.memory[: sizes.columns[-1][0]] = 0
-            tile_of = torch.empty(sizes.places, dtype=torch.int32, device=detector.device)
-            whole = torch.empty(2 + 2 * num_whole, dtype=torch.int32, device=detector.device)
-            count = section.stop - section.first
-            first, stop = low * self._group, min(high * self._group, count)
-            kernels.locate[(-(-(stop - first) // kernels.GROUP),)](
-                self._words,
-                self._plan,
-                self._plan_ends,
-                changes.tiles,
-                changes.counts,
-                changes.places,
-                tile_of,
-                whole,
-                section.first,
-                count,
-                first,
-                stop,
-                GROUP=kernels.GROUP,
-                num_warps=4,
-            )
-            self._collect(changes, tile_of, sums)
-            if num_whole:
-                detector.copy_whole(self._source, changes, whole, num_whole, sums)
+            tile_of = torch.empty(sizes.places, dtype=torch.int32, device=device)
+            whole = torch.empty(2 + 2 * num_whole, dtype=torch.int32, device=device)
+            stop = min(high * self._group, section.stop - section.first)
+            self._locate(low * self._group, stop, changes, tile_of, whole)
+            self._fill(changes, tile_of, whole, num_whole, sums)
             if changes.memory is not payload:
                 payload.copy_(changes.memory)
         return changes
 
-    def _collect(self, changes: Changes, tile_of: Tensor, sums: Tensor) -> None:
+    def warm_up(self) -> None:
+        """Compile what `emit` launches."""
+        device, section = self._detector.device, self.section
+        sizes = Sizes(section.item_size, 1, TILE, TILE)  # enough, if something has changed
+        with on(device):
+            memory = torch.zeros(sizes.num_bytes, dtype=torch.uint8, device=device)
+            changes = Changes.of(memory, sizes)
+            whole = torch.zeros(4, dtype=torch.int32, device=device)
+            tile_of = torch.empty(TILE, dtype=torch.int32, device=device)
+            self._locate(0, 1, changes, tile_of, whole)
+            changes.places.zero_()
+            tile_of[:], whole[2:] = section.first, torch.tensor((section.first, 0))
+            sums = torch.zeros(self._detector.space.num_chunks, dtype=torch.int64, device=device)
+            self._fill(changes, tile_of, whole, 1, sums)
+
+    def _locate(
+        self, first: int, stop: int, changes: Changes, tile_of: Tensor, whole: Tensor
+    ) -> None:
+        """Write the table of tiles [first, stop), and find where their changes are."""
+        kernels.locate[(-(-(stop - first) // kernels.GROUP),)](
+            self._words,
+            self._plan,
+            self._plan_ends,
+            changes.tiles,
+            changes.counts,
+            changes.places,
+            tile_of,
+            whole,
+            self.section.first,
+            self.section.stop - self.section.first,
+            first,
+            stop,
+            GROUP=kernels.GROUP,
+            num_warps=4,
+        )
+
+    def _fill(
+        self, changes: Changes, tile_of: Tensor, whole: Tensor, num_whole: int, sums: Tensor
+    ) -> None:
+        """Write values and whole tiles."""
         source, size, tiles = self._source, self.section.item_size, self._detector.tiles
         count, reads = len(changes.places), self._source.reads(self.section.item_size)
         for read in reads if count else ():
@@ -259,6 +280,14 @@ class DeviceFound:
                 num_warps=4,
                 **_EXACT,
             )
+        if num_whole:
+            self._detector.copy_whole(source, changes, whole, num_whole, sums)
+
+
+def _of(section: Section, words: Tensor, plan: Tensor, changed: Tensor) -> tuple[Tensor, ...]:
+    """Those of one section."""
+    tiles = slice(section.first, section.stop)
+    return words[tiles], plan[4 * section.first : 4 * section.stop], changed[tiles]
 
 
 _EXACT = {"enable_fp_fusion": False}  # codes are computed as torch would
@@ -301,10 +330,20 @@ class DeviceDetector:
             self._readers, self._source = readers, None
 
     def capture(self) -> None:
-        """Copy the source."""
+        """Copy the source. Compiles kernels, so that no sync has to."""
         for number, line in zip(self.space.order.tolist(), self._lines, strict=True):
             copy_read(self._readers[number], Flat.of(line), step=_COPIED)
         self.ahead.zero_()
+        if self.device.type == "cuda":
+            self.warm_up()
+
+    def warm_up(self) -> None:
+        """Compile what comparing and packing launches. Nothing but time is spent."""
+        groups = [max(1, one.stop - one.first) for one in self.space.sections]
+        for found in self.find(groups, 0, lambda: None):
+            found.warm_up()
+        with on(self.device):
+            self.tiles.warm_up(is_live=False)
 
     def find(
         self, groups: Sequence[int], room: int, meanwhile: Callable[[], None]
@@ -325,30 +364,18 @@ class DeviceDetector:
             if source.masks is not None:
                 source.masks.compare(words)
             for section in self.space.sections:
-                tiles = slice(section.first, section.stop)
-                own = plan[4 * section.first : 4 * section.stop]
-                self._compare(source, section, words[tiles], own, changed[tiles])
+                self._compare(source, section, *_of(section, words, plan, changed))
             ends = summed(plan)
             numbers = Numbers(ends[self._borders_of(groups)])
             meanwhile()
             sums, found, at = numbers.read(), list[DeviceFound](), 0
             for section, group in zip(self.space.sections, groups, strict=True):
-                tiles = slice(section.first, section.stop)
-                own = slice(4 * section.first, 4 * section.stop)
+                own_words, own_plan, own_changed = _of(section, words, plan, changed)
+                own_ends = ends[4 * section.first : 4 * section.stop + 1]
+                here = own_words, own_plan, own_ends, own_changed
                 stop = at + 4 * (-(-(section.stop - section.first) // group) + 1)
-                found.append(
-                    DeviceFound(
-                        self,
-                        source,
-                        section,
-                        group,
-                        words[tiles],
-                        plan[own],
-                        ends[own.start : own.stop + 1],
-                        changed[tiles],
-                        sums[at:stop].reshape(4, -1),
-                    )
-                )
+                sums_here = sums[at:stop].reshape(4, -1)
+                found.append(DeviceFound(self, source, section, group, *here, sums_here))
                 at = stop
         return found
 
@@ -388,7 +415,7 @@ class DeviceDetector:
             )
 
     def advance(self, changes: Changes, *, ahead: bool = False) -> None:
-        """Write changes, which `emit` has made, to the copy; with `ahead`, before they are decided."""
+        """Write changes, as `emit` makes them, to the copy; with `ahead`, before a decision."""
         section = self.space.section_of(changes.sizes.item_size)
         assert section is not None
         with on(self.device):

@@ -362,7 +362,7 @@ class HostDetector:
         self._readers: Mapping[int, Reader] = {}
 
     def take(self, readers: Sequence[Reader]) -> None:
-        """Read from these from now on: one for each share, in the order in which they were given."""
+        """Read from these from now on: one for each share, as these were given."""
         self._readers = {n: readers[given] for n, given in enumerate(self.space.order.tolist())}
 
     def take_one(self, share: int, reader: Reader) -> None:

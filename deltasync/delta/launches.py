@@ -1,8 +1,8 @@
-"""A space on a device, and the launches of kernels over it that both ends of a sync make."""
+"""A space on a device, and launches of kernels over it that both ends of a sync make."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ from deltasync.delta.kernels import tiles as kernels
 from deltasync.delta.kernels import tiles_live
 from deltasync.delta.kernels.triton_base import TYPES
 from deltasync.delta.tiles import CHUNK_TILES, Ints, Section, Space
-from deltasync.wire.changes import ALIGNMENT, TILE
+from deltasync.wire.changes import ALIGNMENT, TILE, Sizes
 from deltasync.wire.digest import GOLDEN_RATIO
 
 IN_RUNS = -1
@@ -87,10 +87,10 @@ class Rows:
         """Of all tiles."""
         cols = np.array([share.cols for share in space.shares], np.int64)[space.share]
         gap = np.array([share.gap for share in space.shares], np.int64)[space.share]
-        row, before = np.divmod(space.start, cols)
-        few = np.minimum(cols, _LARGEST_COLS)
-        before = np.where(cols == few, before, few - np.minimum(cols - before, few))
-        return cls(space.start + row * gap, before, few, gap)
+        row, before = space.start // cols, space.start % cols
+        few: Ints = np.minimum(cols, _LARGEST_COLS)
+        left: Ints = np.minimum(cols - before, few)  # of the row, if it is long
+        return cls(space.start + row * gap, np.where(cols == few, before, few - left), few, gap)
 
     def key(self, space: Space) -> Ints:
         """int64[tiles]: the digest seed of its first element."""
@@ -153,9 +153,9 @@ class Tiles:
     space: Space
     table: Tensor
     odd: int
-    aligned: dict[int, bool]
+    aligned: Mapping[int, bool]
     boxes: Boxes
-    ways: dict[int, Sequence[int]]
+    ways: Mapping[int, Sequence[int]]
 
     @classmethod
     def of_copy(cls, space: Space, at: Ints, device: torch.device) -> Tiles:
@@ -305,6 +305,22 @@ class Tiles:
                     gains,
                     **self._whole_way(way, opened.section.item_size, codes),
                 )
+
+    def warm_up(self, *, is_live: bool) -> None:
+        """Compile what opens and writes changes; of live weights, what predicts them too.
+
+        The flag is raised: nothing is written. A commit that compiled would pause an engine.
+        """
+        for section in self.space.sections:
+            sizes = Sizes(section.item_size, 1, 1, ALIGNMENT // section.item_size)
+            memory = torch.zeros(sizes.num_bytes, dtype=torch.uint8, device=self.device)
+            changes = Changes.of(memory, sizes)
+            flag, after = torch.zeros((2, 4), dtype=torch.int32, device=self.device)
+            gains = torch.zeros(2 * tiles_live.ACCUMULATORS, dtype=torch.int64, device=self.device)
+            opened, bits = self.open(changes, section, flag, after), (changes.values, changes.whole)
+            if is_live:
+                self.predict(opened, bits, bits, flag, gains, gains)
+            self.write(opened, bits, flag, gains)
 
     def measure(self, chunks: Ints) -> NDArray[np.uint64]:
         """uint64[n]: the digests of int64[n] chunks of this space, read from memory."""

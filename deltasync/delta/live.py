@@ -39,7 +39,8 @@ from deltasync.errors import DigestMismatch, InvalidIndices
 
 _NO_STRIDE = 1 << 62  # of dimensions that a box has not: no position lies so far
 _MOST_NUMEL = (1 << 31) - 1  # of parameters in which kernels count in 32 bits
-_ACCUMULATORS = tiles_live.ACCUMULATORS
+_FLAG_AT = 4 * tiles_live.ACCUMULATORS  # among the numbers of a tally
+_SUMS_AT = _FLAG_AT + 2
 
 
 class DeviceWeights:
@@ -52,13 +53,19 @@ class DeviceWeights:
 
     def __init__(self, live: LiveWeights, device: torch.device) -> None:
         self._live, self._device = live, device
-        self._tiles = tiles_of(live, live.space, device)
+        self._tiles = self._tiles_of(live.space)
 
     def lane(self, space: Space) -> DeviceLane:
         """Where what a rank of a trainer sends is in them."""
-        is_all = space is self._live.space
-        tiles = self._tiles if is_all else tiles_of(self._live, space, self._device)
+        tiles = self._tiles if space is self._live.space else self._tiles_of(space)
         return DeviceLane(self._live, tiles)
+
+    def _tiles_of(self, space: Space) -> Tiles:
+        tiles = tiles_of(self._live, space, self._device)
+        if self._device.type == "cuda":
+            with on(self._device):
+                tiles.warm_up(is_live=True)
+        return tiles
 
     def tally(self) -> DeviceTally:
         """What a sync that begins now adds up."""
@@ -275,30 +282,31 @@ class DeviceTally:
         sums: int64[chunks]: by how much digests change.
         predicted: int64[2, n]: digests of all bits that are staged, and of those that they replace.
         written, restored: int64[n]: digests of what was read back.
-        flag: int32[2]: the first says what is bad, see `kernels.tiles`.
+        flag: int32[n]: the first says what is bad, see `kernels.tiles`.
     """
 
     def __init__(self, before: Ledger, device: torch.device) -> None:
         self._before = before
         self._ledger: Ledger | None = None
         with on(device):
-            sizes = len(before.sums), 2 * _ACCUMULATORS, _ACCUMULATORS, _ACCUMULATORS
-            numbers = torch.zeros(sum(sizes) + 1, dtype=torch.int64, device=device)
-            self._numbers = numbers
-            self.sums, predicted, self.written, self.restored = numbers[:-1].split(sizes)
-            self.predicted = predicted.view(2, -1)
-            numbers[-1:] = kernels.CLEAR  # of which kernels look at the low half
-            self.flag = numbers[-1:].view(torch.int32)
+            # Each begins at a multiple of 16 bytes, which kernels are compiled for.
+            count = _SUMS_AT + len(before.sums)
+            self._numbers = torch.zeros(count, dtype=torch.int64, device=device)
+            totals = self._numbers[:_FLAG_AT].view(4, -1)
+            self.predicted, self.written, self.restored = totals[:2], totals[2], totals[3]
+            self.flag = self._numbers[_FLAG_AT:_SUMS_AT].view(torch.int32)
+            self.flag[:1] = kernels.CLEAR
+            self.sums = self._numbers[_SUMS_AT:]
 
     @property
     def ledger(self) -> Ledger:
         """The digests that everything that was staged leads to. Waits. Raises InvalidIndices."""
         if self._ledger is None:
             numbers = Numbers(self._numbers).read()
-            if (fault := int(numbers[-1])) != kernels.CLEAR:
+            if (fault := int(numbers[_FLAG_AT])) != kernels.CLEAR:
                 raise InvalidIndices(_FAULTS[fault])
             self._ledger = self._before.copy()
-            self._ledger.sums += numbers[: len(self._before.sums)].view(np.uint64)
+            self._ledger.sums += numbers[_SUMS_AT:].view(np.uint64)
         return self._ledger
 
     def add(self) -> None:
@@ -321,9 +329,9 @@ class DeviceTally:
 
     def _totals(self) -> list[int]:
         """Digests of bits that are staged, replaced, written, restored; and the flag."""
-        *sums, flag = Numbers(self._numbers[len(self._before.sums) :]).read()
-        digests = np.array(sums).view(np.uint64).reshape(-1, _ACCUMULATORS).sum(axis=1)
-        return [*digests.tolist(), int(flag)]
+        numbers = Numbers(self._numbers[:_SUMS_AT]).read()
+        digests = numbers[:_FLAG_AT].view(np.uint64).reshape(4, -1).sum(axis=1)
+        return [*digests.tolist(), int(numbers[_FLAG_AT])]
 
 
 _FAULTS = {

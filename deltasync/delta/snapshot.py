@@ -29,6 +29,7 @@ from deltasync.wire.changes import ALIGNMENT, TILE, Sizes
 MIN_BUCKET_BYTES = 256
 """What a small tile takes; a payload has one tile at least, whatever that takes."""
 
+_TILE_BYTES, _PLACE_BYTES, _PADDING = 6, 2, 4 * ALIGNMENT  # of a payload
 _MOST_TILES = 1024  # in a group: the unit in which changes are counted and distributed over buckets
 
 
@@ -486,12 +487,13 @@ def _sizes(found: Found, low: int, high: int) -> Sizes:
 
 
 def _distributed(found: Found, bucket_bytes: int) -> Iterator[tuple[int, int]]:
-    """[low, high): groups that go into one payload."""
-    low, last = 0, len(found.ends) - 1
+    """[low, high): groups that go into one payload, which has some tiles."""
+    size, ends = found.section.item_size, found.ends
+    weights = np.array([_TILE_BYTES, _PLACE_BYTES + size, size])
+    total = ends @ weights  # bytes before each group, but for the padding of columns
+    room, low, last = max(0, bucket_bytes - _PADDING), 0, len(ends) - 1
     while low < last:
-        high = low + 1
-        while high < last and _sizes(found, low, high + 1).num_bytes <= bucket_bytes:
-            high += 1
-        if _sizes(found, low, high).tiles:
+        high = max(low + 1, int(total.searchsorted(total[low] + room, "right")) - 1)
+        if ends[high, 0] > ends[low, 0]:
             yield low, high
         low = high

@@ -6,23 +6,34 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from triton.language import dtype as TritonType
 from triton.runtime.interpreter import InterpretedFunction
 
-from deltasync.delta.batched.warm_up import sync_tiny_models
+from deltasync.delta.bits import Flat, Live, torch_dtype
+from deltasync.delta.codes import Codes
+from deltasync.delta.device import DeviceDetector
+from deltasync.delta.live import tiles_of
+from deltasync.delta.readers import Reader, WireReader
+from deltasync.delta.region import Region
+from deltasync.delta.route import Piece
+from deltasync.delta.shard import Share
+from deltasync.delta.snapshot import snapshot_of
+from deltasync.delta.staging import LiveWeights
+from deltasync.delta.tiles import Space
 from deltasync.dtypes import BY_NAME
 from deltasync.quant.block_fp8 import BlockFp8
 from deltasync.quant.computation import Kind
 from deltasync.quant.fp8 import Fp8
 from deltasync.quant.int4 import Int4
 from deltasync.quant.reads import FORM
-from tests.delta.device_payloads import use_every_kernel
+from deltasync.wire.messages import ParameterSpec
 from tests.quant.kernels import FORMS, kernel_of
 
 _TYPES = {
@@ -52,28 +63,18 @@ def test_kernels_compile_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         return run(self, *args, grid=grid, warmup=warmup, **kwargs)
 
     monkeypatch.setattr(InterpretedFunction, "run", recorded)
-    own, wire, words = (BY_NAME[name] for name in ("float32", "bfloat16", "int32"))
-    formats = frozenset({(wire, wire), (own, wire), (own, own), (words, words)})
-    some = frozenset(
-        Kind(own, kernel_of(form)) for form in FORMS if form in (BlockFp8(), Fp8(), Int4())
-    )
-    every = frozenset(Kind(wire, kernel_of(form)) for form in FORMS) | some
-    for dims, has_gaps, has_codes, computed in (
-        (0, False, False, every),
-        (1, False, False, frozenset()),
-        (3, True, False, some),
-        (3, False, True, frozenset()),
-    ):
-        sync_tiny_models(
-            formats,
-            1 << 18,
-            torch.device("cpu"),
-            computed=computed,
-            box_dims=dims,
-            has_codes=has_codes,
-            has_gaps=has_gaps,
-        )
-    use_every_kernel()
+    own, wire, words, byte = (BY_NAME[name] for name in ("float32", "bfloat16", "int32", "uint8"))
+    formats = [(wire, wire), (own, wire), (own, own), (words, words), (byte, byte)]
+    readers: list[Reader] = [
+        WireReader.of(torch.ones(64, dtype=torch_dtype(kept)), sent, name="w")
+        for kept, sent in formats
+    ]
+    some = [Kind(own, kernel_of(form)) for form in FORMS if form in (BlockFp8(), Fp8(), Int4())]
+    every = [*(Kind(wire, kernel_of(form)) for form in FORMS), *some]
+    codes = [kind.example(torch.device("cpu")) for kind in every]
+    rows = Region(0, ((4, 32), (16, 1)))
+    use_every_kernel([*readers, *codes], Region.run(0, 64))
+    use_every_kernel(readers, rows)
     program = subprocess.run(
         [sys.executable, "-m", "tests.delta.compiled"],
         input=json.dumps(list(calls.values())),
@@ -85,6 +86,42 @@ def test_kernels_compile_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         timeout=550,
     )
     assert not program.returncode, program.stdout + program.stderr
+
+
+def use_every_kernel(readers: Sequence[Reader], region: Region) -> None:
+    """Launch what both ends compile for a region of such tensors.
+
+    The receiver has each in one run, in a box, and as codes of 4 bits, if it can.
+    """
+    specs = [ParameterSpec((f"{n}",), (128,), one.dtype) for n, one in enumerate(readers)]
+    shares = [Share(number, spec, region) for number, spec in enumerate(specs)]
+    detector = snapshot_of(shares, readers, kernels="triton")._detector
+    assert isinstance(detector, DeviceDetector)
+    detector.warm_up()
+    every = [Share(number, spec, Region.run(0, 128)) for number, spec in enumerate(specs)]
+    for make in (_run, _box, _codes):
+        flats = {number: make(spec) for number, spec in enumerate(specs)}
+        live = LiveWeights(flats, Space(every), kernels="triton")
+        live.measure(np.arange(live.space.num_chunks))
+        tiles_of(live, Space(shares), torch.device("cpu")).warm_up(is_live=True)
+
+
+def _run(spec: ParameterSpec) -> Live:
+    return Flat.of(torch.zeros(128, dtype=torch_dtype(spec.dtype)))
+
+
+def _box(spec: ParameterSpec) -> Live:
+    storage = torch.zeros(512, dtype=torch_dtype(spec.dtype))
+    return Flat.of(storage.as_strided((8, 4, 4), (2, 100, 25)))
+
+
+def _codes(spec: ParameterSpec) -> Live:
+    if spec.dtype.is_floating:
+        return _box(spec)
+    count, storage = 2 * spec.dtype.item_size, torch.zeros(128, dtype=torch_dtype(spec.dtype))
+    source = Region.run(0, 128)
+    pieces = [Piece("", source, Region(128 * nth, ((128, 1),)), nth) for nth in range(count)]
+    return Codes(pieces, {"": storage}, spec.dtype, 128)
 
 
 def _told_apart(kernel: Any, described: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from deltasync import dtypes
@@ -16,18 +17,24 @@ from deltasync.delta.bits import Flat, Live, as_bits, torch_dtype
 from deltasync.delta.changes import Changes
 from deltasync.delta.choice import Kernels, device_for
 from deltasync.delta.codes import Codes
+from deltasync.delta.coding import Coder, Coding
+from deltasync.delta.live import DeviceTally
+from deltasync.delta.payloads import PayloadReader
 from deltasync.delta.readers import Reader, WireReader
 from deltasync.delta.region import Region
 from deltasync.delta.route import Part, Piece
 from deltasync.delta.shard import Share, whole
+from deltasync.delta.snapshot import Bucket as Packing
 from deltasync.delta.snapshot import DeltaPlan, FullPlan, Snapshot, snapshot_of
-from deltasync.delta.staging import LiveWeights, Staging, staged_bytes_of
+from deltasync.delta.staging import Lane, LiveWeights, Staging, staged_bytes_of
 from deltasync.delta.tiles import Space
 from deltasync.errors import ConfigError, DigestMismatch, InvalidIndices, LimitExceeded
 from deltasync.wire.changes import Sizes
-from deltasync.wire.messages import ParameterSpec
+from deltasync.wire.compression import Compression
+from deltasync.wire.messages import Begin, Bucket, ParameterSpec
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+Sums = NDArray[np.uint64]
 BOTH: tuple[Kernels, Kernels] = ("torch", "triton")
 DENSITIES = [0, 0.001, 0.05, 0.6, 1]
 SHAPES: dict[str, list[tuple[int, ...]]] = {
@@ -110,16 +117,17 @@ class Ends:
         snapshots = [snapshot_of(shares, readers, kernels=kind) for kind in BOTH]
         lives = [LiveWeights(flats(), Space(whole(specs)), kernels=kind) for kind in BOTH]
         assert snapshots[1].device == lives[1].device == DEVICE
-        every = [measured(live) for live in lives]
-        assert np.array_equal(*every)
-        assert np.array_equal(*(one.ledger.sums for one in snapshots))
-        for live in lives:
-            live.ledger.sums[:] = every[0]
+        alike(one.ledger.sums for one in snapshots)
+        bind(lives)
         return cls(snapshots, lives)
 
-    def compare(self, readers: Sequence[Reader], **limits: int) -> list[DeltaPlan]:
-        limits = {"bucket_bytes": 1 << 16, "max_held_bytes": 1 << 30} | limits
-        plans = [one.compare(readers, base_version=1, **limits) for one in self.snapshots]
+    def compare(
+        self, readers: Sequence[Reader], *, bucket_bytes: int = 1 << 16, max_held: int = 1 << 30
+    ) -> list[DeltaPlan]:
+        plans = [
+            one.compare(readers, bucket_bytes=bucket_bytes, max_held_bytes=max_held, base_version=1)
+            for one in self.snapshots
+        ]
         one, other = plans
         assert (one.payload_bytes, one.places) == (other.payload_bytes, other.places)
         assert one.held_bytes == other.held_bytes
@@ -128,12 +136,19 @@ class Ends:
         assert np.array_equal(one.counts(), other.counts())
         return plans
 
-    def sync(self, readers: Sequence[Reader], *, in_place: bool = False, **limits: int) -> None:
-        """Send what has changed, undo it, and write it again."""
-        plans = self.compare(readers, **limits)
+    def sync(
+        self,
+        readers: Sequence[Reader],
+        *,
+        in_place: bool = False,
+        bucket_bytes: int = 1 << 16,
+        max_held: int = 1 << 30,
+    ) -> None:
+        """Send what has changed, undo it unless in place, and write it again."""
+        plans = self.compare(readers, bucket_bytes=bucket_bytes, max_held=max_held)
         payloads, others = map(packed, plans)
         agree(payloads, others)
-        assert np.array_equal(plans[0].ledger.sums, plans[1].ledger.sums)
+        alike(plan.ledger.sums for plan in plans)
         self.write(payloads, plans[0].places, in_place=in_place)
         for snapshot, plan in zip(self.snapshots, plans, strict=True):
             plan.decided()
@@ -141,7 +156,7 @@ class Ends:
             assert np.array_equal(snapshot.measure(every), snapshot.ledger.sums)
 
     def write(
-        self, payloads: Sequence[tuple[Sizes, Tensor]], places: int, *, in_place: bool = False
+        self, payloads: Sequence[tuple[Sizes, Tensor]], places: int, *, in_place: bool
     ) -> None:
         space = self.snapshots[0].space
         most = staged_bytes_of(payload_bytes=sum(s.num_bytes for s, _ in payloads), places=places)
@@ -165,11 +180,23 @@ class Ends:
             assert np.array_equal(measured(live), staging.ledger.sums)
             live.ledger = staging.ledger
             stagings.append(staging)
-        assert np.array_equal(stagings[0].ledger.sums, stagings[1].ledger.sums)
+        alike(staging.ledger.sums for staging in stagings)
 
 
-def measured(live: LiveWeights) -> np.ndarray:
+def measured(live: LiveWeights) -> Sums:
     return live.measure(np.arange(live.space.num_chunks))
+
+
+def bind(lives: Sequence[LiveWeights]) -> None:
+    """Know the digests of all, which are the same."""
+    alike(map(measured, lives))
+    for live in lives:
+        live.ledger.sums[:] = measured(live)
+
+
+def alike(sums: Iterable[Sums]) -> None:
+    first, *others = sums
+    assert all(np.array_equal(first, other) for other in others)
 
 
 def flats_of(tensors: Sequence[Tensor]) -> dict[int, Live]:
@@ -195,7 +222,7 @@ def test_syncs_are_those_of_hosts(
     ends.sync(readers)
     assert all(same(copy, source) for copy in copies)
     step(source, density, 2)
-    ends.sync(readers, in_place=True, bucket_bytes=1 << 26, max_held_bytes=0)
+    ends.sync(readers, in_place=True, bucket_bytes=1 << 26, max_held=0)
     assert all(same(copy, source) for copy in copies)
 
 
@@ -208,7 +235,7 @@ def test_what_was_overwritten_early_goes_whole_after_an_abort(
     readers = readers_of(specs, source)
     ends = Ends.of(whole(specs), readers, specs, lambda: flats_of(next(left)))
     step(source, 0.01, 1)
-    aborted = ends.compare(readers, max_held_bytes=0)
+    aborted = ends.compare(readers, max_held=0)
     agree(*map(packed, aborted))
     ends.sync(readers)
     assert all(same(copy, source) for copy in copies)
@@ -225,22 +252,23 @@ def test_full_syncs_are_those_of_hosts(
     snapshots = [snapshot_of(shares, readers_of(specs, source), kernels=kind) for kind in BOTH]
     lives = [LiveWeights(flats_of(next(left)), Space(shares), kernels=kind) for kind in BOTH]
     for live in lives:
-        live.ledger.sums[:] = measured(live)
+        bind([live])
     payloads, others = (packed(one.full(bucket_bytes=1 << 15)) for one in snapshots)
     agree(payloads, others)
-    Ends(snapshots, lives).write(payloads, 0)
+    Ends(snapshots, lives).write(payloads, 0, in_place=False)
     assert all(same(copy, source) for copy in copies)
 
 
-MATRIX = ParameterSpec(("matrix",), (70, 130), dtypes.BY_NAME["float32"])
+MATRIX = ParameterSpec(("matrix",), (45, 130), dtypes.BY_NAME["float32"])
+WIDER = ParameterSpec(("wider",), (60, 130), dtypes.BY_NAME["float32"])
 LONG = ParameterSpec(("long",), ((1 << 18) + 4200,), dtypes.BY_NAME["uint8"])
 
 
 def shares_of_ranks() -> list[Share]:
     """Columns of a matrix, single elements of another, and a run that reaches into a new chunk."""
     return [
-        Share(0, MATRIX, Region(7, ((65, 130), (80, 1)))),
-        Share(1, replace(MATRIX, names=("single",)), Region(3, ((4500, 2),))),
+        Share(0, WIDER, Region(7, ((55, 130), (80, 1)))),
+        Share(1, replace(MATRIX, names=("single",)), Region(3, ((2900, 2),))),
         Share(2, LONG, Region.run((1 << 18) - 5000, 9100)),
     ]
 
@@ -272,11 +300,12 @@ def test_shares_with_gaps_are_sent_as_hosts_send_them(density: float) -> None:
 
 def lives_of(specs: Sequence[ParameterSpec], storages: Sequence[Tensor]) -> dict[int, Live]:
     """Transposed, in parts, not at all, and as codes of 4 bits."""
-    transposed = storages[0].view(130, 70).T
-    source = (30, 130), (120, 1)
+    transposed = storages[0].view(130, 45).T
+    source = (20, 130), (120, 1)
     pieces = [
-        Piece.of("", Region(130 * 2, source), Region(5, ((30, 120), (120, 1)))),
-        Piece.of("", Region(130 * 35, source), Region(4000, ((30, 1), (120, 30)))),
+        Piece.of("", Region(130 * 2, source), Region(5, ((20, 120), (120, 1)))),
+        Piece.of("", Region(130 * 23, source), Region(3000, ((20, 1), (120, 20)))),
+        Piece.of("", Region(130 * 44 + 1, ((60, 2),)), Region(5500, ((60, 1),))),
     ]
     count = 2 * specs[3].dtype.item_size
     numel = specs[3].numel // 2
@@ -303,8 +332,8 @@ def test_live_weights_that_are_no_runs(codes: str, with_gaps: bool) -> None:
     )
     shares: tuple[Share, ...] = whole(specs)
     if with_gaps:
-        region = Region(131, ((65, 130), (110, 1)))
-        shares = tuple(replace(s, region=region) if s.spec.numel == 9100 else s for s in shares)
+        region = Region(131, ((40, 130), (110, 1)))
+        shares = tuple(replace(s, region=region) if s.spec.numel == 5850 else s for s in shares)
     tensors = model_of(specs)
     views = views_of(shares, [t.view(-1).clone() for t in tensors])
     storages = [model_of(specs, seed=5) for _ in BOTH]
@@ -314,14 +343,12 @@ def test_live_weights_that_are_no_runs(codes: str, with_gaps: bool) -> None:
     lives = [
         LiveWeights(lives_of(specs, next(left)), Space(whole(specs)), kernels=kind) for kind in BOTH
     ]
-    assert np.array_equal(*map(measured, lives))
-    for live in lives:
-        live.ledger.sums[:] = measured(live)
+    bind(lives)
     step(views, 0.01, 1)
     ends = Ends(snapshots, lives)
     ends.sync(readers)
     assert same(*storages)
-    ends.write(packed(snapshots[1].full(bucket_bytes=1 << 16)), 0)
+    ends.write(packed(snapshots[1].full(bucket_bytes=1 << 16)), 0, in_place=True)
     assert same(*storages)
     for number, flat in lives[1].flats.items():
         region = shares[number].region
@@ -339,12 +366,9 @@ def test_sources_are_read_as_hosts_read_them() -> None:
         ParameterSpec((f"p{n}",), (50, 131), dtypes.BY_NAME[name]) for n, name in enumerate(names)
     )
     wide = [random_bits((50, 131), torch.float32, seed) for seed in range(3)]
-    for tensor in wide:
-        tensor[3, :7] = (
-            torch.tensor([0x7FC00001, 0x7F800001, -1], dtype=torch.int32)
-            .repeat(3)[:7]
-            .view(torch.float32)
-        )
+    odd = torch.tensor([0x7FC00001, 0x7F800001, -1, 0x3F808000, 0x3F818000], dtype=torch.int32)
+    for tensor in wide:  # NaN of three kinds, and halves
+        tensor[3, :5] = odd.view(torch.float32)
     source = [
         wide[0],
         random_bits((50, 131), torch.bfloat16, 7),
@@ -365,10 +389,10 @@ def test_sources_are_read_as_hosts_read_them() -> None:
             plan.decided()
             every = np.arange(snapshot.space.num_chunks)
             assert np.array_equal(snapshot.measure(every), snapshot.ledger.sums)
-        assert np.array_equal(*(one.ledger.sums for one in snapshots))
+        alike(one.ledger.sums for one in snapshots)
 
 
-Lie = Callable[[Changes], None]
+Lie = Callable[[Changes], object]
 
 
 def set_at(column: str, place: int, value: int) -> Lie:
@@ -389,6 +413,7 @@ LIES: dict[str, Lie] = {
     "a whole tile that is none": set_at("counts", 0, 0),
     "a place twice": lambda changes: changes.places[1].copy_(changes.places[0]),
     "a place beyond a tile": set_at("places", -1, 4096),
+    "a place just beyond the last, short tile": set_at("places", -1, 3000),
     "a place beyond the last, short tile": set_at("places", -1, 4000),
 }
 
@@ -396,7 +421,7 @@ LIES: dict[str, Lie] = {
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
 @pytest.mark.parametrize("in_place", [False, True])
 def test_lies_write_nothing(lie: Lie, *, in_place: bool) -> None:
-    specs = specs_of({"uint8": [(5,)], "bfloat16": [(4096 + 3000,)]})
+    specs = specs_of({"uint8": [(4101,)], "bfloat16": [(4096 + 3000,)]})
     source = model_of(specs)
     snapshot = snapshot_of(whole(specs), readers_of(specs, source), kernels="triton")
     live = [t.clone() for t in source]
@@ -411,11 +436,8 @@ def test_lies_write_nothing(lie: Lie, *, in_place: bool) -> None:
         weights = LiveWeights(flats_of(live), Space(whole(specs)), kernels=kind)
         before = [t.clone() for t in live]
         staging = Staging(weights, max_bytes=1 << 30, in_place=in_place)
-        lane = weights.lane()
         with pytest.raises(InvalidIndices):
-            lane.check(Changes.of(payload, sizes))
-            staging.stage(lane, Changes.of(payload, sizes))
-            assert staging.ledger
+            stage_all(staging, weights.lane(), [(sizes, payload)])
         assert same(live, before)
 
 
@@ -432,41 +454,139 @@ def test_payloads_of_a_lane_come_in_order(
             staging = Staging(weights, max_bytes=1 << 30)
             for lane in lanes:
                 lane.begin()
-            for number in (0, 1, 2):
-                stage(staging, lanes[1], *payloads[number])
-            assert staging.ledger
+            stage_all(staging, lanes[1], payloads[:3])
             with pytest.raises(InvalidIndices):
-                for number in wrong:
-                    stage(staging, lanes[0], *payloads[number])
-                assert staging.ledger
+                stage_all(staging, lanes[0], [payloads[number] for number in wrong])
 
 
-def stage(staging: Staging, lane: object, sizes: Sizes, payload: Tensor) -> None:
-    changes = Changes.of(payload, sizes)
-    lane.check(changes)
-    staging.stage(lane, changes)
+def stage_all(
+    staging: Staging, lane: Lane, payloads: Sequence[tuple[Sizes, Tensor]], *, check: bool = True
+) -> None:
+    """Stage what a lane carries; unless it is not asked for, see whether all of it is good."""
+    for sizes, payload in payloads:
+        changes = Changes.of(payload, sizes)
+        lane.check(changes)
+        staging.stage(lane, changes)
+    assert not check or staging.ledger
+
+
+def test_a_bad_payload_stops_those_after_it() -> None:
+    """In place, where a payload is written as soon as its check was launched."""
+    specs = specs_of({"bfloat16": [(4096,), (4096,)]})
+    source = model_of(specs)
+    snapshot = snapshot_of(whole(specs), readers_of(specs, source), kernels="triton")
+    live = [t.clone() for t in source]
+    step(source, 0.4, 3)
+    readers = readers_of(specs, source)
+    plan = snapshot.compare(readers, bucket_bytes=1 << 13, max_held_bytes=0, base_version=1)
+    payloads = packed(plan)
+    sizes, first = payloads[0]
+    Changes.of(first, sizes).places[0] = 4096
+    weights = LiveWeights(flats_of(live), Space(whole(specs)), kernels="triton")
+    before = [t.clone() for t in live]
+    assert len(payloads) == 2
+    with pytest.raises(InvalidIndices):
+        stage_all(Staging(weights, max_bytes=1 << 20, in_place=True), weights.lane(), payloads)
+    assert same(live, before)
 
 
 def test_weights_that_do_not_take_what_is_written_are_noticed() -> None:
-    """Two parameters share memory: the bits of one are not there when they are read back."""
     specs = specs_of({"bfloat16": [(64,), (64,)]})
     source = model_of(specs)
     readers = readers_of(specs, source)
     snapshot = snapshot_of(whole(specs), readers, kernels="triton")
-    step(source, 0.3, 1)
-    plan = snapshot.compare(readers, bucket_bytes=1 << 16, max_held_bytes=0, base_version=1)
-    memory = source[0].clone()
-    live = LiveWeights(flats_of([memory, memory]), Space(whole(specs)), kernels="triton")
+    live = LiveWeights(flats_of(model_of(specs, 1)), Space(whole(specs)), kernels="triton")
     staging = Staging(live, max_bytes=1 << 20)
-    for sizes, payload in packed(plan):
-        stage(staging, live.lane(), sizes, payload)
-        stage(staging, live.lane(), sizes, payload)
-    staging._tally.predicted[0, 0] += 1
+    stage_all(staging, live.lane(), packed(snapshot.full(bucket_bytes=1 << 16)))
+    tally = staging._tally
+    assert isinstance(tally, DeviceTally)
+    tally.predicted[0, 0] += 1
     with pytest.raises(DigestMismatch, match="read back"):
         staging.commit()
-    staging._tally.predicted[1, 0] += 1
+    staging.undo()
+    tally.predicted[1, 0] += 1
     with pytest.raises(DigestMismatch, match="undo failed"):
         staging.undo()
+
+
+@pytest.mark.parametrize("begin", [0, 1])
+def test_negative_zero_is_a_change(begin: int) -> None:
+    """In whole tiles and in the last; also of tensors that begin at no multiple of 16 bytes."""
+    specs = specs_of({"bfloat16": [(4096 + 11,)], "float32": [(4096 + 3,)], "uint8": [(4100,)]})
+    source = [
+        torch.zeros(s.numel + begin, dtype=torch_dtype(s.dtype), device=DEVICE)[begin:]
+        for s in specs
+    ]
+    readers = readers_of(specs, source)
+    snapshots = [snapshot_of(whole(specs), readers, kernels=kind) for kind in BOTH]
+    for tensor in source:
+        top = torch.tensor(-(1 << 8 * tensor.element_size() - 1), dtype=torch.int64)
+        as_bits(tensor)[[0, 1, 15, 4095, 4096, -1]] = top.to(as_bits(tensor).dtype).to(DEVICE)
+    plans = [
+        one.compare(readers, bucket_bytes=1 << 16, max_held_bytes=0, base_version=1)
+        for one in snapshots
+    ]
+    assert plans[1].nnz == 3 * 6
+    agree(*map(packed, plans))
+
+
+def test_coded_payloads_reach_weights_that_kernels_write(
+    model: tuple[tuple[ParameterSpec, ...], list[Tensor]],
+) -> None:
+    specs, source = model
+    copy = [t.clone() for t in source]
+    live = LiveWeights(flats_of(copy), Space(whole(specs)), kernels="triton")
+    bind([live])
+    readers = readers_of(specs, source)
+    snapshot = snapshot_of(whole(specs), readers, kernels="torch")
+    step(source, 0.05, 1)
+    plan = snapshot.compare(readers, bucket_bytes=1 << 14, max_held_bytes=0, base_version=1)
+    payloads, staging = PayloadReader(live), Staging(live, max_bytes=1 << 30)
+    payloads.begin(begin_of(plan))
+    for number, bucket in enumerate(plan.buckets()):
+        message, payload = coded(bucket, "gap" if number % 2 else "none")
+        received = payloads.read(message, payload)
+        staging.stage(received.lane, received.changes)
+    assert staging.commit() == plan.ledger.total
+    assert same(copy, source)
+
+
+Message = tuple[Bucket, Tensor]
+
+
+def begin_of(plan: DeltaPlan) -> Begin:
+    return Begin(
+        stream_id="s",
+        version=1,
+        base_version=0,
+        layout_hash="0" * 64,
+        payload_bytes=plan.payload_bytes,
+        places=plan.places,
+        timeout_s=1.0,
+    )
+
+
+def coded(bucket: Packing, coding: Coding) -> Message:
+    """A bucket as it travels."""
+    raw, sizes = torch.empty(bucket.sizes.num_bytes, dtype=torch.uint8), bucket.sizes
+    made = list[tuple[Tensor, Compression]]()
+    coder = Coder(coding)
+    bucket.pack(
+        raw, lambda: made.append((raw, "none") if coding == "none" else coder.coded(raw, bucket))
+    )
+    [(payload, compression)] = made
+    message = Bucket.model_validate(
+        {
+            "version": 1,
+            "sequence": 0,
+            "item_size": sizes.item_size,
+            "tiles": sizes.tiles,
+            "places": sizes.places,
+            "whole": sizes.whole,
+            "compression": compression,
+        }
+    )
+    return message, payload
 
 
 def test_more_than_was_declared_is_refused() -> None:
@@ -474,8 +594,9 @@ def test_more_than_was_declared_is_refused() -> None:
     source = model_of(specs)
     snapshot = snapshot_of(whole(specs), readers_of(specs, source), kernels="triton")
     live = LiveWeights(flats_of(source), Space(whole(specs)), kernels="triton")
+    payloads = packed(snapshot.full(bucket_bytes=1))
     with pytest.raises(LimitExceeded):
-        stage(Staging(live, max_bytes=4000), live.lane(), *packed(snapshot.full(bucket_bytes=1))[0])
+        stage_all(Staging(live, max_bytes=4000), live.lane(), payloads)
 
 
 def test_kernels_are_demanded_where_they_cannot_work() -> None:

@@ -5,16 +5,16 @@ Those of `tiles_live` check and write. All go over many tiles in one launch.
 What kernels know of a tile is a row of a table, int64[tiles, WIDTH]: the address of its first
 element in the copy, or among live weights (0 if it is in no run); the digest seed of that element;
 how many elements it has; and its place in the sums of a ledger. With ODD, four more: how many
-elements of its row in the parameter come before it, of how many a row consists, how many elements
-of the parameter lie between two rows, and how many of its chunk come before it. With DIMS, four more:
-see `tiles_live`.
+elements of its row in the parameter come before it, how many a row has, how many elements of the
+parameter lie between two rows, and how many of its chunk come before it. With DIMS, four more: see
+`tiles_live`.
 
 ODD: 0 if shares are runs, and no tile reaches into another chunk. `SHARES`: a share has gaps, which
-digests count; the copy has none. `PARAMETERS`: elements lie in live weights, of which a share is rows,
-and a ledger has chunks of whole parameters.
+digests count; the copy has none. `PARAMETERS`: elements lie in live weights, of which a share is
+rows, and a ledger has chunks of whole parameters.
 
-A *lane* is one changed element: `tile_of` says in which tile, `places` where there. The caller makes
-the device current; nothing waits.
+A *lane* is one changed element: `tile_of` says in which tile, `places` where there. The caller
+makes the device current; nothing waits.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ CLEAR = (1 << 31) - 1
 """What a flag holds while nothing is bad. Otherwise the least of:"""
 
 UNSORTED, MISCOUNTED, MISPLACED = 0, 1, 2
-"""Tiles are out of range, unsorted or repeated; counts do not add up to what the payload has; places
-are out of range, unsorted or repeated."""
+"""Tiles are out of range, unsorted or repeated; counts do not add up to what the payload has;
+places are out of range, unsorted or repeated.
+"""
 
 TILE = tl.constexpr(4096)
 WORDS = tl.constexpr(128)
@@ -72,7 +73,7 @@ _CHUNK_BITS = tl.constexpr(18)
 
 @triton.jit
 def _marks(new_at, old_at, numel, SIZE: tl.constexpr, FULL: tl.constexpr):
-    """The mask words of a tile that begins at multiples of 16 bytes: compared by 4 bytes or more."""
+    """The mask words of a tile that begins at multiples of 16 bytes: by 4 bytes or more at once."""
     EACH: tl.constexpr = 4 // SIZE if SIZE < 4 else 1  # elements in a word
     WORD: tl.constexpr = tl.uint64 if SIZE == 8 else tl.uint32
     new = tl.multiple_of(new_at.to(tl.pointer_type(WORD)), 16)
@@ -106,8 +107,8 @@ def compare(
         ahead: uint8[tiles]: which go whole, whatever differs.
         these: int32[n]: which tiles, counted from `first`, with SOME.
         words: int32[num_tiles, WORDS]: masks. They are there already if READ computes them.
-        plan: int64[4, num_tiles]: whether a tile goes at all; its changes, if they go; its elements,
-            padded, if it goes whole; whether it does.
+        plan: int64[4, num_tiles]: whether a tile goes at all; its changes, if they go; its
+            elements, padded, if it goes whole; whether it does.
         changed: int32[num_tiles]: elements that differ.
         ALIGNED: Tiles begin at multiples of 16 bytes on both sides.
     """

@@ -1,16 +1,16 @@
 """Kernels over tiles in memory: digests, what changes would do, and their writing.
 
-What holds for kernels of `tiles` holds here. Weights that lie in one run are found by the address in
-the table alone. Others are found through *boxes*: int64[2 + 3 * DIMS + 16, num_boxes], the address of
-a box's first element, its flat position in the parameter, and of each dimension size, distance of
-positions and distance in memory, in elements. The table has for each tile the flat position of its
-first element, `BOXES` or `CODES`, and which of `entries`, int32[n], are the boxes that it meets: the
-first, and how many.
+What holds for kernels of `tiles` holds here. Weights that lie in one run are found by the address
+in the table alone. Others are found through *boxes*: int64[2 + 3 * DIMS + 16, num_boxes], the
+address of a box's first element, its flat position in the parameter, and of each dimension size,
+distance of positions and distance in memory, in elements. The table has for each tile the flat
+position of its first element, `BOXES` or `CODES`, and which of `entries`, int32[n], are the boxes
+that it meets: the first, and how many.
 
-With CODES, an element is so many codes of 4 bits, each at a place of its own: see `Spread`. Then the
-address is that of the storage, and distances in memory are in codes. The last numbers of a box say
-how much farther each code of an element is. A write adds, to the word that has a code, how much the
-code changes. So programs that write other codes of the same word do not disturb each other.
+With CODES, an element is so many codes of 4 bits, each at a place of its own: see `Spread`. Then
+the address is that of the storage, and distances in memory are in codes. The last numbers of a box
+say how much farther each code of an element is. A write adds, to the word that has a code, how much
+the code changes. So programs that write other codes of the same word do not disturb each other.
 
 Arguments that all have:
     table, boxes, entries, num_boxes: Where weights are.
@@ -79,7 +79,7 @@ def _found(
     row, boxes, entries, num_boxes, far, there, TYPE: tl.constexpr, DIMS: tl.constexpr,
     CODES: tl.constexpr, SMALL: tl.constexpr,
 ):  # fmt: skip
-    """(weights, box, there): elements so far from the first of their tiles, as `_get` takes them."""
+    """(weights, box, there): elements so far from the first of their tiles, for `_get`."""
     if DIMS == 0:
         at = tl.load(row, mask=there, other=0)
         return at.to(tl.pointer_type(TYPE)) + far, boxes, there & (at != 0)
@@ -119,7 +119,7 @@ def _get(
     weights, box, num_boxes, there, TYPE: tl.constexpr, DIMS: tl.constexpr, CODES: tl.constexpr,
     VOLATILE: tl.constexpr,
 ):  # fmt: skip
-    """Bits of elements: at pointers, or with CODES at places from the addresses of their boxes on."""
+    """Bits of elements: at pointers, or with CODES at places from their boxes' addresses on."""
     if CODES:
         words = tl.load(box, mask=there, other=0).to(tl.pointer_type(tl.uint32))
         bits = tl.zeros_like(weights).to(TYPE)
@@ -214,7 +214,7 @@ def digest(
         numel = tl.multiple_of(numel, 16)
     if _is_here(row, DIMS, CODES):
         offset = tl.program_id(0) % PARTS * SPAN + tl.arange(0, SPAN)
-        weights, box, there, rows, far, seeds = _tile(
+        weights, box, there, _, _, seeds = _tile(
             table, boxes, entries, num_boxes, tile, row, offset, numel,
             TYPE, DIMS, CODES, ODD, ALIGNED, WIDTH, SMALL,
         )  # fmt: skip
@@ -325,7 +325,7 @@ def write_whole(
         while item < last:
             tile, row, offset, numel, begin = whole_at(table, whole, item, WIDTH, ALIGNED, SPAN)
             if _is_here(row, DIMS, CODES):
-                weights, box, there, rows, far, seed = _tile(
+                weights, box, there, _, _, seed = _tile(
                     table, boxes, entries, num_boxes, tile, row, offset, numel,
                     TYPE, DIMS, CODES, ODD, ALIGNED, WIDTH, SMALL,
                 )  # fmt: skip

@@ -13,12 +13,6 @@ from deltasync.wire.digest import GOLDEN_RATIO, MULTIPLIERS
 IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether kernels run on CPUs: Triton looks at `TRITON_INTERPRET` when they are defined."""
 
-SEGMENT = 1024
-"""Indices that one program checks or copies."""
-
-SPAN = 1024
-"""Elements that one program of a dense kernel goes over: more would not fit into registers."""
-
 TYPES = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
 
 GOLDEN = tl.constexpr(GOLDEN_RATIO)
@@ -30,17 +24,6 @@ _SECOND = tl.constexpr(MULTIPLIERS[1])
 def seed_of(key, position):
     """What `mix` adds bits to. Linear: seeds of neighbours are `GOLDEN` apart."""
     return key + position.to(tl.uint64) * GOLDEN
-
-
-@triton.jit
-def left_out(position, cols, gap):
-    """How many elements lie between rows before these positions: see `Region.rows`."""
-    gap = tl.load(gap)
-    count = tl.zeros_like(position)
-    if gap != 0:  # less than 2^31 elements
-        row = position.to(tl.uint32) // tl.load(cols).to(tl.uint32)
-        count = row.to(tl.int64) * gap
-    return count
 
 
 @triton.jit
@@ -86,26 +69,7 @@ def load(address, offsets, mask, TYPE: tl.constexpr, NARROW: tl.constexpr):
 
 
 @triton.jit
-def add_by_chunk(digests, position, good, change, CHUNK: tl.constexpr):
-    """Add terms up into the places of the chunks that their positions lie in."""
-    chunk = (position // CHUNK).to(tl.int32)
-    one, last = tl.min(tl.where(good, chunk, 0x7FFFFFFF)), tl.max(tl.where(good, chunk, -1))
-    if last >= 0:
-        while one < last:  # few changes of a large parameter lie far apart
-            add_up(digests, one, tl.where(chunk == one, change, 0))
-            one = tl.min(tl.where(good & (chunk > one), chunk, last))
-        add_up(digests, last, tl.where(chunk == last, change, 0))
-
-
-@triton.jit
 def aligned(address, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
     """A pointer that the compiler knows to be fit for wide loads, if it is."""
     pointer = address.to(tl.pointer_type(TYPE))
     return tl.multiple_of(pointer, 16) if ALIGNED else pointer
-
-
-@triton.jit
-def length_of(at, ALIGNED: tl.constexpr):
-    """A number of elements, of which the compiler knows that no wide load straddles it, if so."""
-    length = tl.load(at)
-    return tl.multiple_of(length, 16) if ALIGNED else length
