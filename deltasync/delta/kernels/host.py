@@ -113,7 +113,7 @@ def differing(new: _Bits, old: _Bits, ahead: NDArray[np.bool_]) -> tuple[_Bits, 
     Returns:
         None if none does. Otherwise int64[T] tiles, counts of their changes (0 for one that goes
         whole), uint16[N] places and unsigned[N] new bits of those that do not, and int64[T]
-        elements of each tile that differ.
+        elements of each tile that differ; all, if it goes whole whatever they are.
     """
     size, count = new.itemsize, len(ahead)
     positions = _positions(new, old)
@@ -128,14 +128,15 @@ def differing(new: _Bits, old: _Bits, ahead: NDArray[np.bool_]) -> tuple[_Bits, 
         return None
     numel = np.full(count, TILE)
     numel[-1] = len(new) - TILE * (count - 1)
-    is_whole = ahead | (changed * (2 + size) > numel * size)
+    changed = np.where(ahead, numel, changed)
+    is_whole = changed * (2 + size) > numel * size
     if positions is None:
         for tile in np.flatnonzero(is_whole).tolist():
             mask[tile * TILE : (tile + 1) * TILE] = False
         positions = np.flatnonzero(mask)
     elif is_whole.any():
         positions = positions[~is_whole[positions >> _PLACES]]
-    tiles = np.flatnonzero((changed > 0) | ahead)
+    tiles = np.flatnonzero(changed)
     counts = np.where(is_whole, 0, changed)[tiles]
     places = (positions & (TILE - 1)).astype(np.uint16)
     return tiles, counts, places, new.take(positions), changed[tiles]
