@@ -98,7 +98,7 @@ class Table:
         raise InvalidIndices(f"{name}: places out of range, unsorted or repeated")
 
     def at(self, begins: Ints) -> Ints:
-        """int64[N]: indices of `memory` of all lanes, if shares begin at int64[shares] addresses."""
+        """int64[N]: indices of `memory` of lanes, if shares begin at int64[shares] addresses."""
         first = (begins[self.share] - _NULL) // self.sizes.item_size + self.start
         found: Ints = np.repeat(first, self.counts)
         found += self.places
@@ -423,7 +423,7 @@ class HostDetector:
         np.subtract.at(sums, pieces.chunk, pieces.digests(self.old_lanes(pieces.table)))
 
     def copy_whole(self, changes: Changes, sums: NDArray[np.uint64]) -> None:
-        """Fill the column of whole tiles from the source, and add by how much they change digests."""
+        """Fill the column of whole tiles from the source; add by how much they change digests."""
         changes.whole.zero_()
         for run in Table(self.space, changes).runs():
             for chunk, low, high in chunks_of(self._elements[run.share], run.start, run.stop):

@@ -458,7 +458,7 @@ class Staging:
         return self._tally.ledger
 
     def stage(self, lane: Lane, changes: Changes) -> None:
-        """Take changes over that a lane has checked; their memory is copied. Raises LimitExceeded."""
+        """Take over changes that a lane has checked, and copy them. Raises LimitExceeded."""
         for staged in lane.changes(changes, self._tally):
             if self.in_place:
                 self._writing()

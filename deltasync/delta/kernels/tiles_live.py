@@ -181,9 +181,7 @@ def _tile(
 
 
 @triton.jit
-def _account(
-    sums, gains, row, far, there, gained, lost, ODD: tl.constexpr, IN_ONE: tl.constexpr
-):
+def _account(sums, gains, row, far, there, gained, lost, ODD: tl.constexpr, IN_ONE: tl.constexpr):
     """Add digests of new and of old bits up, and by chunk what they change.
 
     IN_ONE: All are of one chunk, that of `row`.
