@@ -22,7 +22,7 @@ from deltasync import (
 from deltasync.delta.bits import as_bits
 from deltasync.delta.coding import Coding
 from deltasync.delta.kernels import KERNELS, host, reference
-from deltasync.delta.snapshot import Kernels
+from deltasync.delta.choice import Kernels
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame
 from tests.worlds.links import Model, ThroughReceiver, bits_equal, fleet
