@@ -20,9 +20,9 @@ from deltasync import (
     sync_after_step,
 )
 from deltasync.delta.bits import as_bits
+from deltasync.delta.choice import Kernels
 from deltasync.delta.coding import Coding
 from deltasync.delta.kernels import KERNELS, host, reference
-from deltasync.delta.choice import Kernels
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame
 from tests.worlds.links import Model, ThroughReceiver, bits_equal, fleet
