@@ -6,154 +6,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deltasync import dtypes
-from deltasync.delta.bits import Flat, integer_dtype
+from deltasync.delta.bits import Flat
 from deltasync.delta.changes import Changes
 from deltasync.delta.detector import whole_sizes
 from deltasync.delta.host import addresses, padded_numel
 from deltasync.delta.kernels import tiles as kernels
-from deltasync.delta.kernels.reads import AS_IS, COMPUTED, ROUNDED
+from deltasync.delta.kernels.reads import AS_IS
 from deltasync.delta.kernels.tiles_live import ACCUMULATORS
 from deltasync.delta.kernels.triton_base import TYPES
-from deltasync.delta.launches import Numbers, Tiles, aligned_by_size, on, summed, there
-from deltasync.delta.readers import Computation, Computed, Reader, copy_read
+from deltasync.delta.launches import Numbers, Tiles, on, summed, there
+from deltasync.delta.readers import Reader, copy_read
+from deltasync.delta.source import COPIED, WORDS, Source
 from deltasync.delta.tiles import Ints, Section, Space
-from deltasync.dtypes import Dtype
 from deltasync.wire.changes import ALIGNMENT, TILE, Sizes
-
-_COPIED = 1 << 24  # elements at once: positions of strided ones take 24 bytes each
-_WIDE, _NARROW = dtypes.BY_NAME["float32"], dtypes.BY_NAME["bfloat16"]
-_WORDS = TILE // 32
-
-
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """Tiles of a section that one launch compares.
-
-    Attributes:
-        read: How kernels read the source, see `kernels.reads`.
-        is_aligned: Whether both sides begin at multiples of 16 bytes.
-        num: How many tiles.
-        these: int32[num], counted from the first of the section; None for all.
-    """
-
-    read: int
-    is_aligned: bool
-    num: int
-    these: Tensor | None
-
-
-class _Source:
-    """Where kernels read what is sent.
-
-    What they cannot read in place (strided tensors, rare conversions, other devices) is copied
-    before each comparison.
-
-    Args:
-        tiles: What it is compared with.
-        at: int64[shares]: addresses of that.
-        readers: Of all shares, in the order of the space.
-
-    Attributes:
-        new_at: int64[tiles]: addresses.
-        reads_of: int32[tiles]: how each is read.
-        computed: int64[tiles, 4], see `kernels.collect`; `masks` computes what they say.
-        kinds: By item size.
-    """
-
-    def __init__(self, tiles: Tiles, at: Ints, readers: Sequence[Reader]) -> None:
-        self._space, self._device = tiles.space, tiles.device
-        self._copies: list[tuple[Reader, Tensor]] = []
-        pointers, reads, sizes = np.zeros((3, len(readers)), np.int64)
-        codes = {
-            share: reader.computation
-            for share, reader in enumerate(readers)
-            if reader.computation is not None and self._is_computable(reader.computation)
-        }
-        self.masks: Computed | None = None
-        if codes:
-            self.masks = next(iter(codes.values())).together(codes, self._device)
-        for share, reader in enumerate(readers):
-            if (code := codes.get(share)) is not None:
-                row = code.address, code.read, code.source_bytes
-            else:
-                row = self._place(reader)
-            pointers[share], reads[share], sizes[share] = row
-        space = self._space
-        address = pointers[space.share] + space.start * sizes[space.share]
-        self.new_at = there(address, self._device)
-        self.reads_of = there(reads[space.share].astype(np.int32), self._device)
-        self.computed = self.new_at
-        if self.masks is not None:
-            columns = self.masks.columns(len(readers))[space.share]
-            own = np.concatenate((columns, space.start[:, None]), axis=1)
-            self.computed = there(own, self._device)
-            self.masks.place(reads, at, space.first[:-1] * _WORDS)
-        is_aligned = (pointers | at) % ALIGNMENT == 0
-        self.kinds = {
-            one.item_size: list(self._kinds(one, reads, is_aligned)) for one in space.sections
-        }
-        fits = aligned_by_size(space, address)
-        self.suits_wide_loads = {size: fits[size] and tiles.aligned[size] for size in fits}
-
-    def copy(self) -> None:
-        """Copy what is not read in place once more."""
-        for reader, copy in self._copies:
-            copy_read(reader, Flat.of(copy), step=_COPIED)
-
-    def reads(self, item_size: int) -> list[int]:
-        """The ways in which tiles are read."""
-        return sorted({kind.read for kind in self.kinds[item_size]})
-
-    def codes_at(self, read: int) -> Any:
-        """What computes codes that are read in this way."""
-        return None if self.masks is None or read < COMPUTED else self.masks.codes_at
-
-    def _kinds(
-        self, section: Section, reads: Ints, is_aligned: NDArray[np.bool_]
-    ) -> Sequence[_Kind]:
-        share = self._space.share[section.first : section.stop]
-        kinds = (2 * reads + is_aligned)[share]
-        found = []
-        for kind in np.unique(kinds).tolist():
-            tiles = np.flatnonzero(kinds == kind)
-            these = None
-            if len(tiles) < len(kinds):
-                these = there(tiles.astype(np.int32), self._device)
-            found.append(_Kind(kind // 2, bool(kind % 2), len(tiles), these))
-        return found
-
-    def _place(self, reader: Reader) -> tuple[int, int, int]:
-        """(address, read, bytes of an element) of what is not computed as codes are."""
-        flat, one, size = reader.flat, reader.computation, reader.dtype.item_size
-        scales = None if self.masks is None or one is None else self.masks.source_of(one)
-        if scales is not None:
-            address, is_wide = scales
-            is_rounded = is_wide and reader.dtype == _NARROW
-        elif flat is not None and self._is_readable(flat, reader.dtype):
-            address, is_rounded = flat.line.data_ptr(), flat.dtype != reader.dtype
-        else:
-            dtype = integer_dtype(reader.dtype)
-            copy = torch.empty(reader.numel, dtype=dtype, device=self._device)
-            self._copies.append((reader, copy))
-            return copy.data_ptr(), AS_IS, size
-        return (address, ROUNDED, _WIDE.item_size) if is_rounded else (address, AS_IS, size)
-
-    def _is_computable(self, computation: Computation) -> bool:
-        return computation.kept_dtype is None and computation.has_kernels(self._device)
-
-    def _is_readable(self, flat: Flat, dtype: Dtype) -> bool:
-        is_read_as = flat.dtype == dtype or (flat.dtype, dtype) == (_WIDE, _NARROW)
-        return is_read_as and flat.is_contiguous and flat.line.device == self._device
 
 
 class DeviceFound:
@@ -174,7 +46,7 @@ class DeviceFound:
     def __init__(
         self,
         detector: DeviceDetector,
-        source: _Source,
+        source: Source,
         section: Section,
         group: int,
         words: Tensor,
@@ -319,7 +191,7 @@ class DeviceDetector:
         self.num_bytes = int((space.share_numel * space.item_size).sum())
         self.ahead = torch.zeros(len(space), dtype=torch.uint8, device=device)
         self._readers: Sequence[Reader] = ()
-        self._source: _Source | None = None
+        self._source: Source | None = None
         self._borders: tuple[tuple[int, ...], Tensor] | None = None
 
     def take(self, readers: Sequence[Reader]) -> None:
@@ -333,7 +205,7 @@ class DeviceDetector:
     def capture(self) -> None:
         """Copy the source. Compiles kernels, so that no sync has to."""
         for number, line in zip(self.space.order.tolist(), self._lines, strict=True):
-            copy_read(self._readers[number], Flat.of(line), step=_COPIED)
+            copy_read(self._readers[number], Flat.of(line), step=COPIED)
         self.ahead.zero_()
         if self.device.type == "cuda":
             self.warm_up()
@@ -359,7 +231,7 @@ class DeviceDetector:
         count = len(self.space)
         with on(self.device):
             source = self._look_up()
-            words = torch.empty((count, _WORDS), dtype=torch.int32, device=self.device)
+            words = torch.empty((count, WORDS), dtype=torch.int32, device=self.device)
             plan = torch.empty(4 * count, dtype=torch.int64, device=self.device)
             changed = torch.empty(count, dtype=torch.int32, device=self.device)
             if source.masks is not None:
@@ -387,7 +259,7 @@ class DeviceDetector:
         return torch.empty(payload.shape, dtype=torch.uint8, device=self.device)
 
     def copy_whole(
-        self, source: _Source | None, changes: Changes, whole: Tensor, num_whole: int, sums: Tensor
+        self, source: Source | None, changes: Changes, whole: Tensor, num_whole: int, sums: Tensor
     ) -> None:
         """Fill the column of whole tiles, from the copy if there is no source."""
         tiles, size = self.tiles, changes.sizes.item_size
@@ -455,10 +327,10 @@ class DeviceDetector:
         """int64[tiles]: addresses of the copy."""
         return self.tiles.table[:, 0].contiguous()
 
-    def _look_up(self) -> _Source:
+    def _look_up(self) -> Source:
         if self._source is None:
             readers = [self._readers[number] for number in self.space.order.tolist()]
-            self._source = _Source(self.tiles, self._at, readers)
+            self._source = Source(self.tiles, self._at, readers)
         self._source.copy()
         return self._source
 
@@ -475,7 +347,7 @@ class DeviceDetector:
         return known[1]
 
     def _compare(
-        self, source: _Source, section: Section, words: Tensor, plan: Tensor, changed: Tensor
+        self, source: Source, section: Section, words: Tensor, plan: Tensor, changed: Tensor
     ) -> None:
         """Compare the tiles of a section."""
         for kind in source.kinds[section.item_size]:

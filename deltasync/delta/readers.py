@@ -232,11 +232,3 @@ def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
         nan = torch.full((1,), torch.nan, dtype=dtype, device=values.device)
         bits = torch.where(values.isnan(), as_bits(nan), bits)
     return bits
-
-
-def kept_dtype(reader: Reader) -> Dtype:
-    """The dtype of what kernels read for it, codes aside."""
-    if reader.flat is not None:
-        return reader.flat.dtype
-    kept = None if reader.computation is None else reader.computation.kept_dtype
-    return kept or reader.dtype

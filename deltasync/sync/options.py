@@ -28,7 +28,9 @@ class SenderOptions(OptionsModel):
         "there each one costs about a millisecond of waiting for each other",
     )
     max_inflight_bytes: int | None = Field(
-        default=None, ge=0, description="patches kept until the decision; None for 5 % of the model"
+        default=None,
+        ge=0,
+        description="patches kept until the decision; None for 5 % of the model, at least 1 MiB",
     )
     compression: Coding = Field(
         default="none",

@@ -233,8 +233,8 @@ class Begin(_Message):
     """A sync begins.
 
     It has the most bytes and places that may come, from which a receiver plans its memory, and how
-    long the sender waits for receivers in each phase, so that a receiver does not give up while the sender
-    waits for another.
+    long the sender waits for receivers in each phase, so that a receiver does not give up while the
+    sender waits for another.
     """
 
     kind: Literal["begin"] = "begin"

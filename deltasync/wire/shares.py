@@ -1,7 +1,7 @@
 """What a rank of a trainer sends, as a table: the payload of `Shares`.
 
-docs/wire-format.md, section 6. A share is elements of a parameter: a run, or rows of one length that
-are equally far apart.
+docs/wire-format.md, section 6. A share is elements of a parameter: a run, or rows of one length
+that are equally far apart.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def test_tiles_differ_as_plain_reckoning_says(
             continue
         is_whole = ahead[tile] or len(where) * (2 + size) > len(new[part]) * size
         tiles.append(tile)
-        changed.append(len(where))
+        changed.append(len(new[part]) if ahead[tile] else len(where))
         counts.append(0 if is_whole else len(where))
         if not is_whole:
             places += where.tolist()

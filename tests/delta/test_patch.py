@@ -24,6 +24,7 @@ from deltasync.delta.patch import (
     DensePatch,
     Patch,
     SparsePatch,
+    values_of,
 )
 from deltasync.errors import ConfigError, InvalidIndices, LayoutMismatch
 from tests.worlds import strategies as own
@@ -115,12 +116,20 @@ def test_a_chunk_is_dense_exactly_where_indices_and_values_take_more(
         assert isinstance(patch, ChunkedPatch if "dense" in kinds else SparsePatch)
 
 
-def test_patch_does_not_alias_the_source() -> None:
-    new, base = torch.ones(8), torch.zeros(8)
+def test_a_chunk_that_takes_as_much_both_ways_is_sparse() -> None:
+    base = torch.zeros(3, dtype=torch.bfloat16)
+    assert isinstance(diff(base, torch.tensor([0.0, 1.0, 0.0]).bfloat16()), SparsePatch)
+
+
+@pytest.mark.parametrize("same", [0, 8], ids=["dense", "chunked"])
+def test_patch_does_not_alias_the_source(same: int) -> None:
+    base = torch.zeros(CHUNK_NUMEL + same)
+    new = base.clone()
+    new[:CHUNK_NUMEL] = 1
     patch = diff(base, new)
     new.fill_(7)
-    assert isinstance(patch, DensePatch)
-    assert patch.values.tolist() == [1] * 8
+    assert isinstance(patch, ChunkedPatch if same else DensePatch)
+    assert all((values == 1).all() for values in values_of(patch))
 
 
 @pytest.mark.promise("Bits", "-0.0, NaN payloads, denormals and every dtype arrive as they are.")

@@ -88,7 +88,7 @@ def check(trainer: Trainer, name: str, ranks: str) -> None:
     "first sync, and a part in each later one.",
 )
 def test_a_drift_of_one_among_many_parameters_is_found_within_some_syncs() -> None:
-    shapes: dict[str, tuple[int, ...]] = {f"layer{n}": (8,) for n in range(100)}
+    shapes: dict[str, tuple[int, ...]] = {f"layer{n}": (8,) for n in range(600)}
     whole = {name: ShardSpec.whole(shape) for name, shape in shapes.items()}
     model, engine = random_model(shapes, 0), random_model(shapes, 1)
     trainer, sources = started(model, [whole, whole])
@@ -96,7 +96,7 @@ def test_a_drift_of_one_among_many_parameters_is_found_within_some_syncs() -> No
         trainer.add(engine)
         trainer.wait(1)
         trainer.send()
-        sources[1].held["layer57"][3] += 1
+        sources[1].held["layer58"][3] += 1
         found: list[SyncStats | Exception] = []
         while not found or not isinstance(found[-1], ReplicasDiffer):
             assert len(found) < 10

@@ -45,9 +45,7 @@ KINDS = {
     2: ["mixed", "tensor", "experts"],
     4: ["replicated", "both", "experts"],
 }
-OPTIONS = SenderOptions(
-    bucket_bytes=1024, wire_dtypes={"*": "bfloat16"}
-)
+OPTIONS = SenderOptions(bucket_bytes=1024, wire_dtypes={"*": "bfloat16"})
 
 
 @pytest.mark.promise("Bits", "Sharded ranks send what a gather would produce.")

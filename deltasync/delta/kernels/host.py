@@ -131,7 +131,7 @@ def differing(
     Returns:
         None if none does. Otherwise int64[T] tiles, counts of their changes (0 for one that goes
         whole), uint16[N] places and unsigned[N] new bits of those that do not, and int64[T]
-        elements of each tile that differ.
+        elements of each tile that differ; all, if it goes whole whatever they are.
     """
     positions = _positions(new, old)
     if positions is None:  # most words differ: count before finding
@@ -143,8 +143,9 @@ def differing(
     goes = (changed > 0) | ahead
     if not goes.any():
         return None
-    numel, size = np.diff(begins, append=len(new)), new.itemsize
-    is_whole = ahead | (changed * (2 + size) > numel * size)
+    numel, size, found = np.diff(begins, append=len(new)), new.itemsize, changed
+    changed = np.where(ahead, numel, found)
+    is_whole = changed * (2 + size) > numel * size
     counts, tiles = np.where(is_whole, 0, changed), np.flatnonzero(goes)
     if only_counts:
         return tiles, counts[goes], np.zeros(0, np.uint16), new[:0], changed[goes]
@@ -153,7 +154,7 @@ def differing(
             mask[begins[tile] : begins[tile] + numel[tile]] = False
         positions = np.flatnonzero(mask)
     elif is_whole.any():
-        positions = positions[np.repeat(~is_whole, changed)]
+        positions = positions[np.repeat(~is_whole, found)]
     places = (positions - np.repeat(begins, counts)).astype(np.uint16)
     return tiles, counts[goes], places, new.take(positions), changed[goes]
 

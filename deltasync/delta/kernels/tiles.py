@@ -109,7 +109,7 @@ def compare(
         words: int32[num_tiles, WORDS]: masks. They are there already if READ computes them.
         plan: int64[4, num_tiles]: whether a tile goes at all; its changes, if they go; its
             elements, padded, if it goes whole; whether it does.
-        changed: int32[num_tiles]: elements that differ.
+        changed: int32[num_tiles]: elements that differ; all, of a tile that is ahead.
         ALIGNED: Tiles begin at multiples of 16 bytes on both sides.
     """
     SIZE: tl.constexpr = TYPE.primitive_bitwidth // 8
@@ -119,7 +119,7 @@ def compare(
         nth = tl.load(these + nth)
     tile = first + nth
     row = table + tile.to(tl.int64) * WIDTH
-    numel = tl.load(row + 2).to(tl.int32)
+    numel, forced = tl.load(row + 2).to(tl.int32), tl.load(ahead + tile) != 0
     word = tl.arange(0, WORDS)
     at = words + nth.to(tl.int64) * WORDS + word
     if READ >= _COMPUTED:
@@ -139,12 +139,11 @@ def compare(
             differ = news != load(old, where, there, TYPE, False)
             found = tl.sum(differ.to(tl.uint32) << column, axis=1)
     tl.store(at, found.to(tl.int32, bitcast=True))
-    count = tl.sum(popcount(found))
-    forced = tl.load(ahead + tile) != 0
-    is_whole = forced | (count * (2 + SIZE) > numel * SIZE)
+    count = tl.where(forced, numel, tl.sum(popcount(found)))
+    is_whole = count * (2 + SIZE) > numel * SIZE
     length = (numel + EACH - 1) // EACH * EACH
     tl.store(changed + nth, count)
-    tl.store(plan + nth, ((count > 0) | forced).to(tl.int64))
+    tl.store(plan + nth, (count > 0).to(tl.int64))
     tl.store(plan + num_tiles + nth, tl.where(is_whole, 0, count).to(tl.int64))
     tl.store(plan + 2 * num_tiles + nth, tl.where(is_whole, length, 0).to(tl.int64))
     tl.store(plan + 3 * num_tiles + nth, is_whole.to(tl.int64))

@@ -263,11 +263,11 @@ class OwnWeights(LocalWeights):
         base_version: int,
         meanwhile: Callable[[], None] | None = None,
     ) -> Delta:
-        snapshot, inflight = self.snapshot, self.options.max_inflight_bytes
+        snapshot, held = self.snapshot, self.options.max_inflight_bytes
         return snapshot.compare(
             readers,
             bucket_bytes=self._bucket_bytes(snapshot),
-            max_held_bytes=snapshot.num_bytes // 20 if inflight is None else inflight,
+            max_held_bytes=max(snapshot.num_bytes // 20, 1 << 20) if held is None else held,
             base_version=base_version,
             meanwhile=meanwhile,
         )
