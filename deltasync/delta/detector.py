@@ -316,9 +316,10 @@ class HostDetector:
 
     def copy_whole(self, table: Table, sums: NDArray[np.uint64]) -> None:
         """Fill the column of whole tiles from the source, and account for them in digests."""
-        whole = table.changes.whole
-        whole.zero_()
+        whole, each = table.changes.whole, ALIGNMENT // table.sizes.item_size
         for run in table.runs():
+            stop = run.there.stop
+            whole[stop : stop + -stop % each] = 0  # padding
             for _, low, high in chunks_of(self._elements[run.share], run.start, run.stop):
                 new = whole[run.at + low - run.start : run.at + high - run.start]
                 new.copy_(self._readers[run.share].read(low, high))
