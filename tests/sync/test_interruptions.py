@@ -24,7 +24,7 @@ def test_an_interrupted_commit_is_undone_or_dirty(
     """Interrupted in the write, and again in the undo: then the weights must not serve."""
 
     def half(staging: Staging) -> int:
-        staging._runs[0].commit()
+        staging._staged[0].commit()
         raise KeyboardInterrupt
 
     def interrupted(staging: Staging) -> None:
