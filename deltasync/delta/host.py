@@ -22,9 +22,10 @@ from deltasync.delta.changes import Changes
 from deltasync.delta.kernels import KERNELS
 from deltasync.delta.kernels import host as kernels
 from deltasync.delta.readers import Reader
+from deltasync.delta.spans import Span, spans_of
 from deltasync.delta.tiles import CHUNK, Ints, Section, Space
 from deltasync.errors import InvalidIndices
-from deltasync.wire.changes import ALIGNMENT, TILE, Sizes
+from deltasync.wire.changes import ALIGNMENT, Sizes
 from deltasync.wire.digest import MASK
 
 Bits: TypeAlias = NDArray[Any]
@@ -360,14 +361,20 @@ class HostDetector:
         self._elements = space.first_chunk[:-1] * CHUNK
         self.ahead = np.zeros(len(space), np.bool_)
         self._readers: Mapping[int, Reader] = {}
+        self._taken: Sequence[Reader] = ()
+        self._spans: dict[tuple[int, int], list[Span]] = {}
 
     def take(self, readers: Sequence[Reader]) -> None:
         """Read from these from now on: one for each share, as these were given."""
-        self._readers = {n: readers[given] for n, given in enumerate(self.space.order.tolist())}
+        if readers is not self._taken:
+            self._taken, order = readers, self.space.order.tolist()
+            self._readers = {n: readers[given] for n, given in enumerate(order)}
+            self._spans.clear()
 
     def take_one(self, share: int, reader: Reader) -> None:
         """The same of one share: the others are not there."""
-        self._readers = {share: reader}
+        self._readers, self._taken = {share: reader}, ()
+        self._spans.clear()
 
     def capture(self) -> None:
         """Copy the source."""
@@ -399,15 +406,13 @@ class HostDetector:
     def part(self, low: int, high: int) -> Part:
         """How the tiles [low, high) differ."""
         space, found = self.space, list[tuple[int, tuple[Bits, ...]]]()
-        for share, start, stop in space.parts(low, high):
-            for begin in range(start, stop, CHUNK):
-                end = min(begin + CHUNK, stop)
-                new = kernels.unsigned(self._readers[share].read(begin, end).cpu())
-                old = kernels.unsigned(self.lines[share][begin:end])
-                first = int(space.first[share]) + begin // TILE
-                tiles = slice(first, first - (begin - end) // TILE)
-                if columns := kernels.differing(new, old, self.ahead[tiles]):
-                    found.append((first, columns))
+        if (spans := self._spans.get((low, high))) is None:
+            spans = [*spans_of(space, low, high, self.lines, self._readers)]
+            self._spans[low, high] = spans
+        for span in spans:
+            ahead = self.ahead[span.first : span.first + len(span.begins)]
+            if columns := kernels.differing(span.new(), span.old(), span.begins, ahead):
+                found.append((span.first, columns))
         if not found:
             none = np.zeros(0, np.int64)
             bits = np.zeros(0, f"u{space.item_size[space.share[low]]}")

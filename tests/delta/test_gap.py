@@ -63,12 +63,15 @@ def test_any_gap_comes_back(first: int, gaps: list[int]) -> None:
 
 @given(
     st.lists(
-        st.integers(0, 1 << 32).map(lambda one: TILE * one), min_size=2, max_size=3, unique=True
+        st.integers(0, (1 << 32) - 1).map(lambda one: TILE * one),
+        min_size=2,
+        max_size=3,
+        unique=True,
     )
 )
 def test_what_is_coded_can_be_read(codes: list[int]) -> None:
     """However far apart changes are, streams stay within what a reader inflates."""
-    changes = changes_of(sorted(code % (1 << 44) for code in codes))
+    changes = changes_of(sorted(codes))
     coded = gap.encode(changes, *old_of(changes))
     if coded is not None:
         found = Changes.of(torch.zeros(changes.num_bytes, dtype=torch.uint8), changes.sizes)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from deltasync import ModuleSource, SenderOptions
-from deltasync.delta.snapshot import Kernels
+from deltasync.delta.choice import Kernels
 from tests.sync.interpreted import one_kernel_at_a_time
 from tests.worlds.links import Model, bits_equal, fleet, random_model
 

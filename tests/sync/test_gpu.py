@@ -20,9 +20,10 @@ from deltasync import (
     sync_after_step,
 )
 from deltasync.delta.bits import as_bits
+from deltasync.delta.choice import Kernels
 from deltasync.delta.coding import Coding
 from deltasync.delta.kernels import KERNELS, host, reference
-from deltasync.delta.snapshot import Kernels
+from deltasync.sync.source.streamed import StreamedWeights
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame
 from tests.worlds.links import Model, ThroughReceiver, bits_equal, fleet
@@ -158,6 +159,21 @@ def test_kernels_agree_with_the_host() -> None:
     for column, expected_column in zip(found, expected, strict=True):
         assert torch.equal(column.cpu(), expected_column)
     assert reference.digest_run(as_bits(new.cuda()), 7, 5) == host.digest_run(new, 7, 5)
+
+
+def test_weights_that_a_gpu_gives_one_by_one_arrive() -> None:
+    source, replica = (model(torch.bfloat16, seed) for seed in (0, 1))
+    with fleet(StreamedWeights(), link=link) as here:
+        here.source.take(source.state_dict().items())
+        assert here.join(replica).full_synced == 1
+        for share in (0.01, 0.9):
+            for parameter in source.parameters():
+                chosen = torch.rand(parameter.shape, device="cuda") < share
+                parameter.data[chosen] *= 1.5
+            here.source.take(source.state_dict().items())
+            assert here.sender.send_weights(timeout_s=20).kind == "delta"
+            torch.cuda.synchronize()
+            assert bits_equal(source, replica)
 
 
 @pytest.mark.parametrize("is_offloaded", [False, True])

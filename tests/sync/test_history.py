@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deltasync import DeltaSyncError, ReceiverOptions, SenderOptions, WeightReceiver
 from deltasync.delta.bits import as_bits
-from deltasync.delta.snapshot import Kernels
+from deltasync.delta.choice import Kernels
 from deltasync.errors import DirtyReceiver, PeerLost, SourceChanged, TransportTimeout
 from deltasync.sync.source.streamed import StreamedWeights
 from deltasync.sync.target.copied import CopiedTarget

@@ -20,7 +20,7 @@ from deltasync import (
     WeightSource,
     WeightTarget,
 )
-from deltasync.delta.snapshot import Kernels
+from deltasync.delta.choice import Kernels
 from deltasync.errors import (
     ConfigError,
     LayoutMismatch,

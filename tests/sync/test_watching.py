@@ -13,7 +13,7 @@ from torch import nn
 
 from deltasync import SenderOptions
 from deltasync.delta.bits import as_bits
-from deltasync.delta.snapshot import Kernels
+from deltasync.delta.choice import Kernels
 from tests.sync.interpreted import one_kernel_at_a_time
 from tests.sync.test_group import change, model
 from tests.worlds.links import Fleet, Model, fleet

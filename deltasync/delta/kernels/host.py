@@ -11,13 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deltasync.wire.changes import TILE
 from deltasync.wire.digest import GOLDEN_RATIO, MASK, MULTIPLIERS
 
 _Bits: TypeAlias = NDArray[Any]
 
 BLOCK = 1 << 14  # elements mixed at once: two uint64 temporaries stay in the L2 cache
-_PLACES = TILE.bit_length() - 1
 _COMPARED = 1 << 16  # indices compared at once
 _STEP = np.uint64(GOLDEN_RATIO)
 _M1, _M2 = (np.uint64(m) for m in MULTIPLIERS)
@@ -103,11 +101,14 @@ def digest_pieces(
     return sums
 
 
-def differing(new: _Bits, old: _Bits, ahead: NDArray[np.bool_]) -> tuple[_Bits, ...] | None:
-    """How tiles differ that lie one after another; only the last may be shorter than others.
+def differing(
+    new: _Bits, old: _Bits, begins: NDArray[np.int64], ahead: NDArray[np.bool_]
+) -> tuple[_Bits, ...] | None:
+    """How tiles differ that lie one after another.
 
     Args:
         new, old: unsigned[n] bits.
+        begins: int64[tiles]: where each begins.
         ahead: bool[tiles]: which go whole, whatever their bits are.
 
     Returns:
@@ -115,31 +116,27 @@ def differing(new: _Bits, old: _Bits, ahead: NDArray[np.bool_]) -> tuple[_Bits, 
         whole), uint16[N] places and unsigned[N] new bits of those that do not, and int64[T]
         elements of each tile that differ; all, if it goes whole whatever they are.
     """
-    size, count = new.itemsize, len(ahead)
     positions = _positions(new, old)
     if positions is None:  # most words differ: count before finding
         mask = _differ(new, old)
-        changed = np.add.reduceat(
-            mask.view(np.uint8), np.arange(0, len(mask), TILE), dtype=np.int64
-        )
+        changed = np.add.reduceat(mask.view(np.uint8), begins, dtype=np.int64)
     else:
-        changed = np.bincount(positions >> _PLACES, minlength=count)
-    if not (changed.any() or ahead.any()):
+        changed = np.diff(positions.searchsorted(begins), append=len(positions))
+    goes = (changed > 0) | ahead
+    if not goes.any():
         return None
-    numel = np.full(count, TILE)
-    numel[-1] = len(new) - TILE * (count - 1)
-    changed = np.where(ahead, numel, changed)
+    numel, size, found = np.diff(begins, append=len(new)), new.itemsize, changed
+    changed = np.where(ahead, numel, found)
     is_whole = changed * (2 + size) > numel * size
     if positions is None:
         for tile in np.flatnonzero(is_whole).tolist():
-            mask[tile * TILE : (tile + 1) * TILE] = False
+            mask[begins[tile] : begins[tile] + numel[tile]] = False
         positions = np.flatnonzero(mask)
     elif is_whole.any():
-        positions = positions[~is_whole[positions >> _PLACES]]
-    tiles = np.flatnonzero(changed)
-    counts = np.where(is_whole, 0, changed)[tiles]
-    places = (positions & (TILE - 1)).astype(np.uint16)
-    return tiles, counts, places, new.take(positions), changed[tiles]
+        positions = positions[np.repeat(~is_whole, found)]
+    counts = np.where(is_whole, 0, changed)
+    places = (positions - np.repeat(begins, counts)).astype(np.uint16)
+    return np.flatnonzero(goes), counts[goes], places, new.take(positions), changed[goes]
 
 
 def _positions(new: _Bits, old: _Bits) -> NDArray[np.intp] | None:

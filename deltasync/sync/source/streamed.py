@@ -47,7 +47,7 @@ class StreamedWeights(LocalWeights):
         options: `wire_dtypes` says what is sent in another dtype than it comes in.
             `max_inflight_bytes` bounds what is kept beside the snapshot; None for a quarter of the
             model.
-            `snapshot_device` is also where tensors are compared.
+            The snapshot is in host memory, and tensors are compared there.
         announced: What `take` will bring, in this order and in the dtypes that it comes in, if
             that is known: then engines can connect before the first `take`. Empty if it is not.
     """
@@ -163,8 +163,10 @@ class StreamedWeights(LocalWeights):
                 raise SourceChanged(f"{_words(announced)} was announced, and {_words(came)} came")
 
     def _copy(self, spec: ParameterSpec, tensor: Tensor) -> Flat:
-        device = self.options.snapshot_device or tensor.device
-        copy = Flat.of(torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=device))
+        memory = torch.empty(
+            spec.shape, dtype=torch_dtype(spec.dtype), device="cpu", pin_memory=tensor.is_cuda
+        )
+        copy = Flat.of(memory)
         copy_read(_reader(spec, tensor), copy, step=_STEP)
         return copy
 
