@@ -64,12 +64,12 @@ MISTAKES |= {
     "a name": (lambda: SenderOptions(**as_any({"bucket_byte": 3})), "did you mean bucket_bytes?"),
     "no name": (
         lambda: SenderOptions(**as_any({"x": 3})),
-        "x is no option; use policy, bucket_bytes, ",
+        "x is no option; use bucket_bytes, max_inflight_bytes, ",
     ),
-    "a word": (lambda: SenderOptions(policy=as_any("dense")), "policy is 'dense'"),
+    "a word": (lambda: SenderOptions(wire_dtypes=as_any("bf16")), "wire_dtypes is 'bf16'"),
     "a choice": (
         lambda: SenderOptions(compression=as_any("gapp")),
-        "compression is 'gapp', .*'none', .*'block' or 'class'",
+        "compression is 'gapp', .*'none', 'zstd', 'gap' or 'class'",
     ),
     "no time": (lambda: ReceiverOptions(stall_timeout_s=0), "stall_timeout_s is 0"),
     "no time of a call": (
