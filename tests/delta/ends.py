@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict
 
 import numpy as np
 import torch
@@ -10,11 +11,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltasync.delta.bits import Flat, torch_dtype
+from deltasync.delta.choice import Kernels
 from deltasync.delta.coding import Coder, Coding
 from deltasync.delta.payloads import PayloadReader
 from deltasync.delta.readers import WireReader
 from deltasync.delta.shard import ShardSpec, Share, rows_of
-from deltasync.delta.snapshot import Bucket, Delta, Kernels, Plan, snapshot_of
+from deltasync.delta.snapshot import Bucket, Delta, Plan, snapshot_of
 from deltasync.delta.staging import LiveWeights, Staging, staged_bytes_of
 from deltasync.delta.tiles import table_of
 from deltasync.wire import messages
@@ -191,16 +193,7 @@ def packed(bucket: Bucket, coding: Coding = "none") -> tuple[Tensor, Compression
 
 
 def announced(bucket: Bucket, compression: Compression = "none") -> messages.Bucket:
-    sizes = bucket.sizes
-    return messages.Bucket(
-        version=1,
-        sequence=0,
-        item_size=sizes.item_size,
-        tiles=sizes.tiles,
-        places=sizes.places,
-        whole=sizes.whole,
-        compression=compression,
-    )
+    return messages.Bucket(version=1, sequence=0, **asdict(bucket.sizes), compression=compression)
 
 
 def aborted(plan: Plan, after: int) -> None:

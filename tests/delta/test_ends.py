@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from deltasync import dtypes
 from deltasync.delta.bits import as_bits
+from deltasync.delta.coding import Coding
 from deltasync.delta.ledger import Ledger
 from deltasync.delta.shard import share_out
 from deltasync.delta.snapshot import MIN_BUCKET_BYTES, DeltaPlan, Plan
@@ -39,7 +40,7 @@ from tests.worlds.bits import specs_of
 SMALL = 1 << 16
 BUCKETS = st.sampled_from([MIN_BUCKET_BYTES, 20_000, SMALL, 1 << 20])
 ROOM = st.sampled_from([0, 200, 50_000, 1 << 30])
-CODINGS = st.sampled_from(["none", "zstd", "gap"])
+CODINGS: st.SearchStrategy[Coding] = st.sampled_from(["none", "zstd", "gap"])
 LARGE = st.sampled_from([(TILE,), (TILE + 1,), (3, 3000), (2, 5, 1700), (65, 4100)])
 """Of several tiles; the last one of two chunks."""
 MODELS = own.models() | own.models(max_parameters=2, shapes=LARGE)

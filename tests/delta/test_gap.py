@@ -14,7 +14,8 @@ from torch import Tensor
 from deltasync.delta import gap
 from deltasync.delta.bits import as_bits
 from deltasync.delta.changes import Changes
-from deltasync.delta.coding import Coder
+from deltasync.delta.coding import Coder, Coding
+from deltasync.delta.snapshot import Bucket
 from deltasync.errors import ConfigError
 from deltasync.wire.changes import TILE, Sizes
 from tests.delta.ends import Receiver, aborted, equal, packed, sole
@@ -114,16 +115,25 @@ def sparse_model() -> dict[str, Tensor]:
     }
 
 
+def code(bucket: Bucket, coder: Coder) -> None:
+    """Pack a bucket, and have its payload coded."""
+    payload = torch.full((bucket.sizes.num_bytes,), POISON, dtype=torch.uint8)
+
+    def standing() -> None:
+        coder.coded(payload, bucket)
+
+    bucket.pack(payload, standing)
+
+
 @pytest.mark.parametrize("coding", ["zstd", "gap"])
-def test_payloads_are_counted_by_what_took_them(coding: str) -> None:
+def test_payloads_are_counted_by_what_took_them(coding: Coding) -> None:
     """One that gets no shorter goes as it is; one whose gaps are too long, by zstd."""
     sender = sole(sparse_model())
     sender.held["w"][::20] = 1
     sender.held["x"].random_(-(1 << 62), 1 << 62)
-    coder = Coder(coding)  # type: ignore[arg-type]
+    coder = Coder(coding)
     for bucket in sender.delta().buckets():
-        payload = torch.full((bucket.sizes.num_bytes,), POISON, dtype=torch.uint8)
-        bucket.pack(payload, lambda b=bucket, p=payload: coder.coded(p, b))  # type: ignore[misc]
+        code(bucket, coder)
     assert set(coder.bytes_by_codec) == {coding, "none"}
     far = sole({"w": torch.zeros(1 << 20, dtype=torch.int8)})
     far.held["w"][[0, -1]] = 1

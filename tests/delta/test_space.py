@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from deltasync import dtypes
 from deltasync.delta.shard import ShardSpec, Share, rows_of
@@ -30,7 +33,7 @@ def test_tiles_are_what_the_format_says(
     found = zip(space.order[space.share].tolist(), space.start, space.numel, strict=True)
     assert [tuple(map(int, one)) for one in found] == expected
     found_again = space.find(np.arange(len(space)))
-    of_all = space.share, space.start, space.numel
+    of_all: tuple[NDArray[np.integer], ...] = space.share, space.start, space.numel
     for columns in zip(found_again, of_all, strict=True):
         assert np.array_equal(*columns)
     for tile, (number, start, _) in enumerate(expected):
@@ -69,7 +72,7 @@ def test_boxes_of_ranks_come_back_from_their_table(shape: list[int], data: st.Da
     space = Space([Share(0, spec, region) for _, region in rows_of(box)])
     again = space_of(table_of(space), (spec,))
     assert again.given == space.given
-    every = torch.arange(np.prod(shape)).view(shape)
+    every = torch.arange(math.prod(shape)).view(shape)
     inside = every[tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))]
     places = [share.region.places(torch.arange(share.numel)) for share in again.given]
     assert torch.equal(torch.cat(places), inside.reshape(-1))

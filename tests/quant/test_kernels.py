@@ -166,9 +166,7 @@ def detector_of(snapshot: Snapshot) -> DeviceDetector:
 
 def compare(snapshot: Snapshot, readers: list[ServedReader]) -> None:
     """Bring the snapshot up to date."""
-    delta = snapshot.compare(
-        readers, bucket_bytes=1 << 16, max_held_bytes=1 << 20, base_version=1
-    )
+    delta = snapshot.compare(readers, bucket_bytes=1 << 16, max_held_bytes=1 << 20, base_version=1)
     source = detector_of(snapshot)._source
     assert source is not None
     assert source.masks is not None

@@ -120,7 +120,7 @@ def test_w31_w32_w33_wrong_blocks_are_a_wire_error_or_sound(
 ) -> None:
     """Damaged ones, and arbitrary ones beside one that is right or not."""
     dtype, new, old = case
-    count, rng = np.count_nonzero(new != old), np.random.default_rng(seed)
+    count, rng = int(np.count_nonzero(new != old)), np.random.default_rng(seed)
     good = blocks_of(*case)
     damaged = [bytearray(block) for block in good]
     for block in damaged[: 1 + seed % 2]:
@@ -195,7 +195,9 @@ def coded(old: Version, new: Version) -> tuple[bytes, Changes]:
     changes = Changes.of(payload, bucket.sizes)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(class_codec, "LEAST", 1)
-        return ClassCodec().encode(changes, detector), changes
+        data = ClassCodec().encode(changes, detector)
+    assert data is not None
+    return data, changes
 
 
 def same(left: Changes, right: Changes) -> bool:
@@ -266,7 +268,7 @@ def test_w30_wrong_payloads_are_an_error_by_type_or_sound(
         if lie.tiles < 1 or lie.places < 0 or lie.whole < 0:
             continue
         try:
-            found = ClassCodec().decode(memoryview(packed(hurt)), lie, lane)
+            found = ClassCodec().decode(memoryview(packed(list(map(bytes, hurt)))), lie, lane)
             Table(lane.space, found).check()
         except (WireError, SyncError):
             continue

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from deltasync import ReceiverOptions, ReloadedTarget, SenderOptions, SyncStats, WeightTarget
 from deltasync.delta.bits import as_bits
-from deltasync.delta.coding import Coding
 from deltasync.delta.choice import Kernels
+from deltasync.delta.coding import Coding
 from deltasync.engines.proof.reach import Reach
 from deltasync.engines.routed import RoutedTarget
 from deltasync.errors import SyncAborted

@@ -10,6 +10,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 MODULUS = 1 << 64
 ALIGNMENT, TILE = 16, 4096
@@ -85,8 +86,8 @@ def payload(tiles: Sequence[Tile], item_size: int) -> bytes:
     return b"".join(map(padded, columns(tiles, item_size)))
 
 
-def sizes(tiles: Sequence[Tile], item_size: int) -> dict[str, int]:
-    """What the message of a bucket says of them."""
+def sizes(tiles: Sequence[Tile], item_size: int) -> dict[str, Any]:
+    """What the message of a bucket says of them: fields of its model."""
     _, _, places, _, whole = columns(tiles, item_size)
     numbers = len(tiles), len(places) // 2, len(whole) // item_size
     return {"item_size": item_size} | dict(zip(("tiles", "places", "whole"), numbers, strict=True))

@@ -65,16 +65,17 @@ def tuples(value: Any) -> Any:
 
 
 def unsigned(bits: Tensor) -> list[int]:
-    return bits.numpy().view(f"u{bits.element_size()}").tolist()
+    found: list[int] = bits.numpy().view(f"u{bits.element_size()}").tolist()
+    return found
 
 
 def old_weights() -> dict[int, Flat]:
     """What the coded payloads are made from."""
     bits: list[list[int]] = [[] for _ in SPACE.shares]
-    for tile, (share, _, numel) in enumerate(
+    for tile, (number, _, numel) in enumerate(
         reference.tiles_of([(s.spec.dtype.item_size, s.numel) for s in SPACE.given])
     ):
-        bits[share] += [make_golden.old(tile, place) for place in range(numel)]
+        bits[number] += [make_golden.old(tile, place) for place in range(numel)]
     flats = {}
     for number, (share, some) in enumerate(zip(SPACE.given, bits, strict=True)):
         dtype = share.spec.dtype

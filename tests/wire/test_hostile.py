@@ -38,6 +38,8 @@ from tests.wire.reference import Tile
 
 SHARE_FIELDS = SHARE.names or ()
 NUMBERS = ["item_size", "tiles", "places", "whole"]
+PACKERS: list[Callable[[bytes], bytes]] = [bytes, compress]
+"""Of a stream that is stored, or packed."""
 SLACK = 1 << 17
 """Bytes of Python objects that any call may take: errors, tracebacks, small arrays."""
 
@@ -272,7 +274,7 @@ def mutated_numbers(data: st.DataObject, numbers: dict[str, Any]) -> dict[str, A
     made = dict(numbers)
     for _ in range(data.draw(st.integers(0, 2))):
         name = data.draw(st.sampled_from(NUMBERS))
-        near = st.integers(-9, 9).map(lambda step, now=made[name]: now + step)
+        near = st.integers(made[name] - 9, made[name] + 9)
         made[name] = data.draw(near | st.integers(0, 1 << 41) | st.sampled_from([1, 2, 4, 8]))
     return made
 
@@ -319,7 +321,7 @@ def test_w27_w28_w29_coded_changes_that_lie_are_refused_or_within_bounds(
     if data.draw(st.booleans()):
         nth = data.draw(st.integers(0, 3))
         streams[nth] = mutated(data, streams[nth] or b"0")
-    payload = reference.coded(streams, data.draw(st.sampled_from([bytes, compress])))
+    payload = reference.coded(streams, data.draw(st.sampled_from(PACKERS)))
     if data.draw(st.booleans()):
         payload = mutated(data, payload)
     numbers = mutated_numbers(data, one.numbers) | {"compression": "gap"}
@@ -364,7 +366,7 @@ def test_any_payload_with_any_numbers(raw: bytes, data: st.DataObject | None) ->
     """Of a small layout, and of one as large as layouts can be: memory follows what has come."""
     draw = (lambda one: 1) if data is None else data.draw
     counts = st.integers(0, 40) | st.integers(0, 1 << 40)
-    numbers = {name: draw(counts) for name in NUMBERS[1:]}
+    numbers: dict[str, Any] = {name: draw(counts) for name in NUMBERS[1:]}
     numbers |= {"item_size": 8, "compression": draw(st.sampled_from(["none", "zstd", "gap"]))}
     if data is None:
         numbers["compression"] = "gap"
@@ -411,7 +413,7 @@ def test_w17_tables_of_shares_are_read_and_lying_ones_refused_or_within_bounds(
             data.draw(st.sampled_from(SHARE_FIELDS)),
         )
         value, top = int(rows[field][row]), 2 ** (8 * SHARE[field].itemsize) - 1
-        near = st.integers(-9, 9).map(lambda step, now=value, top=top: (now + step) & top)
+        near = st.integers(value - 9, value + 9).map(top.__and__)
         rows[field][row] = data.draw(near | st.integers(0, top) | st.just(0))
     assert peak_of(partial(space_of, table, specs)) < 2000 * len(rows) + SLACK
     try:

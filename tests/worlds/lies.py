@@ -241,7 +241,7 @@ def put_tiles(*numbers: int) -> Edit:
     return lambda _: struct.pack(f"<{len(numbers)}I", *numbers)
 
 
-def edited(column: int, edit: Edit, **fields: int) -> Lie:
+def edited(column: int, edit: Edit, **fields: Any) -> Lie:
     """The honest payload with another column."""
     columns = reference.columns(HONEST_TILES, 2)
     columns[column] = edit(columns[column])
@@ -249,7 +249,7 @@ def edited(column: int, edit: Edit, **fields: int) -> Lie:
     return Lie(InvalidIndices, [bucket(data=data, **fields)])
 
 
-def of_tiles(*tiles: Tile, **fields: int) -> Lie:
+def of_tiles(*tiles: Tile, **fields: Any) -> Lie:
     return Lie(InvalidIndices, [bucket(*tiles, **fields)])
 
 
@@ -264,10 +264,11 @@ def compressed(data: bytes, **options: Any) -> bytes:
 
 def at_odds(data: bytes | None) -> Lie:
     """A payload that is not the one that its header declares."""
-    return Lie(TruncatedFrame, [Frame(bucket(*HONEST_TILES).header, data and tensor(data))])
+    payload = None if data is None else tensor(data)
+    return Lie(TruncatedFrame, [Frame(bucket(*HONEST_TILES).header, payload)])
 
 
-def inflating(data: bytes, error: type[DeltaSyncError], **fields: int) -> Lie:
+def inflating(data: bytes, error: type[DeltaSyncError], **fields: Any) -> Lie:
     return Lie(error, [zipped(data, **fields)])
 
 
@@ -366,13 +367,13 @@ def old(tile: int, place: int) -> int:
 STREAMS = reference.streams(CODED, 2, old)
 
 
-def gap(streams: Sequence[bytes] = STREAMS, *, data: bytes | None = None, **fields: int) -> Frame:
+def gap(streams: Sequence[bytes] = STREAMS, *, data: bytes | None = None, **fields: Any) -> Frame:
     data = reference.coded(streams) if data is None else data
     numbers = reference.sizes(CODED, 2) | fields
     return bucket(data=data, compression="gap", **numbers)
 
 
-def stream(error: type[DeltaSyncError], number: int, edit: Edit, **fields: int) -> Lie:
+def stream(error: type[DeltaSyncError], number: int, edit: Edit, **fields: Any) -> Lie:
     """The honest coded payload with another stream."""
     streams = [edit(one) if nth == number else one for nth, one in enumerate(STREAMS)]
     return Lie(error, [gap(streams, **fields)])
