@@ -239,7 +239,7 @@ def digest_run(space: Space, share: int, start: int, bits: Tensor) -> int:
     key = int(space.seeds[share])
     if (region := space.gaps.get(share)) is None:
         return KERNELS[bits.device.type].digest_run(bits, key, start)
-    positions = region.places(torch.arange(start, start + len(bits)))
+    positions = region.places(torch.arange(start, start + len(bits), device="cpu"))
     keys, cuts = np.array([key], np.uint64), np.array([0, len(bits)])
     return (
         int(kernels.digest_pieces(positions.numpy(), bits.cpu().numpy(), keys, cuts).sum()) & MASK
@@ -485,7 +485,9 @@ class HostDetector:
 
     def whole_of(self, tiles: Ints) -> Changes:
         """All of int64[T] tiles, of one section."""
-        payload = torch.empty(whole_sizes(self.space, tiles).num_bytes, dtype=torch.uint8)
+        payload = torch.empty(
+            whole_sizes(self.space, tiles).num_bytes, dtype=torch.uint8, device="cpu"
+        )
         self.full(tiles, payload)
         return Changes.of(payload, whole_sizes(self.space, tiles))
 
