@@ -548,8 +548,8 @@ show(draw_layers(masters[1e-6].tensors, title))
 # ## 6. Bytes
 #
 # What the changes take, each encoding with the density at which it meets the dense one. deltasync
-# sends int32 positions and new values, 6 bytes a change, and dense chunks above a density that the
-# policy chooses, by time rather than bytes.
+# sends u16 places in tiles of 4,096 elements and new values, 4 bytes a change and 6 a tile, or a
+# whole tile where that is shorter.
 
 # %%
 ENCODINGS = {  # (colour, line)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltasync.delta.bits import INTEGERS
-from deltasync.wire.changes import Sizes, padded
+from deltasync.wire.changes import Sizes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,8 +59,10 @@ class Changes:
 
     def clear_padding(self) -> None:
         """Write zeros between the columns."""
-        for begin, length in self.sizes.columns:
-            self.memory[begin + length : begin + padded(length)] = 0
+        columns = self.sizes.columns
+        ends = [*(begin for begin, _ in columns[1:]), len(self.memory)]
+        for (begin, length), end in zip(columns, ends, strict=True):
+            self.memory[begin + length : end] = 0
 
     def join(self, parts: Sequence[Changes]) -> None:
         """Write those of parts here, one after another."""

@@ -1,6 +1,6 @@
 """What a sync does on a GPU: find changes, emit and write them, digest tiles, all by kernels.
 
-`delta.host` has the same for hosts.
+`delta.detector` has the same for hosts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from deltasync.delta.bits import Flat
 from deltasync.delta.changes import Changes
-from deltasync.delta.host import addresses, padded_numel, whole_sizes
+from deltasync.delta.detector import whole_sizes
+from deltasync.delta.host import addresses, padded_numel
 from deltasync.delta.kernels import tiles as kernels
 from deltasync.delta.kernels.reads import AS_IS
 from deltasync.delta.kernels.tiles_live import ACCUMULATORS
@@ -28,7 +29,7 @@ from deltasync.wire.changes import ALIGNMENT, TILE, Sizes
 
 
 class DeviceFound:
-    """Where the tiles of a section differ: see `delta.host.HostFound`.
+    """Where the tiles of a section differ: see `delta.detector.HostFound`.
 
     Args:
         detector, source: What was compared.

@@ -51,11 +51,12 @@ def _changed_runs(reader: WireReader, held: Flat) -> Iterator[Run]:
     for start in range(0, held.numel, CHUNK_NUMEL):
         stop = min(start + CHUNK_NUMEL, held.numel)
         new = reader.read(start, stop)
-        indices, bits, _ = changed(new, held.read(start, stop))
-        if len(indices) * (INDEX_BYTES + size) > (stop - start) * size:
+        most = (stop - start) * size // (INDEX_BYTES + size)
+        indices = changed(new, held.read(start, stop), most)
+        if indices is None:
             yield Run(start, stop - start, None, new.clone())
         elif len(indices):
-            yield Run(start, stop - start, indices, bits)
+            yield Run(start, stop - start, indices, new.index_select(0, indices))
 
 
 def merged(runs: list[Run], numel: int) -> list[Run]:

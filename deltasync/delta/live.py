@@ -33,7 +33,7 @@ from deltasync.delta.launches import (
 )
 from deltasync.delta.ledger import Ledger
 from deltasync.delta.region import Region, paired
-from deltasync.delta.staging import Lane, LiveWeights, Staged
+from deltasync.delta.staging import Lane, LiveWeights, Received, Staged
 from deltasync.delta.tiles import CHUNK, Ints, Space
 from deltasync.errors import DigestMismatch, InvalidIndices
 
@@ -196,17 +196,19 @@ class DeviceLane(Lane):
     def begin(self) -> None:
         self._last.fill_(-1)
 
-    def check(self, changes: Changes) -> None:
+    def check(self, received: Received) -> None:
         """Raises InvalidIndices for what shows in sizes; kernels check the rest."""
+        changes = received.changes
         if self.space.section_of(changes.sizes.item_size) is None or not len(changes.tiles):
             raise InvalidIndices("tiles of a payload are out of range, unsorted or repeated")
 
-    def changes(self, changes: Changes, tally: Any) -> Iterator[Staged]:
+    def changes(self, received: Received, tally: Any) -> Iterator[Staged]:
         """Check changes, and tell what they write. Nothing waits. Their memory is copied.
 
         The tally raises InvalidIndices if they are bad; then nothing of the sync is written.
         """
         assert isinstance(tally, DeviceTally)
+        changes = received.changes
         tiles, size = self.tiles, changes.sizes.item_size
         section = self.space.section_of(size)
         assert section is not None

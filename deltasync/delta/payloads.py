@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -13,8 +10,8 @@ from deltasync.delta import gap
 from deltasync.delta.changes import Changes
 from deltasync.delta.codecs import codec_of
 from deltasync.delta.host import Table
-from deltasync.delta.staging import Lane, LiveWeights
-from deltasync.delta.tiles import Ints, Space, space_of
+from deltasync.delta.staging import LiveWeights, Received
+from deltasync.delta.tiles import Space, space_of
 from deltasync.errors import LimitExceeded
 from deltasync.wire.changes import ALIGNMENT
 from deltasync.wire.compression import decompress
@@ -27,31 +24,6 @@ def most_payload_bytes(space: Space) -> int:
     """What a sync takes at most: every element once, each tile in a payload of its own."""
     elements = space.share_numel * (_PLACE_BYTES + space.item_size)
     return int(elements.sum()) + len(space) * (_TILE_BYTES + _PAYLOAD_BYTES)
-
-
-@dataclass(frozen=True, eq=False)
-class Received:
-    """Changes that were checked, or are checked when they are staged.
-
-    Attributes:
-        lane: Where they belong.
-        changes: Over memory that is not owned.
-    """
-
-    lane: Lane
-    changes: Changes
-
-    @cached_property
-    def table(self) -> Table:
-        """Of them, on the host."""
-        return Table(self.lane.space, self.changes)
-
-    @property
-    def parameters(self) -> Ints:
-        """int64[n]: numbers of the layout's parameters that they speak of, increasing."""
-        space = self.lane.space
-        found: Ints = np.unique(space.parameter[self.table.share])
-        return found
 
 
 class PayloadReader:
@@ -111,8 +83,9 @@ class PayloadReader:
             changes = codec_of(bucket.compression).decode(data, sizes, place)
         else:
             changes = Changes.of(aligned(inflated(bucket, payload)), sizes)
-        place.check(changes)
-        return Received(place, changes)
+        received = Received(place, changes)
+        place.check(received)
+        return received
 
 
 def aligned(payload: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """The sending half: a copy of a source as receivers hold it, and what brings them to another.
 
-What compares and packs is a detector: `delta.host` has one for hosts, `delta.device` for a GPU.
+What compares and packs is a detector: `delta.detector` has one for hosts, `delta.device` for a GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from deltasync.delta.changes import Changes
 from deltasync.delta.choice import Kernels, device_for
 from deltasync.delta.codecs import Old
-from deltasync.delta.host import HostDetector, SourceMoved, arena, whole_sizes
+from deltasync.delta.detector import HostDetector, SourceMoved, arena, whole_sizes
 from deltasync.delta.ledger import Ledger
 from deltasync.delta.readers import Reader
 from deltasync.delta.shard import Share
@@ -47,7 +47,7 @@ class Digests(Protocol):
 
 
 class Found(Protocol):
-    """Where some tiles of a source differ: see `delta.host.HostFound`."""
+    """Where some tiles of a source differ: see `delta.detector.HostFound`."""
 
     @property
     def section(self) -> Section: ...
@@ -62,7 +62,7 @@ class Found(Protocol):
 
 
 class Detector(Protocol):
-    """A copy of a source, and how the source differs from it: see `delta.host.HostDetector`."""
+    """A copy of a source, and how the source differs from it: see `delta.detector.HostDetector`."""
 
     space: Space
     num_bytes: int
@@ -246,7 +246,7 @@ class Snapshot:
             self,
             self._detector,
             self._detector.find(groups, max_held_bytes, meanwhile or (lambda: None)),
-            self._settled().clone(),
+            self.settled().clone(),
             bucket_bytes=bucket_bytes,
             max_held_bytes=max_held_bytes,
             base_version=base_version,
@@ -258,7 +258,7 @@ class Snapshot:
 
     def ledger_of_copy(self) -> Ledger:
         """A new one, of the bits that the copy has."""
-        return _ledger_of(self.space, self._settled())
+        return _ledger_of(self.space, self.settled())
 
     def overwrite(self, changes: Changes, sums: Tensor) -> None:
         """Write these before they are decided, which changes the digests of the copy by `sums`."""
@@ -267,7 +267,7 @@ class Snapshot:
         self._sums += sums
         self._is_overwriting = False
 
-    def _settled(self) -> Tensor:
+    def settled(self) -> Tensor:
         """int64[chunks]: digests of the bits that the copy has, whatever broke off."""
         if self._is_overwriting:
             ahead = np.flatnonzero(torch.as_tensor(self._detector.ahead, device="cpu").numpy())
@@ -414,7 +414,7 @@ class DeltaPlan:
         payload: Tensor,
         packed: Callable[[], None],
     ) -> None:
-        sums = torch.zeros_like(self._sums)
+        sums = self._sums.clone()
         try:
             changes = found.emit(low, high, payload, sums)
         except SourceMoved:
@@ -422,13 +422,12 @@ class DeltaPlan:
                 "the source was written while it was sent: let nothing step or load until "
                 "send_weights returns, or has called on_source_read"
             ) from None
-        self._sums += sums
-        self._ledger = None
+        before, self._sums, self._ledger = self._sums, sums, None
         packed()
         if is_held:
             self._kept.append(Changes.of(changes.memory.clone(), changes.sizes))
         else:
-            self._snapshot.overwrite(changes, sums)
+            self._snapshot.overwrite(changes, sums - before)
 
 
 class FullPlan:

@@ -94,8 +94,10 @@ def sparsity(
     for start in range(0, held.numel, step):
         stop = min(start + step, held.numel)
         before, after = held.read(start, stop), reader.read(start, stop)
-        positions, *bits = changed(after, before)
-        chunk = _Chunk(held.dtype, before, positions, *(b.cpu() for b in bits))
+        positions = changed(after, before, most=stop - start)
+        assert positions is not None
+        bits = (one.index_select(0, positions).cpu() for one in (after, before))
+        chunk = _Chunk(held.dtype, before, positions, *bits)
         total += chunk.measured(exponents=exponents, encodings=encodings)
     return total
 

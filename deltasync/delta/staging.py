@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,16 +19,14 @@ from torch import Tensor
 from deltasync.delta.bits import Flat, Live, are_equal
 from deltasync.delta.changes import Changes
 from deltasync.delta.choice import Kernels, device_for
-from deltasync.delta.host import Bits, Pieces, Table, chunks_of, digest_run, memory
+from deltasync.delta.host import Bits, Lanes, Table, account_run, chunks_of, digest_run
 from deltasync.delta.kernels import host as kernels
 from deltasync.delta.ledger import Ledger
 from deltasync.delta.tiles import CHUNK, Ints, Space
 from deltasync.errors import DigestMismatch, LimitExceeded, ProtocolViolation
 from deltasync.wire.changes import PLACE_BYTES
-from deltasync.wire.digest import MASK
 from deltasync.wire.messages import ParameterSpec
 
-_BLOCK = 1 << 14  # elements written before they are read back: their lines fit the L2 cache
 _POSITION_BYTES = 8
 
 
@@ -118,6 +116,31 @@ class LiveWeights:
         return self.space.first_chunk[share] + chunk[cuts[:-1]], sums
 
 
+@dataclass(frozen=True, eq=False)
+class Received:
+    """Changes that were checked, or are checked when they are staged.
+
+    Attributes:
+        lane: Where they belong.
+        changes: Over memory that is not owned.
+    """
+
+    lane: Lane
+    changes: Changes
+
+    @cached_property
+    def table(self) -> Table:
+        """Of them, on the host."""
+        return Table(self.lane.space, self.changes)
+
+    @property
+    def parameters(self) -> Ints:
+        """int64[n]: numbers of the layout's parameters that they speak of, increasing."""
+        space = self.lane.space
+        found: Ints = np.unique(space.parameter[self.table.share])
+        return found
+
+
 class Lane:
     """Where what a rank of a trainer sends is in the live weights.
 
@@ -145,18 +168,17 @@ class Lane:
         """A new sync begins: any tile may come first."""
         self._after = -1
 
-    def check(self, changes: Changes) -> None:
+    def check(self, received: Received) -> None:
         """Raises InvalidIndices unless they are changes of this space that follow those before."""
-        table = Table(self.space, changes)
-        table.check(self._after)
-        self._after = int(table.tiles[-1])
+        received.table.check(self._after)
+        self._after = int(received.table.tiles[-1])
 
-    def changes(self, changes: Changes, tally: Any) -> Iterator[Staged]:
+    def changes(self, received: Received, tally: Any) -> Iterator[Staged]:
         """What changes that were checked write here. Their memory is copied.
 
         What it changes of digests is added to what a tally of these weights has.
         """
-        table, sums = Table(self.space, changes), tally.ledger.sums
+        changes, table, sums = received.changes, received.table, tally.ledger.sums
         kind = self._is_simple[table.share]
         if kind.all():
             yield from self._lanes(table, changes.values.cpu(), sums)
@@ -174,7 +196,7 @@ class Lane:
         lanes, whole = (np.zeros(n, f"u{size}") for n in (table.sizes.places, table.sizes.whole))
         is_simple = self._is_simple[table.share]
         if is_simple.all():
-            lanes[:] = memory(size)[table.at(self._begins)]
+            lanes = table.lanes(self._begins).read()
         else:
             for number, there in table.by_share():
                 where = torch.from_numpy(table.positions()[there])
@@ -215,10 +237,10 @@ class Lane:
     def _lanes(self, table: Table, values: Tensor, sums: NDArray[np.uint64]) -> Iterator[Staged]:
         if not len(values):
             return
-        at, everything = table.at(self._begins), memory(values.element_size())
-        old, new = everything[at], kernels.unsigned(values).copy()
-        _account(sums, table.pieces(self._elements), old, new)
-        yield HostLanes(at, new, old)
+        where, new = table.lanes(self._begins), kernels.unsigned(values).copy()
+        old = where.read()
+        table.pieces(self._elements).account(sums, new, old)
+        yield HostLanes(replace(where, places=where.places.copy()), new, old)
 
     def _by_parameter(
         self, table: Table, values: Tensor, sums: NDArray[np.uint64]
@@ -268,7 +290,7 @@ class Lane:
         flat, one = self._flats[share], self.space.shares[share]
         if flat is None:
             return
-        for chunk, low, high in chunks_of(self._elements[share], start, start + len(bits)):
+        for _, low, high in chunks_of(self._elements[share], start, start + len(bits)):
             new, begin = bits[low - start : high - start], one.region.start + low
             if one.gap or flat.held(begin, begin + len(new)) is not None:
                 if (
@@ -281,9 +303,7 @@ class Lane:
                 continue
             new = new.to(flat.line.device, copy=True)
             old = flat.read(begin, begin + len(new)).clone()
-            whole = int(self._whole[share])
-            gained, lost = (digest_run(self._live.space, whole, begin, b) for b in (new, old))
-            sums[chunk : chunk + 1] += np.uint64((gained - lost) & MASK)
+            account_run(sums, self._live.space, int(self._whole[share]), begin, new, old)
             yield Elements(one.spec.name, flat, begin, None, new, old)
 
 
@@ -346,29 +366,26 @@ class HostLanes:
     """Scattered elements in host memory.
 
     Attributes:
-        at: int64[n]: indices of `memory`.
+        where: Where they are.
         new, old: unsigned[n]: bits.
     """
 
-    at: Ints
+    where: Lanes
     new: NDArray[Any]
     old: NDArray[Any]
 
     @property
     def num_bytes(self) -> int:
-        return self.at.nbytes + self.new.nbytes + self.old.nbytes
+        where = self.where
+        arrays = where.first, where.counts, where.places, self.new, self.old
+        return sum(array.nbytes for array in arrays)
 
     def commit(self) -> None:
-        everything = memory(self.new.itemsize)
-        for begin in range(0, len(self.at), _BLOCK):
-            at, new = self.at[begin : begin + _BLOCK], self.new[begin : begin + _BLOCK]
-            everything[at] = new
-            if not np.array_equal(everything[at], new):
-                raise DigestMismatch("the weights read back are not those that were written")
+        if not self.where.write_checked(self.new):
+            raise DigestMismatch("the weights read back are not those that were written")
 
     def restore(self) -> bool:
-        memory(self.old.itemsize)[self.at] = self.old
-        return np.array_equal(memory(self.old.itemsize)[self.at], self.old)
+        return self.where.write_checked(self.old)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -461,9 +478,9 @@ class Staging:
         """The digests that the weights have after `commit`. Raises InvalidIndices."""
         return self._tally.ledger
 
-    def stage(self, lane: Lane, changes: Changes) -> None:
-        """Take over changes that a lane has checked, and copy them. Raises LimitExceeded."""
-        for staged in lane.changes(changes, self._tally):
+    def stage(self, received: Received) -> None:
+        """Take over changes that were checked; their memory is copied. Raises LimitExceeded."""
+        for staged in received.lane.changes(received, self._tally):
             if self.in_place:
                 self._writing()
                 staged.commit()
@@ -491,11 +508,6 @@ class Staging:
         are_there = [staged.restore() for staged in reversed(self._staged)]
         if not (all(are_there) and self._tally.is_restored):
             raise DigestMismatch("undo failed: the weights are not what they were")
-
-
-def _account(sums: NDArray[np.uint64], pieces: Pieces, old: Any, new: Any) -> None:
-    np.add.at(sums, pieces.chunk, pieces.digests(new))
-    np.subtract.at(sums, pieces.chunk, pieces.digests(old))
 
 
 def _is_simple(flat: Live | None) -> bool:

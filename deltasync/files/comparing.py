@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from deltasync.delta.bits import Flat
-from deltasync.delta.host import HostDetector
+from deltasync.delta.detector import HostDetector
 from deltasync.delta.ledger import Ledger, digest_text
 from deltasync.delta.shard import whole
 from deltasync.delta.sparsity import Sparsity, sparsity

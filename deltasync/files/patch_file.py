@@ -14,11 +14,11 @@ import torch
 from deltasync.delta.bits import Flat
 from deltasync.delta.changes import Changes
 from deltasync.delta.coding import Coding
-from deltasync.delta.host import HostDetector, Part
+from deltasync.delta.detector import HostDetector, Part
 from deltasync.delta.ledger import digest_text
-from deltasync.delta.payloads import Received
 from deltasync.delta.readers import WireReader
 from deltasync.delta.snapshot import Snapshot
+from deltasync.delta.staging import Received
 from deltasync.delta.tiles import Space
 from deltasync.errors import ConfigError, DigestMismatch, LayoutMismatch, ProtocolViolation
 from deltasync.files.checkpoint import Checkpoint, check_same_tensors
@@ -262,8 +262,8 @@ class _OldFile(HostDetector):
         self._checkpoints, self._advance = (old, new), advance
         self._unreleased = self._compared = 0
 
-    def part(self, low: int, high: int) -> Part:
-        found, space = super().part(low, high), self.space
+    def part(self, low: int, high: int, *, only_counts: bool = False) -> list[Part]:
+        found, space = super().part(low, high, only_counts=only_counts), self.space
         num_bytes = int((space.numel[low:high] * space.item_size[space.share[low:high]]).sum())
         if low >= self._compared:  # others are compared a second time
             self._compared = high

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from deltasync.delta.bits import Live
 from deltasync.delta.changes import Changes
-from deltasync.delta.host import Bits, Table, padded_numel, whole_sizes
+from deltasync.delta.detector import whole_sizes
+from deltasync.delta.host import Bits, Table, padded_numel
 from deltasync.delta.kernels.host import unsigned
 from deltasync.delta.shard import whole
 from deltasync.delta.snapshot import Bucket

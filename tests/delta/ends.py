@@ -171,7 +171,7 @@ def staged(
             sent = [sent[0] + bucket.sizes.num_bytes, sent[1] + bucket.sizes.places]
             payload, compression = packed(bucket, coding)
             received = reader.read(announced(bucket, compression), payload, lane)
-            staging.stage(received.lane, received.changes)
+            staging.stage(received)
             payload.fill_(POISON)
             received.changes.memory.fill_(POISON)
         assert sent == [plan.payload_bytes, plan.places]

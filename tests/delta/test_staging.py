@@ -316,7 +316,7 @@ def test_a_write_among_others_that_does_not_stick_is_an_error() -> None:
     tensor = torch.zeros(10, dtype=torch.int16)
     [lanes] = stage_tiles(live_of({"w": tensor}), [Tile(0, (4, 5), (1, 2))])._staged
     assert isinstance(lanes, HostLanes)
-    twice = replace(lanes, at=lanes.at[[0, 0]])
+    twice = replace(lanes, where=replace(lanes.where, places=lanes.where.places[[0, 0]]))
     with pytest.raises(DigestMismatch, match="the weights read back are not"):
         twice.commit()
     assert lanes.restore()

@@ -26,7 +26,7 @@ from deltasync.delta.route import Part, Piece
 from deltasync.delta.shard import Share, whole
 from deltasync.delta.snapshot import Bucket as Packing
 from deltasync.delta.snapshot import DeltaPlan, FullPlan, Snapshot, snapshot_of
-from deltasync.delta.staging import Lane, LiveWeights, Staging, staged_bytes_of
+from deltasync.delta.staging import Lane, LiveWeights, Received, Staging, staged_bytes_of
 from deltasync.delta.tiles import Space
 from deltasync.errors import ConfigError, DigestMismatch, InvalidIndices, LimitExceeded
 from deltasync.wire.changes import Sizes
@@ -169,8 +169,9 @@ class Ends:
             for sizes, payload in payloads:
                 memory = payload.clone()
                 changes = Changes.of(memory, sizes)
-                lane.check(changes)
-                staging.stage(lane, changes)
+                received = Received(lane, changes)
+                lane.check(received)
+                staging.stage(received)
                 memory.fill_(55)
             assert staging.commit() == staging.ledger.total
             if not in_place:
@@ -465,8 +466,9 @@ def stage_all(
     """Stage what a lane carries; unless it is not asked for, see whether all of it is good."""
     for sizes, payload in payloads:
         changes = Changes.of(payload, sizes)
-        lane.check(changes)
-        staging.stage(lane, changes)
+        received = Received(lane, changes)
+        lane.check(received)
+        staging.stage(received)
     assert not check or staging.ledger
 
 
@@ -546,7 +548,7 @@ def test_coded_payloads_reach_weights_that_kernels_write(
     for number, bucket in enumerate(plan.buckets()):
         message, payload = coded(bucket, "gap" if number % 2 else "none")
         received = payloads.read(message, payload)
-        staging.stage(received.lane, received.changes)
+        staging.stage(received)
     assert staging.commit() == plan.ledger.total
     assert same(copy, source)
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from deltasync.delta.bits import Flat, Live, as_bits, dtype_of
 from deltasync.delta.changes import Changes
-from deltasync.delta.host import HostDetector, Table
+from deltasync.delta.detector import HostDetector
+from deltasync.delta.host import Table
 from deltasync.delta.kernels.host import unsigned
 from deltasync.delta.readers import WireReader
 from deltasync.delta.shard import whole

@@ -69,7 +69,7 @@ def stage_tiles(
     staging = Staging(live, max_bytes=staged_bytes_of(**sizes), in_place=in_place, writing=writing)
     for bucket, payload in buckets:
         received = reader.read(bucket, payload)
-        staging.stage(received.lane, received.changes)
+        staging.stage(received)
         payload.fill_(POISON)
     return staging
 

@@ -3,7 +3,7 @@
 `host` and `reference` have the same functions, held together by a parity test. The kernels of
 `tiles` go over a whole model in one launch; `delta.device` calls them.
 
-- `changed(new, old)`: where int[n] differ: int32 positions, new and old bits.
+- `changed(new, old, most)`: int32 positions where int[n] differ; None if they are more than `most`.
 - `is_increasing(indices, span)`: whether int32[n] are strictly increasing within [0, span).
 - `digest_run(bits, key, start)`: the digest of consecutive elements, a Python integer.
 """
@@ -22,7 +22,7 @@ from deltasync.delta.kernels import host, reference
 class Kernels(Protocol):
     """The functions of a kernel module."""
 
-    def changed(self, new: Tensor, old: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
+    def changed(self, new: Tensor, old: Tensor, most: int) -> Tensor | None: ...
 
     def is_increasing(self, indices: Tensor, span: int) -> bool: ...
 

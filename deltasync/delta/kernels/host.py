@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import pairwise
 from threading import local
 from typing import Any, TypeAlias
 
@@ -24,18 +25,19 @@ _WORD = np.dtype(np.int64)
 _scratch = local()
 
 
-def changed(new: Tensor, old: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(int32[k] increasing positions, int[k] new bits, int[k] old bits) where int[n] differ.
+def changed(new: Tensor, old: Tensor, most: int) -> Tensor | None:
+    """int32[k] increasing positions where int[n] differ; None if these are more than `most`.
 
     n is less than 2^31.
     """
     news, olds = new.numpy(), old.numpy()
     positions = _positions(news, olds)
     if positions is None:
-        positions = np.flatnonzero(_differ(news, olds))
-    indices = torch.from_numpy(positions.astype(np.int32))
-    new, old = (torch.from_numpy(bits.take(positions)) for bits in (news, olds))
-    return indices, new, old
+        mask = _differ(news, olds)
+        if np.count_nonzero(mask) > most:
+            return None
+        positions = np.flatnonzero(mask)
+    return torch.from_numpy(positions.astype(np.int32)) if len(positions) <= most else None
 
 
 def is_increasing(indices: Tensor, span: int) -> bool:
@@ -74,6 +76,7 @@ def digest_pieces(
     bits: NDArray[np.integer],
     keys: NDArray[np.uint64],
     cuts: NDArray[np.int64],
+    old: NDArray[np.integer] | None = None,
 ) -> NDArray[np.uint64]:
     """uint64[pieces]: the sums of mixes over pieces of scattered elements that lie side by side.
 
@@ -83,9 +86,11 @@ def digest_pieces(
         bits: int[n], the bits of the element at each of them.
         keys: uint64[pieces].
         cuts: int64[pieces + 1], where each piece begins, and n. None is empty, unless n is 0.
+        old: int[n], other bits at the same positions, whose mixes are subtracted.
     """
     sums = np.zeros(len(keys), np.uint64)
     positions, bits, buffers = _unsigned(positions), _unsigned(bits), _buffers(len(bits))
+    subtracted = None if old is None else (_unsigned(old), np.empty_like(buffers[0]))
     for begin in range(0, len(bits), BLOCK):
         end = min(begin + BLOCK, len(bits))
         low, high = int(cuts.searchsorted(begin, "right")) - 1, int(cuts.searchsorted(end))
@@ -95,14 +100,25 @@ def digest_pieces(
         np.multiply(positions[begin:end], _STEP, out=x)
         own = keys[low:high]
         x += own[0] if (own == own[0]).all() else np.repeat(own, inner[1:] - inner[:-1])
+        if subtracted is not None:
+            before, other = subtracted[0][begin:end], subtracted[1][: end - begin]
+            np.add(x, before, out=other)
+            _mix(other, scratch)
         x += bits[begin:end]
         _mix(x, scratch)
+        if subtracted is not None:
+            x -= other
         sums[low:high] += np.add.reduceat(x, inner[:-1])
     return sums
 
 
 def differing(
-    new: _Bits, old: _Bits, begins: NDArray[np.int64], ahead: NDArray[np.bool_]
+    new: _Bits,
+    old: _Bits,
+    begins: NDArray[np.int64],
+    ahead: NDArray[np.bool_],
+    *,
+    only_counts: bool = False,
 ) -> tuple[_Bits, ...] | None:
     """How tiles differ that lie one after another.
 
@@ -110,6 +126,7 @@ def differing(
         new, old: unsigned[n] bits.
         begins: int64[tiles]: where each begins.
         ahead: bool[tiles]: which go whole, whatever their bits are.
+        only_counts: Whether to return no places and bits.
 
     Returns:
         None if none does. Otherwise int64[T] tiles, counts of their changes (0 for one that goes
@@ -119,7 +136,8 @@ def differing(
     positions = _positions(new, old)
     if positions is None:  # most words differ: count before finding
         mask = _differ(new, old)
-        changed = np.add.reduceat(mask.view(np.uint8), begins, dtype=np.int64)
+        ends = pairwise([*begins.tolist(), len(mask)])
+        changed = np.array([np.count_nonzero(mask[low:high]) for low, high in ends])
     else:
         changed = np.diff(positions.searchsorted(begins), append=len(positions))
     goes = (changed > 0) | ahead
@@ -128,15 +146,17 @@ def differing(
     numel, size, found = np.diff(begins, append=len(new)), new.itemsize, changed
     changed = np.where(ahead, numel, found)
     is_whole = changed * (2 + size) > numel * size
+    counts, tiles = np.where(is_whole, 0, changed), np.flatnonzero(goes)
+    if only_counts:
+        return tiles, counts[goes], np.zeros(0, np.uint16), new[:0], changed[goes]
     if positions is None:
         for tile in np.flatnonzero(is_whole).tolist():
             mask[begins[tile] : begins[tile] + numel[tile]] = False
         positions = np.flatnonzero(mask)
     elif is_whole.any():
         positions = positions[np.repeat(~is_whole, found)]
-    counts = np.where(is_whole, 0, changed)
     places = (positions - np.repeat(begins, counts)).astype(np.uint16)
-    return np.flatnonzero(goes), counts[goes], places, new.take(positions), changed[goes]
+    return tiles, counts[goes], places, new.take(positions), changed[goes]
 
 
 def _positions(new: _Bits, old: _Bits) -> NDArray[np.intp] | None:

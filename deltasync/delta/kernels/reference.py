@@ -10,10 +10,10 @@ from deltasync.wire.digest import GOLDEN_RATIO, MASK, MULTIPLIERS
 _BLOCK = 1 << 20  # elements mixed at once
 
 
-def changed(new: Tensor, old: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(int32[k] increasing positions, int[k] new bits, int[k] old bits) where int[n] differ."""
+def changed(new: Tensor, old: Tensor, most: int) -> Tensor | None:
+    """int32[k] increasing positions where int[n] differ; None if these are more than `most`."""
     found = (new != old).nonzero().squeeze(1)
-    return found.to(torch.int32), new[found], old[found]
+    return found.to(torch.int32) if len(found) <= most else None
 
 
 def is_increasing(indices: Tensor, span: int) -> bool:

@@ -15,10 +15,10 @@ from torch import Tensor
 from deltasync.delta.bits import Live
 from deltasync.delta.coding import Coding
 from deltasync.delta.ledger import digest_text
-from deltasync.delta.payloads import PayloadReader, Received
+from deltasync.delta.payloads import PayloadReader
 from deltasync.delta.shard import whole
 from deltasync.delta.snapshot import Plan
-from deltasync.delta.staging import LiveWeights
+from deltasync.delta.staging import LiveWeights, Received
 from deltasync.delta.tiles import Space
 from deltasync.errors import ProtocolViolation, TruncatedFrame
 from deltasync.sync.protocol.frames import Emitter

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from deltasync.delta.bits import Flat, check_plain, dtype_of, torch_dtype
 from deltasync.delta.changes import Changes
-from deltasync.delta.host import HostDetector, HostFound, whole_sizes
+from deltasync.delta.detector import HostDetector, HostFound, whole_sizes
 from deltasync.delta.ledger import Ledger
 from deltasync.delta.modes import in_plain_mode
 from deltasync.delta.readers import WireReader, copy_read
@@ -248,11 +248,11 @@ class _Taken:
 
     def _keep(self, found: HostFound) -> None:
         sizes = Sizes(found.section.item_size, *found.ends[-1].tolist())
-        payload, sums = (
-            torch.empty(sizes.num_bytes, dtype=torch.uint8, device="cpu"),
-            torch.zeros_like(self._sums),
-        )
-        changes = found.emit(0, 1, payload, sums)
+        payload = torch.empty(sizes.num_bytes, dtype=torch.uint8, device="cpu")
+        before = self._snapshot.settled()
+        after = before.clone()
+        changes = found.emit(0, 1, payload, after)
+        sums = after - before
         tiles, _ = changes.table()
         if sizes.num_bytes <= self._room:
             self._room -= sizes.num_bytes

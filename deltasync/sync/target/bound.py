@@ -13,9 +13,9 @@ import numpy as np
 from torch import Tensor
 
 from deltasync.delta.ledger import Ledger, digest_text
-from deltasync.delta.payloads import PayloadReader, Received, most_payload_bytes
+from deltasync.delta.payloads import PayloadReader, most_payload_bytes
 from deltasync.delta.shard import whole
-from deltasync.delta.staging import LiveWeights, Staging, staged_bytes_of
+from deltasync.delta.staging import LiveWeights, Received, Staging, staged_bytes_of
 from deltasync.delta.tiles import Ints, Space
 from deltasync.errors import (
     DeltaSyncError,
@@ -230,7 +230,7 @@ class BoundWeights:
         assert self.staging is not None
         received = self._payloads.read(bucket, payload, lane)
         progress()
-        self.staging.stage(received.lane, received.changes)
+        self.staging.stage(received)
         progress()
         return received
 
