@@ -21,7 +21,7 @@ pytestmark = [
 
 def nudged(weights: Tensor, share: float) -> None:
     bits = as_bits(weights)
-    bits += (torch.rand(weights.shape, device="cuda") < share).to(bits.dtype)
+    bits += (torch.rand(weights.shape, device=weights.device) < share).to(bits.dtype)
 
 
 @pytest.mark.parametrize("link", ["cuda", "cpu"])
