@@ -21,6 +21,7 @@ class Changes:
     Signed types carry unsigned numbers: torch has little for others.
 
     Attributes:
+        sizes: T, N and W.
         tiles: int32[T].
         counts: int16[T].
         places: int16[N].
@@ -29,6 +30,7 @@ class Changes:
         memory: uint8[num_bytes], the payload.
     """
 
+    sizes: Sizes
     tiles: Tensor
     counts: Tensor
     places: Tensor
@@ -45,12 +47,7 @@ class Changes:
             payload[begin : begin + length].view(dtype)
             for dtype, (begin, length) in zip(types, sizes.columns, strict=True)
         )
-        return cls(tiles, counts, places, values, whole, payload)
-
-    @property
-    def sizes(self) -> Sizes:
-        """T, N and W."""
-        return Sizes(self.values.element_size(), len(self.tiles), len(self.places), len(self.whole))
+        return cls(sizes, tiles, counts, places, values, whole, payload)
 
     @property
     def num_bytes(self) -> int:

@@ -236,7 +236,7 @@ def _taken(changes: Changes, device: torch.device) -> tuple[Changes, int]:
         for (at, length), dtype in zip(sizes.columns[2:], (torch.int16, bits, bits), strict=True)
     )
     tiles, counts = changes.tiles.to(device), changes.counts.to(device)
-    return Changes(tiles, counts, places, values, whole, kept), kept.nbytes
+    return Changes(sizes, tiles, counts, places, values, whole, kept), kept.nbytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)

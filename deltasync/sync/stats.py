@@ -287,8 +287,8 @@ class DeltaWatch:
             return Noticed()
         self._fit(layout.specs)
         limit, factor = options.warn_unchanged_syncs, options.warn_density_factor
-        if delta.nnz:
-            density = delta.nnz / layout.numel
+        if nnz := delta.nnz:
+            density = nnz / layout.numel
             found = [self._unchanged(weights, delta, limit), self._jump(density, factor)]
         else:
             found = [self._silence(limit)]
