@@ -371,7 +371,9 @@ class HostDetector:
 
     def whole_of(self, tiles: Ints) -> Changes:
         """All of int64[T] tiles, of one section."""
-        payload = torch.empty(whole_sizes(self.space, tiles).num_bytes, dtype=torch.uint8)
+        payload = torch.empty(
+            whole_sizes(self.space, tiles).num_bytes, dtype=torch.uint8, device="cpu"
+        )
         self.full(tiles, payload)
         return Changes.of(payload, whole_sizes(self.space, tiles))
 

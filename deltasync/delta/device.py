@@ -101,7 +101,7 @@ class DeviceFound:
             tile_of = torch.empty(TILE, dtype=torch.int32, device=device)
             self._locate(0, 1, changes, tile_of, whole)
             changes.places.zero_()
-            tile_of[:], whole[2:] = section.first, torch.tensor((section.first, 0))
+            tile_of[:], whole[2:] = section.first, torch.tensor((section.first, 0), device="cpu")
             sums = torch.zeros(self._detector.space.num_chunks, dtype=torch.int64, device=device)
             self._fill(changes, tile_of, whole, 1, sums)
 

@@ -288,7 +288,7 @@ def digest_run(space: Space, share: int, start: int, bits: Tensor) -> int:
     key = int(space.seeds[share])
     if (region := space.gaps.get(share)) is None:
         return KERNELS[bits.device.type].digest_run(bits, key, start)
-    positions = region.places(torch.arange(start, start + len(bits)))
+    positions = region.places(torch.arange(start, start + len(bits), device="cpu"))
     keys, cuts = np.array([key], np.uint64), np.array([0, len(bits)])
     return (
         int(kernels.digest_pieces(positions.numpy(), bits.cpu().numpy(), keys, cuts).sum()) & MASK

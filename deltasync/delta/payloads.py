@@ -71,7 +71,9 @@ class PayloadReader:
         if payload is None:
             payload = torch.empty(0, dtype=torch.uint8, device="cpu")
         if bucket.compression == "gap":
-            changes = Changes.of(torch.zeros(sizes.num_bytes, dtype=torch.uint8), sizes)
+            changes = Changes.of(
+                torch.zeros(sizes.num_bytes, dtype=torch.uint8, device="cpu"), sizes
+            )
             opened = gap.Opened(payload.cpu().numpy().data, sizes, changes)
             table = Table(place.space, changes)
             table.check()

@@ -270,7 +270,7 @@ class Snapshot:
     def settled(self) -> Tensor:
         """int64[chunks]: digests of the bits that the copy has, whatever broke off."""
         if self._is_overwriting:
-            ahead = np.flatnonzero(torch.as_tensor(self._detector.ahead).cpu().numpy())
+            ahead = np.flatnonzero(torch.as_tensor(self._detector.ahead, device="cpu").numpy())
             chunks, ledger = np.unique(self.space.chunk[ahead]).astype(np.int64), self.ledger.copy()
             ledger.sums[chunks] = self.measure(chunks)
             self._sums, self._is_overwriting = self._there(ledger), False

@@ -202,7 +202,9 @@ class Lane:
                 where = torch.from_numpy(table.positions()[there])
                 lanes[there] = self._read(number, where)
         for run in table.runs():
-            whole[run.there] = self._read(run.share, torch.arange(run.start, run.stop))
+            whole[run.there] = self._read(
+                run.share, torch.arange(run.start, run.stop, device="cpu")
+            )
         return lanes, whole
 
     def span(self, share: int, start: int, stop: int) -> Bits | None:
@@ -277,7 +279,7 @@ class Lane:
 
     def _positions(self, share: int, flat: Live, low: int, high: int) -> Tensor:
         """int64[k]: positions of those of a run of a share that are held."""
-        return self._held(share, flat, torch.arange(low, high))[0]
+        return self._held(share, flat, torch.arange(low, high, device="cpu"))[0]
 
     def _whole_run(
         self, share: int, start: int, bits: Tensor, sums: NDArray[np.uint64]
@@ -292,7 +294,9 @@ class Lane:
             new, begin = bits[low - start : high - start], one.region.start + low
             if one.gap or flat.held(begin, begin + len(new)) is not None:
                 if (
-                    found := self._scattered(share, torch.arange(low, high), new, sums)
+                    found := self._scattered(
+                        share, torch.arange(low, high, device="cpu"), new, sums
+                    )
                 ) is not None:
                     again = partial(self._positions, share, flat, low, high)
                     yield replace(found, positions=again)

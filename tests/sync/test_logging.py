@@ -44,7 +44,7 @@ def test_a_sync_is_one_line_at_each_end(caplog: pytest.LogCaptureFixture) -> Non
     assert second == f"sent {stats}"
     heard = sorted(lines(caplog, INFO, "sync.receiver"))
     told = [
-        r"other\[0/1\] wrote v1: full, 152 bytes of patches, \d+\.\d ms",
+        r"other\[0/1\] wrote v1: full, 192 bytes of patches, \d+\.\d ms",
         r"other\[0/1\] wrote v2: delta, \d+ bytes of patches, \d+\.\d ms",
         r"same\[0/1\] joined at v1: same digest",
         r"same\[0/1\] wrote v2: delta, \d+ bytes of patches, \d+\.\d ms",

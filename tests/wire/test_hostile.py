@@ -22,9 +22,9 @@ from deltasync import dtypes
 from deltasync.delta import gap
 from deltasync.delta.bits import Flat, torch_dtype
 from deltasync.delta.changes import Changes
-from deltasync.delta.payloads import PayloadReader, Received
+from deltasync.delta.payloads import PayloadReader
 from deltasync.delta.shard import whole
-from deltasync.delta.staging import LiveWeights
+from deltasync.delta.staging import LiveWeights, Received
 from deltasync.delta.tiles import Space, space_of, table_of
 from deltasync.errors import InvalidTable, LimitExceeded, MalformedMessage, WireError
 from deltasync.wire import messages as m

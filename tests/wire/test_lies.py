@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from deltasync.delta.bits import as_bits
-from deltasync.delta.payloads import Received
+from deltasync.delta.staging import Received
 from deltasync.errors import DirtyReceiver, TransportTimeout, WireError
 from deltasync.sync.protocol.one_way import OneWayReader
 from deltasync.transports.base import Frame

@@ -223,7 +223,9 @@ class _Taken:
         self.space, self._snapshot, self._detector = snapshot.space, snapshot, detector
         self._bucket_bytes, self._room = bucket_bytes, room
         self._place = np.argsort(self.space.order).tolist()
-        self._sums = torch.zeros(self.space.num_chunks, dtype=torch.int64)  # by what is kept
+        self._sums = torch.zeros(
+            self.space.num_chunks, dtype=torch.int64, device="cpu"
+        )  # by what is kept
         self._groups: list[_Group] = []
         self._counts = np.zeros(len(self.space.shares), np.int64)
         self.payload_bytes = self.places = self.held_bytes = 0
@@ -246,7 +248,7 @@ class _Taken:
 
     def _keep(self, found: HostFound) -> None:
         sizes = Sizes(found.section.item_size, *found.ends[-1].tolist())
-        payload = torch.empty(sizes.num_bytes, dtype=torch.uint8)
+        payload = torch.empty(sizes.num_bytes, dtype=torch.uint8, device="cpu")
         before = self._snapshot.settled()
         after = before.clone()
         changes = found.emit(0, 1, payload, after)
