@@ -19,7 +19,7 @@ from torch import Tensor
 from deltasync.delta.bits import Flat, Live, are_equal
 from deltasync.delta.changes import Changes
 from deltasync.delta.choice import Kernels, device_for
-from deltasync.delta.host import Bits, Lanes, Table, account_run, chunks_of, digest_run
+from deltasync.delta.host import Bits, HostLanes, Table, account_run, chunks_of, digest_run
 from deltasync.delta.kernels import host as kernels
 from deltasync.delta.ledger import Ledger
 from deltasync.delta.tiles import CHUNK, Ints, Space
@@ -359,33 +359,6 @@ class HostTally:
 
     def check_written(self) -> None:
         """It was."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class HostLanes:
-    """Scattered elements in host memory.
-
-    Attributes:
-        where: Where they are.
-        new, old: unsigned[n]: bits.
-    """
-
-    where: Lanes
-    new: NDArray[Any]
-    old: NDArray[Any]
-
-    @property
-    def num_bytes(self) -> int:
-        where = self.where
-        arrays = where.first, where.counts, where.places, self.new, self.old
-        return sum(array.nbytes for array in arrays)
-
-    def commit(self) -> None:
-        if not self.where.write_checked(self.new):
-            raise DigestMismatch("the weights read back are not those that were written")
-
-    def restore(self) -> bool:
-        return self.where.write_checked(self.old)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,10 +16,11 @@ from torch import Tensor
 from deltasync import dtypes
 from deltasync.delta.bits import Flat, Live, integer_dtype
 from deltasync.delta.codes import Codes
+from deltasync.delta.host import HostLanes
 from deltasync.delta.payloads import PayloadReader
 from deltasync.delta.region import Region, unpaired
 from deltasync.delta.route import Part, Piece
-from deltasync.delta.staging import HostLanes, LiveWeights
+from deltasync.delta.staging import LiveWeights
 from deltasync.delta.tiles import Space
 from deltasync.errors import DigestMismatch, InvalidIndices
 from deltasync.wire.changes import TILE
