@@ -56,7 +56,9 @@ def test_a_sync_is_one_line_at_each_end(caplog: pytest.LogCaptureFixture) -> Non
 def test_losses_and_second_tries_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     source = random_model(SHAPES, 0)
     with fleet(source, wrap=Watched) as here:
-        here.join({"stays": random_model(SHAPES, 0), "leaves": random_model(SHAPES, 1)})
+        here.add(random_model(SHAPES, 0), engine="stays")
+        here.wait(1)  # so that the other one is peer 1
+        here.join({"leaves": random_model(SHAPES, 1)})
         source.get_parameter("a").data += 1
         here.link.lose_at("begin", here, "leaves/0")
         here.sender.send_weights(timeout_s=5)
