@@ -264,13 +264,16 @@ class DeviceChanges:
         return self.kept_bytes + sum(one.nbytes for one in others)
 
     def commit(self) -> None:
-        with on(self.tiles.device):
-            self.tiles.write(self.opened, self.new, self.tally.flag, self.tally.written)
+        self._write(self.new, self.tally.written)
 
     def restore(self) -> bool:
-        with on(self.tiles.device):
-            self.tiles.write(self.opened, self.old, self.tally.flag, self.tally.restored)
+        self._write(self.old, self.tally.restored)
         return True
+
+    def _write(self, bits: tuple[Tensor, Tensor], gains: Tensor) -> None:
+        with on(self.tiles.device):
+            self.tiles.write(self.opened, bits, self.tally.flag)
+            self.tiles.read_back(self.opened, len(bits[1]), self.tally.flag, gains)
 
 
 class DeviceTally:
