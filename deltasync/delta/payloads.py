@@ -51,7 +51,7 @@ class PayloadReader:
         table = np.zeros(0, np.uint8) if payload is None else payload.cpu().numpy()
         if (said := table.tobytes()) != self._tables.get(lane):
             specs = [share.spec for share in self._live.space.given]
-            self._lanes[lane] = self._live.lane(space_of(table, specs))
+            self._lanes[lane] = self._live.lane(space_of(np.frombuffer(said, np.uint8), specs))
             self._tables[lane] = said
 
     def read(self, bucket: Bucket, payload: Tensor | None, lane: int = 0) -> Received:

@@ -240,7 +240,7 @@ class Lane:
         where, new = table.lanes(self._begins), kernels.unsigned(values).copy()
         old = where.read()
         table.pieces(self._elements).account(sums, new, old)
-        yield HostLanes(replace(where, places=where.places.copy()), new, old)
+        yield HostLanes(where, new, old)
 
     def _by_parameter(
         self, table: Table, values: Tensor, sums: NDArray[np.uint64]

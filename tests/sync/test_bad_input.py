@@ -39,6 +39,7 @@ from deltasync.wire.messages import (
 )
 from tests.golden.make_golden import MESSAGES
 from tests.worlds.lies import header_of
+from tests.worlds.links import ThroughReceiver
 from tests.worlds.peers import (
     BASE,
     DENSE,
@@ -219,6 +220,27 @@ def test_in_place_an_earlier_bucket_is_written_and_the_receiver_refuses_to_serve
     with pytest.raises(DirtyReceiver):
         hand.receiver.check_serving()
     hand.serve_honestly()
+
+
+class Repacked(ThroughReceiver):
+    """Of a sender that gives the receiver up, and packs where the payload is that it looks at."""
+
+    def receive(self, *, timeout_s: float) -> Frame:
+        self.frame = super().receive(timeout_s=timeout_s)
+        return self.frame
+
+    def progress(self) -> None:
+        if self.frame.payload is not None:
+            self.frame.payload.fill_(0x7F)
+
+
+def test_a_payload_that_changes_while_it_is_looked_at_is_not_written_elsewhere() -> None:
+    hand = Hand(IN_PLACE, wrap=Repacked)
+    hand.say([*JOINED, begin(), bucket(SPARSE)])
+    now = [as_bits(parameter.data) for parameter in hand.module.parameters()]
+    expected = [bits.clone() for bits in hand.before]
+    expected[0].view(-1)[list(SPARSE.places or ())] = 0x7F7F
+    assert all(torch.equal(a, b) for a, b in zip(expected, now, strict=True))
 
 
 @pytest.mark.promise(
