@@ -17,13 +17,12 @@ from deltasync.wire.changes import ALIGNMENT
 from deltasync.wire.compression import decompress
 from deltasync.wire.messages import Begin, Bucket
 
-_PLACE_BYTES, _TILE_BYTES, _PAYLOAD_BYTES = 2, 6, 5 * ALIGNMENT
+_MOST_BYTES = 4 * ALIGNMENT  # of the payload of an element alone: all columns but `whole`
 
 
 def most_payload_bytes(space: Space) -> int:
-    """What a sync takes at most: every element once, each tile in a payload of its own."""
-    elements = space.share_numel * (_PLACE_BYTES + space.item_size)
-    return int(elements.sum()) + len(space) * (_TILE_BYTES + _PAYLOAD_BYTES)
+    """What a sync takes at most, however ranks share it out: each element alone in a payload."""
+    return _MOST_BYTES * int(space.share_numel.sum())
 
 
 class PayloadReader:

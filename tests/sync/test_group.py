@@ -333,6 +333,16 @@ def test_ranks_that_leave_something_out_are_refused() -> None:
         assert all("'q' among them, are not whole together" in str(one) for one in outcomes)
 
 
+def test_ranks_may_share_out_what_is_tiny() -> None:
+    shapes = {f"bias{n}": (16,) for n in range(20)}
+    source, target = (random_model(shapes, n).bfloat16() for n in (1, 2))
+    with trainer_of(source, rows_of(source, 8)) as here:
+        here.add(target)
+        here.wait(1)
+        assert here.send(timeout_s=30).full_synced == 1
+        assert bits_equal(source, target)
+
+
 @pytest.mark.promise(
     "Engines and trainers of several ranks",
     "A receiver needs a lane to each rank.",
