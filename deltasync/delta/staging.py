@@ -92,11 +92,11 @@ class LiveWeights:
         if self._device_weights is not None:
             return self._device_weights.measure(chunks)
         found = np.zeros(len(chunks), np.uint64)
-        for n, chunk in enumerate(chunks.tolist()):
-            share, start, stop = self.ledger.bounds(chunk)
-            parameter = int(self.space.parameter[share])
-            if (flat := self.flats.get(parameter)) is None:
-                continue
+        is_held = np.isin(self.space.parameter, list(self.flats))
+        shares = self.space.first_chunk.searchsorted(chunks, "right") - 1
+        for n in np.flatnonzero(is_held[shares]).tolist():
+            share, start, stop = self.ledger.bounds(int(chunks[n]))
+            flat = self.flats[int(self.space.parameter[share])]
             held = flat.held(start, stop)
             if held is None:
                 found[n] = digest_run(self.space, share, start, flat.read(start, stop))

@@ -323,7 +323,7 @@ class WeightReceiver(BaseReceiver):
     def _bind(self, layout: messages.Layout) -> None:
         """Find the weights of the layout and measure them."""
         weights, session = self._weights, self._session
-        weights.bind(layout.specs(), lanes=session.lanes, is_alone=self._world == 1)
+        weights.bind(layout.specs(), lanes=session.lanes, world=self._world)
         self._stream = own_stream(weights.live.device, self._stream)
         self._reply(weights.held(half_written=session.half_written))
 

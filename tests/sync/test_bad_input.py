@@ -89,6 +89,10 @@ CASES: dict[str, tuple[list[Said], type[DeltaSyncError]]] = {
         [layout(parameters=entries((replace(SPECS[0], shape=(1 << 61,)), *SPECS[1:])))],
         LayoutMismatch,
     ),
+    "layout of a gigantic parameter that is not held": (
+        [layout(parameters=entries((*SPECS, replace(SPECS[0], names=("d",), shape=(1 << 37,)))))],
+        LayoutMismatch,
+    ),
     "layout of another dtype": (
         [layout(parameters=entries((replace(SPECS[0], dtype=SPECS[1].dtype), *SPECS[1:])))],
         LayoutMismatch,
