@@ -12,7 +12,7 @@ from deltasync.delta.codecs import codec_of
 from deltasync.delta.host import Table
 from deltasync.delta.staging import LiveWeights, Received
 from deltasync.delta.tiles import Space, space_of
-from deltasync.errors import LimitExceeded
+from deltasync.errors import InvalidIndices, LimitExceeded
 from deltasync.wire.changes import ALIGNMENT
 from deltasync.wire.compression import decompress
 from deltasync.wire.messages import Begin, Bucket
@@ -67,6 +67,8 @@ class PayloadReader:
                 "the sync is larger than its begin declared: begin must count all payloads"
             )
         place = self._lanes[lane]
+        if sizes.num_bytes > place.space.most_bytes:
+            raise InvalidIndices("a payload has more than all tiles of its lane")
         if payload is None:
             payload = torch.empty(0, dtype=torch.uint8, device="cpu")
         if bucket.compression == "gap":
