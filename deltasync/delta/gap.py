@@ -69,6 +69,8 @@ class Opened:
         if len(whole) % 4:
             raise TruncatedFrame("numbers of whole tiles in an odd number of bytes")
         goes_whole = whole.view("<u4").astype(np.int64)
+        if (goes_whole[1:] <= goes_whole[:-1]).any():
+            raise InvalidIndices("numbers of whole tiles are unsorted or repeated")
         codes = _decode_gaps(gaps, sizes.places)
         tiles, counts = np.unique(codes // TILE, return_counts=True)
         if len(tiles) + len(goes_whole) != sizes.tiles:
@@ -138,6 +140,8 @@ def _decode_gaps(block: Block, count: int) -> Ints:
             raise TruncatedFrame("gaps of 2 bytes in an odd number of bytes")
         codes = codes.reshape(_WIDE, -1).T.copy().view("<u2")[:, 0]
     ends = _ends(codes, count)
+    if codes[0]:
+        raise InvalidIndices("the first gap is not 0")
     if first + int(codes.sum(dtype=np.int64)) + count > 1 << 48:
         raise InvalidIndices("gaps lead beyond any layout")
     sums = np.cumsum(codes, dtype=np.int64)

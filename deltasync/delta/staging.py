@@ -92,11 +92,11 @@ class LiveWeights:
         if self._device_weights is not None:
             return self._device_weights.measure(chunks)
         found = np.zeros(len(chunks), np.uint64)
-        for n, chunk in enumerate(chunks.tolist()):
-            share, start, stop = self.ledger.bounds(chunk)
-            parameter = int(self.space.parameter[share])
-            if (flat := self.flats.get(parameter)) is None:
-                continue
+        is_held = np.isin(self.space.parameter, list(self.flats))
+        shares = self.space.first_chunk.searchsorted(chunks, "right") - 1
+        for n in np.flatnonzero(is_held[shares]).tolist():
+            share, start, stop = self.ledger.bounds(int(chunks[n]))
+            flat = self.flats[int(self.space.parameter[share])]
             held = flat.held(start, stop)
             if held is None:
                 found[n] = digest_run(self.space, share, start, flat.read(start, stop))
@@ -240,7 +240,7 @@ class Lane:
         where, new = table.lanes(self._begins), kernels.unsigned(values).copy()
         old = where.read()
         table.pieces(self._elements).account(sums, new, old)
-        yield HostLanes(replace(where, places=where.places.copy()), new, old)
+        yield HostLanes(where, new, old)
 
     def _by_parameter(
         self, table: Table, values: Tensor, sums: NDArray[np.uint64]

@@ -252,6 +252,7 @@ class TrainerRank(Closing):
             case orders.Send():
                 return self._send(order)
             case orders.Decide():
+                self._lanes.decided()
                 self._resolve(order.version)
         return None
 
