@@ -315,6 +315,18 @@ def test_a_sync_larger_than_declared_is_refused_before_any_write(
     assert equal(receiver.live, before)
 
 
+@pytest.mark.parametrize("numel", [8, TILE])
+def test_whole_tiles_beside_few_lanes_take_no_more_than_was_declared(numel: int) -> None:
+    model = {f"w{n}": torch.zeros(numel, dtype=torch.int16) for n in range(100)}
+    model["few"] = torch.zeros(TILE, dtype=torch.int16)
+    sender, receiver = sole(model), Receiver(model, layout="contiguous")
+    for name, weights in sender.held.items():
+        weights[: 1 if name == "few" else None] = 1
+    plan = sender.delta()
+    assert receiver.sync([plan]) == plan.ledger.total
+    assert equal(receiver.live, sender.held)
+
+
 def test_padding_is_zero() -> None:
     model = {"a": torch.zeros(5, dtype=torch.int16), "b": torch.zeros(9, dtype=torch.int16)}
     sender = sole(model)
