@@ -287,17 +287,16 @@ class DeviceDetector:
                 **_EXACT,
             )
 
-    def advance(self, changes: Changes, *, ahead: bool = False) -> None:
-        """Write changes, as `emit` makes them, to the copy; with `ahead`, before a decision."""
+    def advance(self, changes: Changes) -> None:
+        """Write changes, as `emit` makes them, to the copy, which is ahead then."""
         section = self.space.section_of(changes.sizes.item_size)
         assert section is not None
         with on(self.device):
             flag, after = self.tiles.blank(), torch.full_like(self.tiles.blank(), -1)
             opened = self.tiles.open(changes, section, flag, after)
             gains = torch.zeros(ACCUMULATORS, dtype=torch.int64, device=self.device)
+            self.ahead[changes.tiles.to(torch.int64)] = 1
             self.tiles.write(opened, (changes.values, changes.whole), flag, gains)
-            if ahead:
-                self.ahead[changes.tiles.to(torch.int64)] = 1
 
     def full(self, tiles: Ints, payload: Tensor) -> None:
         """Write all of int64[T] tiles, of one section, to a payload of their sizes."""

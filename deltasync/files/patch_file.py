@@ -275,5 +275,5 @@ class _OldFile(HostDetector):
                 checkpoint.release()
         return found
 
-    def advance(self, changes: Changes, *, ahead: bool = False) -> None:
+    def advance(self, changes: Changes) -> None:
         """Do nothing: no second delta is taken against it."""

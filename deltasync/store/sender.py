@@ -288,11 +288,12 @@ class StoreSender:
         except ObjectDamaged:
             self._pending = None
             raise
+        if pending.delta is not None:
+            pending.delta.decided()  # broken off, it is settled by the next call
         self._pending, self._holds_head = None, True
         if pending.delta is None:
             self._anchor_is_due, self._is_damaged, self._delta_bytes = False, False, 0
             return published
-        pending.delta.decided()
         self._delta_bytes += pending.manifest.way.num_bytes
         is_its_turn = (published.version - 1) % self.publishing.anchor_every == 0
         self._anchor_is_due |= is_its_turn or self._delta_bytes > self._layout.num_bytes

@@ -298,6 +298,43 @@ def test_a_snapshot_that_is_ahead_when_packing_breaks_off_is_known_to_be(
     assert np.array_equal(snapshot.ledger.sums, sender.measured())
 
 
+@pytest.mark.parametrize("broken", ["advance", "advance_whole", "advance_lanes"])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_snapshot_of_which_a_decision_breaks_off_is_known_to_be_mixed(
+    broken: str, is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the second payload. The next delta is decided, and receivers get all of that version."""
+    sender, model = changed_ends()
+    sender.held["w2"].fill_(3)
+    receiver, plan, detector = (
+        Receiver(model),
+        sender.delta(1 << 30, SMALL),
+        sender.snapshot._detector,
+    )
+    inner, calls = getattr(detector, broken), iter([False, True])
+
+    def stopping(*args: object) -> None:
+        stops = next(calls)
+        if is_late or not stops:
+            inner(*args)
+        if stops:
+            raise Stop
+
+    aborted(plan, 1 << 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(detector, broken, stopping)
+        with pytest.raises(Stop):
+            plan.decided()
+    sender.held["w1"].zero_()
+    again = sender.delta()
+    aborted(again, 1 << 20)
+    again.decided()
+    assert np.array_equal(sender.snapshot.ledger.sums, sender.measured())
+    full = sender.snapshot.full(bucket_bytes=1 << 20)
+    assert receiver.sync([full]) == full.ledger.total
+    assert equal(receiver.live, sender.held)
+
+
 @given(model=own.models(), data=st.data(), lie=st.integers(1, 1 << 20))
 def test_a_sync_larger_than_declared_is_refused_before_any_write(
     model: Model, data: st.DataObject, lie: int
