@@ -92,7 +92,7 @@ def write_patch(
     frames = one_way_frames(
         plan,
         old.layout,
-        stream_id=f"{digest_text(base.total)}-{digest_text(plan.ledger.total)}",
+        stream_id=digest_text(base.total),  # of the result nothing is known before it is packed
         version=_VERSION,
         digest=base.total,
         compression=codec,
