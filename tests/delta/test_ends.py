@@ -15,8 +15,9 @@ from deltasync import dtypes
 from deltasync.delta.bits import as_bits
 from deltasync.delta.coding import Coding
 from deltasync.delta.ledger import Ledger
-from deltasync.delta.shard import share_out
+from deltasync.delta.shard import ShardSpec, share_out
 from deltasync.delta.snapshot import MIN_BUCKET_BYTES, DeltaPlan, Plan
+from deltasync.delta.tiles import CHUNK
 from deltasync.errors import DigestMismatch, LimitExceeded, SourceChanged
 from deltasync.wire.changes import TILE
 from deltasync.wire.digest import MASK
@@ -200,6 +201,35 @@ def test_what_a_plan_says_is_what_differs(model: Model, data: st.DataObject) -> 
     assert plan.payload_bytes == sum(one.num_bytes for one in sizes)
     dense = sum(t.nbytes for t in model.values())
     assert plan.payload_bytes <= dense + len(plan.space) * (6 + 5 * 16)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "stepped"])
+def test_tiles_of_a_share_that_lie_in_two_chunks_count_in_both(layout: own.Layout) -> None:
+    """A tile of the second rank begins 904 elements before a chunk ends."""
+    numel, cut = CHUNK + 2 * TILE, CHUNK - TILE - 904
+    model = {"w": torch.zeros(numel, dtype=torch.int16)}
+    held = [
+        {"w": ShardSpec((numel,), (low,), (high - low,))} for low, high in ((0, cut), (cut, numel))
+    ]
+    ranks = [Rank(specs_of(model), boxes, copies(parts(model, boxes))) for boxes in held]
+    receiver = Receiver(model, layout=layout)
+    for first, stop in ((-1, 1), (-2, 0), (0, 1), (-904, -903), (-TILE, TILE), (904 - CHUNK, 100)):
+        before = copies(receiver.live)
+        model["w"][CHUNK + first : CHUNK + stop] += 1
+        for rank, boxes in zip(ranks, held, strict=True):
+            rank.write(parts(model, boxes))
+        plans = [rank.delta() for rank in ranks]
+        staging = receiver.stage(plans)
+        assert np.array_equal(staging.ledger.sums, receiver.expected(model))
+        staging.commit()
+        assert equal(receiver.live, model)
+        staging.undo()
+        assert equal(receiver.live, before)
+        assert staging.commit() == sum(plan.ledger.total for plan in plans) & MASK
+        assert np.array_equal(receiver.measured(), staging.ledger.sums)
+        receiver.weights.ledger = staging.ledger
+        for plan in plans:
+            plan.decided()
 
 
 # Memory, and what is sent again
