@@ -301,13 +301,12 @@ class DeviceDetector:
                 **_EXACT,
             )
 
-    def advance(self, changes: Changes, *, ahead: bool = False) -> None:
-        """Write changes, as `emit` makes them, to the copy; with `ahead`, before a decision."""
+    def advance(self, changes: Changes) -> None:
+        """Write changes, as `emit` makes them, to the copy, which is ahead then."""
         section = self.space.section_of(changes.sizes.item_size)
         assert section is not None
         with on(self.device):
-            if ahead:
-                self.ahead.index_fill_(0, changes.tiles.to(torch.int64), 1)
+            self.ahead.index_fill_(0, changes.tiles.to(torch.int64), 1)
             flag = self.tiles.blank()
             if isinstance(changes, Emitted):
                 opened = changes.opened

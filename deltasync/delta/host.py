@@ -177,8 +177,9 @@ class Table:
 
     def lanes(self, begins: Ints) -> Lanes:
         """Where all lanes are, if shares begin at int64[shares] addresses."""
-        first = (begins[self.share] - _NULL) // self.sizes.item_size + self.start
-        return Lanes(self.sizes.item_size, first, self.counts, self.places)
+        sparse, size = self.counts > 0, self.sizes.item_size
+        first = (begins[self.share[sparse]] - _NULL) // size + self.start[sparse]
+        return Lanes(size, first, self.counts[sparse], self.places)
 
     def positions(self) -> Ints:
         """int64[N]: where lanes are in their shares."""

@@ -175,8 +175,8 @@ class Tiles:
         return self.table.device
 
     def blank(self) -> Tensor:
-        """int32[1]: a flag while nothing is bad."""
-        return torch.full((1,), kernels.CLEAR, dtype=torch.int32, device=self.device)
+        """int32[2]: a flag while nothing is bad."""
+        return torch.full((2,), kernels.CLEAR, dtype=torch.int32, device=self.device)
 
     def open(self, changes: Changes, section: Section, flag: Tensor, after: Tensor) -> Opened:
         """Check changes on the device. Nothing waits; what is bad raises the flag.

@@ -270,7 +270,7 @@ class DeviceTally:
         sums: int64[chunks]: by how much digests change.
         predicted: int64[2, n]: digests of all bits that are staged, and of those that they replace.
         written, restored: int64[n]: digests of what was read back.
-        flag: int32[n]: the first says what is bad, see `kernels.tiles`.
+        flag: int32[n]: the first two say what is bad, see `kernels.tiles`.
     """
 
     def __init__(self, before: Ledger, device: torch.device) -> None:
@@ -283,7 +283,7 @@ class DeviceTally:
             totals = self._numbers[:_FLAG_AT].view(4, -1)
             self.predicted, self.written, self.restored = totals[:2], totals[2], totals[3]
             self.flag = self._numbers[_FLAG_AT:_SUMS_AT].view(torch.int32)
-            self.flag[:1] = kernels.CLEAR
+            self.flag[:] = kernels.CLEAR
             self.sums = self._numbers[_SUMS_AT:]
 
     @property
@@ -291,7 +291,11 @@ class DeviceTally:
         """The digests that everything that was staged leads to. Waits. Raises InvalidIndices."""
         if self._ledger is None:
             numbers = Numbers(self._numbers).read()
-            if (fault := int(numbers[_FLAG_AT])) != kernels.CLEAR:
+            fault, chunk, *_ = _flag_of(numbers)
+            if fault == kernels.MISPLACED:
+                name = self._before.space.shares[self._before.bounds(chunk)[0]].spec.name
+                raise InvalidIndices(f"{name}: places out of range, unsorted or repeated")
+            if fault != kernels.CLEAR:
                 raise InvalidIndices(_FAULTS[fault])
             self._ledger = self._before.copy()
             self._ledger.sums += numbers[_SUMS_AT:].view(np.uint64)
@@ -319,11 +323,15 @@ class DeviceTally:
         """Digests of bits that are staged, replaced, written, restored; and the flag."""
         numbers = Numbers(self._numbers[:_SUMS_AT]).read()
         digests = numbers[:_FLAG_AT].view(np.uint64).reshape(4, -1).sum(axis=1)
-        return [*digests.tolist(), int(numbers[_FLAG_AT])]
+        return [*digests.tolist(), _flag_of(numbers)[0]]
+
+
+def _flag_of(numbers: NDArray[np.int64]) -> list[int]:
+    """The flag of a tally."""
+    return numbers[_FLAG_AT:_SUMS_AT].view(np.int32).tolist()
 
 
 _FAULTS = {
     kernels.UNSORTED: "tiles of a payload are out of range, unsorted or repeated",
     kernels.MISCOUNTED: "the counts of a payload do not add up to what it has",
-    kernels.MISPLACED: "places in a tile are out of range, unsorted or repeated",
 }

@@ -92,7 +92,7 @@ class WeightSender(Closing):
         self.source: WeightSource | None = getattr(own, "source", None)
         self.stream_id = self.options.stream_id or uuid.uuid4().hex
         self._link = SenderLink(transport)
-        check_coding(self.options)
+        check_coding(own, self.options)
         self._lobby = Lobby(self._link, admits, num_lanes=group.world - 1 if group else 0)
         self._session, self._group = SenderSession(), None if group is None else GroupCalls(group)
         self._peer_ranks = (
@@ -136,7 +136,7 @@ class WeightSender(Closing):
 
         Setting them raises ConfigError if `kernels`, `leave_out`, `snapshot_device`, `stream_id`,
         `wire_dtypes` or the policy's `chunk_numel` differ: changing these requires a new sender.
-        It raises ConfigError too for `compression="class"`.
+        It raises ConfigError too for a `compression` that a new sender refuses.
         """
         return self._own.options
 
@@ -144,7 +144,7 @@ class WeightSender(Closing):
     def options(self, options: SenderOptions) -> None:
         check_options(options, SenderOptions)
         check_replaceable(self._own.options, options)
-        check_coding(options)
+        check_coding(self._own, options)
         self._own.options = options
 
     @property

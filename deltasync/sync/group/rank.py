@@ -75,9 +75,9 @@ class TrainerRank(Closing):
     ) -> None:
         self.version = 0
         self.world, options = world, options or SenderOptions()
-        check_coding(options)
         self._rank = rank
         self._weights = OwnWeights(source, options)
+        check_coding(self._weights, options)
         self.source = self._weights.source
         self._lanes = LaneSender(transport)
         self._address = Address.of(transport)
