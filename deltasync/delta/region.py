@@ -141,10 +141,6 @@ class Region:
             found += index * stride
         return found
 
-    def is_scattered(self, start: int, stop: int) -> bool:
-        """Whether the elements of numbers [start, stop) do not lie one after another."""
-        return self.place(stop - 1) - self.place(start) != stop - 1 - start
-
     def places(self, numbers: Tensor) -> Tensor:
         """int64[n]: where int64[n] elements lie, in memory of their own."""
         stride = self.dims[-1][1] if self.dims else 1
