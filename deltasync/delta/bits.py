@@ -17,7 +17,6 @@ from deltasync.delta.region import Region
 from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError
 
-_BLOCK = 1 << 17  # indices widened at once: still in the cache when used, and few calls
 _POSITIONS = 1 << 20  # that are looked at together: some 60 bytes for each
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The type that carries the bits of elements of so many bytes."""
@@ -263,52 +262,6 @@ class Flat(Live):
             return positions
         dims = zip(self.tensor.shape, self.tensor.stride(), strict=True)
         return Region(0, tuple(dims)).places(positions)
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """A part of one parameter's change: what one row of a patch table says.
-
-    Attributes:
-        start: Flat position of the first element it speaks of.
-        span: How many it speaks of.
-        indices: int32[count], strictly increasing, relative to `start`; None when dense.
-        bits: int[count] of the new values; None for a dense run that is still in the source.
-    """
-
-    start: int
-    span: int
-    indices: Tensor | None = None
-    bits: Tensor | None = None
-
-    @property
-    def count(self) -> int:
-        """Elements written."""
-        return self.span if self.indices is None else len(self.indices)
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.span
-
-    def positions(self) -> Tensor:
-        """int64[count]: the flat positions of a sparse run, in memory of their own."""
-        assert self.indices is not None
-        positions = self.indices.to(torch.int64, copy=True)
-        return positions.add_(self.start) if self.start else positions
-
-    def write(self, flat: Live, bits: Tensor) -> None:
-        """Overwrite what this speaks of with int[count] bits, wherever the two live.
-
-        Its indices must have been checked: strictly increasing within the span.
-        """
-        if self.indices is None:
-            flat.write(self.start, bits)
-            return
-        device = flat.line.device
-        for begin in range(0, len(bits), _BLOCK):
-            block = slice(begin, begin + _BLOCK)
-            positions = Run(self.start, self.span, self.indices[block]).positions()
-            flat.scatter(positions.to(device), bits[block].to(device))
 
 
 def overlapping(held: Iterable[tuple[str, Live]]) -> tuple[str, str] | None:
