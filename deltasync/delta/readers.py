@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -50,27 +50,15 @@ class Reader(Protocol):
         ...
 
 
-class Kind(Hashable, Protocol):
-    """What kernels are compiled for: computations of one kind are compiled once."""
-
-    def example(self, device: torch.device) -> Reader:
-        """A reader of a tiny matrix on a device."""
-        ...
-
-
 class Computation(Protocol):
     """How kernels compute what a reader reads: `deltasync.quant` has one.
 
     Attributes:
-        kind: What is compiled for it.
         kept_dtype: Of what kernels read for it; None for codes.
         address: Of the weights that codes are computed from.
         read: A number for each way to read codes; at least `kernels.reads.COMPUTED`.
         source_bytes: Of the weights that one element is computed from.
     """
-
-    @property
-    def kind(self) -> Kind: ...
 
     @property
     def kept_dtype(self) -> Dtype | None: ...

@@ -87,13 +87,8 @@ class GroupDelta(GroupPlan):
         super().__init__(own, others, found, decide)
         self.nnz = own.nnz + sum(one.nnz for one in found)
         self.held_bytes = max([own.held_bytes, *(one.held_bytes for one in found)])
-        total = counts + sum(orders.copies_of(one.changed).astype(np.int64) for one in found)
-        self.changed = np.flatnonzero(total)
-        self._counts = total[self.changed]
-
-    def counts(self) -> Ints:
-        """int64[n]: elements that differ, of each of `changed`."""
-        return self._counts
+        others = (orders.copies_of(one.changed).astype(np.int64) for one in found)
+        self.counts = sum(others, start=counts)
 
 
 class GroupWeights:

@@ -282,13 +282,7 @@ class _Taken:
         return int(self._counts.sum())
 
     @property
-    def changed(self) -> Ints:
-        return np.flatnonzero(self._by_share())
-
     def counts(self) -> Ints:
-        return self._by_share()[self.changed]
-
-    def _by_share(self) -> Ints:
         found: Ints = self._counts[self._place]
         return found
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from operator import attrgetter
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -131,31 +131,27 @@ class NamedTensor:
         return dtype_of(self.tensor, name=self.name)
 
 
-class Listing:
-    """What a source has returned, as it is compared with what it returns next: by loops in C.
+Facts: TypeAlias = tuple[object, ...]
+"""What tells where a tensor is read, and as what."""
 
-    Args:
-        entries: The list.
 
-    Attributes:
-        tensors: The tensors of it.
-    """
+def facts_of(entries: Sequence[NamedTensor]) -> list[Facts]:
+    """The facts of each, by loops in C: what a source returns next is compared with them."""
+    tensors = map(_TENSOR, entries)
+    held = [(None, t) if type(t) in _PLAIN else _held(t) for t in tensors]
+    shards, local = zip(*held, strict=True) if held else ((), ())
+    columns = [map(fact, local) for fact in _FACTS]
+    return list(zip(map(_ENTRY, entries), shards, *columns, strict=True))
 
-    def __init__(self, entries: list[NamedTensor]) -> None:
-        self.tensors: list[Tensor] = list(map(_TENSOR, entries))
-        self._facts: list[list[object]] = []
-        if set(map(type, self.tensors)) <= _PLAIN:  # others may hold their elements elsewhere
-            of_tensors = (list(map(fact, self.tensors)) for fact in _FACTS)
-            self._facts = [list(map(_ENTRY, entries)), *of_tensors]
 
-    def reads_as(self, other: Listing) -> bool:
-        """Whether the readers of the other one read the same. False if that is not known."""
-        return bool(self._facts) and self._facts == other._facts
+def _held(tensor: Tensor) -> tuple[ShardSpec, Tensor]:
+    """The part of a tensor that is held here, and its elements."""
+    return shard_of(tensor), local_of(tensor)
 
 
 _TENSOR = attrgetter("tensor")
 _ENTRY = attrgetter("names", "shard", "full_shape", "computed")
-_PLAIN = {Tensor, nn.Parameter}
+_PLAIN = {Tensor, nn.Parameter}  # others may hold their elements elsewhere
 _FACTS: tuple[Callable[[Tensor], object], ...] = (
     Tensor.data_ptr,
     Tensor.size,
@@ -180,7 +176,7 @@ def held_of(entry: NamedTensor) -> tuple[ShardSpec, Tensor]:
         return entry.shard, entry.tensor
     if entry.computed is not None:
         return ShardSpec.whole(entry.shape), entry.tensor
-    return shard_of(entry.tensor), local_of(entry.tensor)
+    return _held(entry.tensor)
 
 
 def parts_of(entry: NamedTensor, places: Mapping[str, Index]) -> Iterator[NamedTensor]:
@@ -241,22 +237,6 @@ class WeightSource(Protocol):
 
         Called at every sync; storage may have been replaced since the last call. Return the same
         list object only if no tensor has changed its storage, shape, strides or dtype.
-        """
-        ...
-
-
-@runtime_checkable
-class GlancedSource(Protocol):
-    """A source that can prove in two steps that nothing has moved, the first of which is cheap."""
-
-    def glance(self, last: list[NamedTensor]) -> Callable[[], bool] | None:
-        """Begin the work of `tensors` in a sync. Returns None if that has to be called at once.
-
-        Otherwise the addresses of `last` may be read, and what is returned is called before what
-        was read there counts: it returns whether `tensors` would return `last`.
-
-        Args:
-            last: What `tensors` returned to the caller. Somebody else may have called it since.
         """
         ...
 
