@@ -94,7 +94,8 @@ class WeightSender(Closing):
         self._link = SenderLink(transport)
         check_coding(self.options)
         self._lobby = Lobby(self._link, admits, num_lanes=group.world - 1 if group else 0)
-        self._session, self._group = SenderSession(), None if group is None else GroupCalls(group)
+        self._session = SenderSession()
+        self._group = None if group is None else GroupCalls(group, lambda: self.version)
         self._peer_ranks = (
             with_group(own, self._group) if self._group and self._group.world > 1 else None
         )
@@ -484,8 +485,7 @@ def one_call(sender: WeightSender, limit: CallTimeout) -> Iterator[None]:
         try:
             sender._done, sender._lost, group = None, {}, sender._group
             sender._call = SenderCall(sender.stream_id, sender.version + 1)
-            outcome = lambda: (sender.version, sender._done)  # noqa: E731
-            with group.one_call(outcome, limit) if group else nullcontext():
+            with group.one_call(lambda: sender._done, limit) if group else nullcontext():
                 yield
         except BaseException as error:
             if not is_inner:

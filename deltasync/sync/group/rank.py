@@ -139,7 +139,7 @@ class TrainerRank(Closing):
                 error = None
                 while not isinstance(order := self._receive(limit.wait_s), orders.Done):
                     error = self._carry_out(order) or error
-                self._resolve(order.version)
+                self._delta = None
         except _PROBLEMS as problem:
             if not isinstance(problem, SyncAborted):  # rank 0 was not told
                 self._start_over()
@@ -156,12 +156,13 @@ class TrainerRank(Closing):
         """The next order of this call. Raises SyncAborted if none comes within `patience_s`."""
         while True:
             order, self._next = self._next or self._hear(Deadline(patience_s)), None
+            self._resolve(order.version)
             if order.call == self._call:
                 return order
             if order.call > self._call:
                 self._next = order
                 raise SyncAborted("rank 0 has given this sync up")
-            if not isinstance(order, orders.Decide | orders.Done):
+            if not isinstance(order, orders.Done):
                 self._answer(orders.Failed(error="SyncAborted", reason="has left this sync"))
 
     def _hear(self, deadline: Deadline) -> orders.Order:
@@ -211,26 +212,22 @@ class TrainerRank(Closing):
 
     def _carry_out(self, order: orders.Order) -> Exception | None:
         """Answer an order. Returns what went wrong here, after rank 0 was told."""
-        answer: orders.Answer | None
+        answer: orders.Answer
         problem: Exception | None = None
         try:
             answer = self._answer_to(order)
         except _PROBLEMS as error:
-            if isinstance(order, orders.Decide):
-                raise
             problem, answer = error, _failed(error)
         except Exception as error:  # of the source's own
-            if not isinstance(order, orders.Decide):
-                with suppress(SyncAborted):
-                    self._answer(_failed(error))
+            with suppress(SyncAborted):
+                self._answer(_failed(error))
             raise
-        if answer is not None:
-            self._answer(answer)
+        self._answer(answer)
         if isinstance(problem, VersionGap):  # rank 0 has to see that this snapshot is of no use
             self._start_over()
         return problem
 
-    def _answer_to(self, order: orders.Order) -> orders.Answer | None:
+    def _answer_to(self, order: orders.Order) -> orders.Answer:
         if not self._may(order):
             raise SyncAborted("training goes on meanwhile; the next sync covers this one")
         match order:
@@ -248,12 +245,11 @@ class TrainerRank(Closing):
             case orders.Compare():
                 if self._agreement.runs:
                     self._agreement.give(words_of(order.agreed), self._weights.maxima())
-                return self._compare(order.base_version)
+                return self._compare(order.version)
             case orders.Send():
                 return self._send(order)
-            case orders.Decide():
-                self._resolve(order.version)
-        return None
+            case orders.Done():
+                raise AssertionError("nobody answers it")
 
     def _may(self, order: orders.Order) -> bool:
         """Whether the source may still be read, or looked up, as the order needs it."""
@@ -294,7 +290,6 @@ class TrainerRank(Closing):
         )
 
     def _compare(self, base_version: int) -> orders.Compared:
-        self._resolve(base_version)
         if self._base is None:
             self._base = base_version
         if self._base != base_version:
@@ -315,15 +310,15 @@ class TrainerRank(Closing):
 
     def _send(self, order: orders.Send) -> orders.Sent:
         plan: Plan
-        if order.base_version is None:
-            plan = self._weights.full(ways=self.world)
-        else:
+        if order.is_delta:
             assert self._delta is not None
             plan = self._delta[1]
+        else:
+            plan = self._weights.full(ways=self.world)
         buckets = self._lanes.send(
             plan,
             attempt=order.attempt,
-            version=order.version,
+            version=order.version + order.is_delta,
             receivers=order.receivers,
             compression=self._weights.options.compression,
             timeout_s=order.timeout_s,
@@ -336,10 +331,9 @@ class TrainerRank(Closing):
 
     def _resolve(self, version: int) -> None:
         """Record that receivers hold this version: the one sent last, or an earlier one."""
-        sent, self._delta = self._delta, None
-        if sent is not None and sent[0] == version:
-            sent[1].decided()
-            self._base = version
+        if self._delta is not None and self._delta[0] == version:
+            (self._base, delta), self._delta = self._delta, None
+            delta.decided()
 
     def _answer(self, answer: orders.Answer) -> None:
         """Reply to rank 0. Raises SyncAborted if it is gone."""

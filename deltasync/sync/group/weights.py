@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,15 +18,16 @@ from deltasync.sync.group.group import GroupCalls
 from deltasync.sync.group.model import (
     Declaration,
     GroupDigests,
-    OtherRanks,
     all_specs,
     capture_order,
+    digests_added,
+    key,
     refuse_drifted,
     runs_of,
 )
 from deltasync.sync.protocol.frames import SentBuckets
 from deltasync.sync.protocol.links import CallTimeout
-from deltasync.sync.protocol.sender_session import Copies
+from deltasync.sync.protocol.sender_session import Copies, Member, digest_checks
 from deltasync.sync.source.layout import SentLayout, specs_of, with_elements
 from deltasync.sync.source.tensors import Maxima, maxima_of
 from deltasync.sync.source.weights import LocalWeights, OwnWeights
@@ -38,19 +39,17 @@ class GroupPlan:
 
     Args:
         own: The part of rank 0.
-        others: What the other ranks have reported.
-        found: What each of them has to send.
-        decide: Called when the version is final.
+        weights: Of all ranks.
+        found: What each of the others has to send.
     """
 
     def __init__(
         self,
         own: Plan,
-        others: OtherRanks,
+        weights: GroupWeights,
         found: Collection[orders.SnapshotState | orders.Compared],
-        decide: Callable[[], None],
     ) -> None:
-        self._own, self._others, self._decide = own, others, decide
+        self._own, self._weights = own, weights
         self.base_version = own.base_version
         self.space = own.space
         self.payload_bytes = own.payload_bytes + sum(one.payload_bytes for one in found)
@@ -58,16 +57,16 @@ class GroupPlan:
 
     @property
     def ledger(self) -> Digests:
-        return GroupDigests(self._own.ledger, self._others.sent)
+        return GroupDigests(self._own.ledger, self._weights.digests_sent)
 
     def buckets(self) -> Iterator[Bucket]:
         """The payloads of this rank."""
         return self._own.buckets()
 
     def decided(self) -> None:
-        """Advance the snapshots of all ranks."""
+        """Advance the snapshot. The other ranks do so when they hear of the next version."""
         self._own.decided()
-        self._decide()
+        self._weights.digests_held = self._weights.digests_sent
 
 
 class GroupDelta(GroupPlan):
@@ -77,14 +76,9 @@ class GroupDelta(GroupPlan):
     """
 
     def __init__(
-        self,
-        own: Delta,
-        counts: Ints,
-        others: OtherRanks,
-        found: Collection[orders.Compared],
-        decide: Callable[[], None],
+        self, own: Delta, counts: Ints, weights: GroupWeights, found: Collection[orders.Compared]
     ) -> None:
-        super().__init__(own, others, found, decide)
+        super().__init__(own, weights, found)
         self.nnz = own.nnz + sum(one.nnz for one in found)
         self.held_bytes = max([own.held_bytes, *(one.held_bytes for one in found)])
         others = (orders.copies_of(one.changed).astype(np.int64) for one in found)
@@ -100,6 +94,10 @@ class GroupWeights:
     Args:
         own: What this rank compares and sends itself.
         group: The other ranks.
+
+    Attributes:
+        digests_held: Digests of the snapshots of all other ranks together, by `key` of the copies.
+        digests_sent: The same of what they have sent last, which become those when it is decided.
     """
 
     _replicas: Replicas  # once it has captured
@@ -111,8 +109,11 @@ class GroupWeights:
         self._positions: list[NDArray[np.int64]] = []
         self._capture = ""
         self._trained = np.zeros(0, np.bool_)
-        self._attempt = self._offered = 0
-        self._others = OtherRanks()
+        self._attempt = 0
+        self._snapshots: Mapping[int, orders.SnapshotState] = {}
+        self._asked: list[Copies] = []  # by the last order to send
+        self.digests_held: dict[bytes, int] = {}
+        self.digests_sent: dict[bytes, int] = {}
         self._agreement = Agreement()
 
     @property
@@ -126,18 +127,18 @@ class GroupWeights:
 
     @property
     def digests(self) -> Digests:
-        return GroupDigests(self._own.digests, self._others.digests)
+        return GroupDigests(self._own.digests, self.digests_held)
 
     @property
     def snapshot_bytes(self) -> int:
-        others = (held.snapshot_bytes for held in self._others.snapshots.values())
+        others = (held.snapshot_bytes for held in self._snapshots.values())
         return max([self._own.snapshot_bytes, *others])
 
     def declared(self, *, timeout_s: float = 60.0) -> tuple[ParameterSpec, ...]:
         """The parameters of all ranks, asked for once: in this call, or else in the next one."""
         if not self._declared:
             self._group.gather(CallTimeout(timeout_s))
-            self._group.order(orders.Declare(call=self._group.call))
+            self._group.order(orders.Declare())
             own = Declaration.of(self._own.source.tensors())
             said = self._group.answers(orders.Declared)
             others = (Declaration.told(said[rank]) for rank in range(1, self._group.world))
@@ -157,7 +158,7 @@ class GroupWeights:
         except (SourceChanged, SyncAborted):  # a rank may have been replaced since it declared
             self._declared = []
             raise
-        self._group.captures = dict.fromkeys(self._others.snapshots, self._capture)
+        self._group.captures = dict.fromkeys(self._snapshots, self._capture)
         self._layout = SentLayout(specs)
         trained = frozenset().union(*(declaration.trained for declaration in self._declared))
         self._trained = np.array([spec.name in trained for spec in specs])
@@ -166,32 +167,24 @@ class GroupWeights:
         """Have all ranks take their snapshots."""
         source = self._own.source
         agreed = self._agreed(lambda: maxima_of(source.tensors()), self._agreement.runs)
-        _, order = capture_order(
-            self._declared,
-            specs,
-            call=self._group.call,
-            name=self._capture,
-            agreed=text_of(agreed),
-        )
+        order = capture_order(self._declared, specs, name=self._capture, agreed=text_of(agreed))
         self._group.order(order)
         self._replicas = Replicas(self._own, order, 0, self._declared[0], self._agreement)
         alike, said = self._replicas.digests(), self._group.answers(orders.SnapshotState)
-        self._others.hold([None], said)
+        self._snapshots, self.digests_held = said, digests_added([], said.values())
         refuse_drifted(self._declared, [alike, *(said[r].alike for r in sorted(said))])
 
     def learn_digests(self, kinds: Collection[Copies | None]) -> None:
-        """Ask the other ranks for digests of these copies, now and in each later answer."""
-        asked = self._others.asked_with(kinds)
-        if len(asked) > len(self._others.asked):
-            self._group.order(orders.Ask(call=self._group.call, copies=runs_of(asked)))
-            self._others.hold(asked, self._group.answers(orders.SnapshotState))
+        """Ask the other ranks for digests of these copies, unless they are known."""
+        asked = [one for one in kinds if one is not None and key(one) not in self.digests_held]
+        if asked:
+            self._group.order(orders.Ask(copies=runs_of(asked)))
+            said = self._group.answers(orders.SnapshotState)
+            self.digests_held |= digests_added(asked, said.values())
 
     def delta(self, base_version: int) -> Delta:
         agreed = self._agreed(self._own.maxima)
-        compare = orders.Compare(
-            call=self._group.call, base_version=base_version, agreed=text_of(agreed)
-        )
-        self._group.order(compare)
+        self._group.order(orders.Compare(agreed=text_of(agreed)))
         if self._agreement.runs:
             self._agreement.give(agreed, self._own.maxima())
         own = self._own.delta(base_version)
@@ -199,7 +192,7 @@ class GroupWeights:
         alike = self._replicas.digests(self._group.call)
         said = self._group.answers(orders.Compared)
         refuse_drifted(self._declared, [alike, *(said[r].alike for r in sorted(said))])
-        return GroupDelta(own, counts, self._others, said.values(), self._decided)
+        return GroupDelta(own, counts, self, said.values())
 
     def _agreed(
         self,
@@ -212,7 +205,7 @@ class GroupWeights:
         """
         if not self._agreement.runs:
             return NOTHING
-        self._group.order(orders.Measure(call=self._group.call, maxima=runs))
+        self._group.order(orders.Measure(maxima=runs))
         found = [self._agreement.found(self._declared[0].maxima, own())]
         said = self._group.answers(orders.Measured)
         found += (words_of(said[rank].found) for rank in range(1, self._group.world))
@@ -220,7 +213,7 @@ class GroupWeights:
 
     def full(self) -> Plan:
         own = self._own.full(ways=self._group.world)
-        return GroupPlan(own, self._others, self._others.snapshots.values(), self._decided)
+        return GroupPlan(own, self, self._snapshots.values())
 
     @property
     def trained(self) -> NDArray[np.bool_]:
@@ -234,41 +227,30 @@ class GroupWeights:
         self._attempt += 1
         return self._attempt
 
-    def start(
-        self,
-        receivers: Sequence[str],
-        version: int,
-        base_version: int | None,
-        *,
-        timeout_s: float,
-    ) -> None:
+    def start(self, members: Collection[Member], *, is_delta: bool, timeout_s: float) -> None:
         """See `round.PeerRanks`."""
-        self._offered = version
+        assert self._layout is not None
+        kinds = (one.copies for one in digest_checks(members, len(self._layout.specs)))
+        self._asked = list({key(one): one for one in kinds if one is not None}.values())
         self._group.order(
             orders.Send(
-                call=self._group.call,
                 attempt=self._attempt,
-                version=version,
-                base_version=base_version,
-                receivers=tuple(receivers),
+                is_delta=is_delta,
+                receivers=tuple(member.connection for member in members),
                 timeout_s=timeout_s,
-                copies=runs_of(self._others.asked),
+                copies=runs_of(self._asked),
             )
         )
 
     def sent(self) -> SentBuckets:
         """See `round.PeerRanks`."""
-        return self._others.have_sent(self._group.answers(orders.Sent))
-
-    def _decided(self) -> None:
-        """Record that what was sent last is decided: engines keep it, whatever happens to a rank.
-
-        One that misses this learns it from the next comparison, or has lost its snapshot: `is_lost`
-        is then true, and receivers rejoin.
-        """
-        self._others.digests = self._others.sent
-        with suppress(SyncAborted):
-            self._group.order(orders.Decide(call=self._group.call, version=self._offered))
+        said, total = self._group.answers(orders.Sent), SentBuckets()
+        for rank, one in said.items():
+            lost = one.buckets.lost
+            told = {name: f"rank {rank} of the trainer: {why}" for name, why in lost.items()}
+            total += replace(one.buckets, lost=told)
+        self.digests_sent = {} if total.lost else digests_added(self._asked, said.values())
+        return total
 
 
 def with_group(own: LocalWeights, group: GroupCalls) -> GroupWeights:
