@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from deltasync.delta.bits import check_plain, dtype_of
-from deltasync.delta.readers import PartReader, Reader, WidenedReader
+from deltasync.delta.readers import DerivedReader, Reader
 from deltasync.delta.shard import ShardSpec, is_sharded, local_of, narrowed, overlap, shard_of
 from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError
@@ -203,7 +203,7 @@ def computed_reader(entry: NamedTensor, spec: ParameterSpec) -> Reader:
     """Its reader. Raises ConfigError if it is to be sent in a dtype that has not all its values."""
     assert entry.computed is not None
     if (entry.dtype.name, spec.dtype.name) == ("bfloat16", "float32"):  # scales of checkpoints
-        return WidenedReader(entry.computed)
+        return DerivedReader(entry.computed, spec.dtype, 0, entry.computed.numel)
     if entry.dtype != spec.dtype:
         raise ConfigError(
             f"{spec.name}: computed as {entry.dtype.name}, the engine holds {spec.dtype.name}: let "
@@ -226,7 +226,8 @@ def part_reader(
     rows = range(box.size[0])[index[0]] if index else range(box.size[0])
     rows = range(rows, rows + 1) if isinstance(rows, int) else rows
     length, first = prod(held.size[1:]), box.offset[0] - held.offset[0]
-    return PartReader(computed, (first + rows.start) * length, len(rows) * length)
+    begin = (first + rows.start) * length
+    return DerivedReader(computed, computed.dtype, begin, len(rows) * length)
 
 
 class WeightSource(Protocol):
