@@ -15,7 +15,7 @@ from deltasync.errors import ConfigError, SyncAborted, WireError
 from deltasync.sync.arguments import (
     check_coding,
     check_options,
-    check_send_transport,
+    check_transport,
     local_weights,
 )
 from deltasync.sync.events import report, report_failure, subscriptions
@@ -57,7 +57,7 @@ class WeightSender(Closing):
         source: The trainer's parameters; read, never written. Or `StreamedWeights`, which have
             their own options.
         transport: The sender's end of a link. The sender owns it: `close` closes it.
-        options: Sizes, policy, dtypes.
+        options: Sizes, codec, dtypes.
         on_phase: Called by the sending thread when a sync begins, when it is decided and when an
             engine holds it, for engines that must be asked to pause and commit. It must not block.
         admits: Whether an engine with this name may join; all may by default.
@@ -85,7 +85,7 @@ class WeightSender(Closing):
         turns: Turns = all_at_once,
         group: TrainerGroup | None = None,
     ) -> None:
-        check_send_transport(transport)
+        check_transport(transport, "Sender")
         check_options(options, SenderOptions)
         self._on_phase, self._joins, self._turns = on_phase, joins, turns
         own = self._own = local_weights(source, options)
@@ -135,9 +135,9 @@ class WeightSender(Closing):
     def options(self) -> SenderOptions:
         """May be replaced between two syncs, by options that keep the snapshot and the stream.
 
-        Setting them raises ConfigError if `kernels`, `leave_out`, `snapshot_device`, `stream_id`,
-        `wire_dtypes` or the policy's `chunk_numel` differ: changing these requires a new sender.
-        It raises ConfigError too for `compression="class"`.
+        Setting them raises ConfigError if `kernels`, `leave_out`, `snapshot_device`, `stream_id` or
+        `wire_dtypes` differ: changing these requires a new sender. It raises ConfigError too for
+        `compression="class"`.
         """
         return self._own.options
 

@@ -66,7 +66,7 @@ class SyncStats(SyncEvent):
         commit_s: From the decision until every receiver has committed: the pause.
         receiver_commit_s: The longest time in which a receiver wrote and read back.
         total_s: The whole call.
-        sender_bytes: Memory of the sync besides the snapshot: patches held and two buckets.
+        sender_bytes: Memory of the sync besides the snapshot: changes held and two buckets.
         receiver_bytes: The most memory that a receiver used for staging.
         snapshot_bytes: Size of the sender's snapshot.
         wait_s: Of `transfer_s`, the time after everything was sent: receivers stage and predict.

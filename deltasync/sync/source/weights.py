@@ -86,8 +86,7 @@ class Weights(Protocol):
         ...
 
     def learn_digests(self, kinds: Collection[Copies | None]) -> None:
-        """From now on `digests`, and those of plans, include these. Raises SyncAborted."""
-        ...
+        """Let `digests` include these too. Raises SyncAborted. By default, it has all."""
 
     def delta(self, base_version: int) -> Delta:
         """How the source differs from the snapshot, as `Snapshot.compare`. Raises SourceChanged."""
@@ -100,21 +99,22 @@ class Weights(Protocol):
     @property
     def trained(self) -> NDArray[np.bool_]:
         """bool[parameters], which of the layout the optimizer changes; all if that is not known."""
-        ...
+        assert self.layout is not None
+        return np.ones(len(self.layout.specs), np.bool_)
 
     def masters(self, number: int) -> tuple[bool, int] | None:
         """Whether a parameter is rounded for members, and the sum of its bits here.
 
         None if not every step shows in it: it has less than 32 bits, is computed, or not held here.
         """
-        ...
+        return None
 
 
 class LocalWeights(Weights):
     """Those that this process compares and sends: one layout, and one snapshot.
 
     Attributes:
-        options: Sizes, policy, dtypes.
+        options: Sizes, codec, dtypes.
         stream: On a GPU, what compares and packs; None elsewhere.
         is_released: Whether the source may have changed since the call under way has begun.
     """
@@ -133,9 +133,6 @@ class LocalWeights(Weights):
     @property
     def digests(self) -> Digests:
         return self.snapshot.ledger
-
-    def learn_digests(self, kinds: Collection[Copies | None]) -> None:
-        """The ledger knows all."""
 
     @property
     def snapshot(self) -> Snapshot:
@@ -173,9 +170,6 @@ class LocalWeights(Weights):
     def refresh_source(self) -> None:
         """Look the source up, which the next `delta` then need not. Raises SourceChanged."""
 
-    def masters(self, number: int) -> tuple[bool, int] | None:
-        return None
-
     def _bucket_bytes(self, snapshot: Snapshot) -> int:
         return self.options.bucket_bytes or snapshot.bucket_bytes
 
@@ -185,7 +179,7 @@ class OwnWeights(LocalWeights):
 
     Args:
         source: The parameters; read, never written.
-        options: Sizes, policy, dtypes.
+        options: Sizes, codec, dtypes.
     """
 
     layout: SourceLayout | None = None
