@@ -129,12 +129,16 @@ class GroupCalls:
         if peers != self._epoch:
             self._open(peers)
 
-    def order(self, order: orders.Order) -> None:
-        """Send an order to all ranks. Raises SyncAborted if one is gone."""
+    def order(self, order: orders.Order) -> orders.Order:
+        """Send an order to all ranks, and return it as they get it.
+
+        Raises SyncAborted if one is gone.
+        """
         if self._is_owed:  # answers to an abandoned order
             self._answers()
         stamp = {"call": self._call, "version": self._version()}
-        header = encode(order.model_copy(update=stamp))
+        order = order.model_copy(update=stamp)
+        header = encode(order)
         self.exchanged_bytes += len(header) * (self.world - 1)
         self._is_owed = not isinstance(order, orders.Done)
         try:
@@ -142,6 +146,7 @@ class GroupCalls:
         except TransportError as error:
             self._send_away()  # ranks that received the order would answer it
             raise SyncAborted(f"a rank of the trainer is gone: {error}") from error
+        return order
 
     def answers(self, kind: type[A]) -> dict[int, A]:
         """Return each rank's answer. Raises SyncAborted if one failed or does not answer."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 
-import numpy as np
-
 from deltasync.delta.modes import plain_mode
-from deltasync.delta.snapshot import Delta, Plan
+from deltasync.delta.snapshot import Plan
 from deltasync.errors import (
     DeltaSyncError,
     MalformedMessage,
@@ -20,12 +18,12 @@ from deltasync.errors import (
 )
 from deltasync.sync.arguments import check_coding
 from deltasync.sync.group import orders
-from deltasync.sync.group.agreement import Agreement, Replicas, text_of, words_of
 from deltasync.sync.group.lane_sender import LaneSender
-from deltasync.sync.group.model import Declaration, digests_told
+from deltasync.sync.group.model import digests_told
+from deltasync.sync.group.work import RankWork
 from deltasync.sync.options import SenderOptions
 from deltasync.sync.protocol.links import CallTimeout, OneCaller, check_seconds
-from deltasync.sync.source.tensors import WeightSource, maxima_of
+from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.source.weights import OwnWeights
 from deltasync.sync.stats import SyncStats
 from deltasync.transports.address import Address
@@ -78,6 +76,7 @@ class TrainerRank(Closing):
         check_coding(options)
         self._rank = rank
         self._weights = OwnWeights(source, options)
+        self._work = RankWork(self._weights, rank, world)
         self.source = self._weights.source
         self._lanes = LaneSender(transport)
         self._address = Address.of(transport)
@@ -85,12 +84,6 @@ class TrainerRank(Closing):
         self._is_connected = False
         self._call = 0
         self._next: orders.Order | None = None  # of a later call, and already received
-        self._declared: Declaration | None = None
-        self._agreement = Agreement()
-        self._captured: str | None = None
-        self._replicas: Replicas  # once it has captured
-        self._base: int | None = None  # version of the snapshot; None right after a capture
-        self._delta: tuple[int, Delta] | None = None  # (version, delta), not known to be decided
         self._trains_meanwhile = False
         refusal = "a sync is under way; a TrainerRank is used by one thread"
         self._caller = OneCaller(refusal, self._start_over)
@@ -139,7 +132,7 @@ class TrainerRank(Closing):
                 error = None
                 while not isinstance(order := self._receive(limit.wait_s), orders.Done):
                     error = self._carry_out(order) or error
-                self._delta = None
+                self._work.undecided = None
         except _PROBLEMS as problem:
             if not isinstance(problem, SyncAborted):  # rank 0 was not told
                 self._start_over()
@@ -156,7 +149,7 @@ class TrainerRank(Closing):
         """The next order of this call. Raises SyncAborted if none comes within `patience_s`."""
         while True:
             order, self._next = self._next or self._hear(Deadline(patience_s)), None
-            self._resolve(order.version)
+            self._work.resolve(order.version)
             if order.call == self._call:
                 return order
             if order.call > self._call:
@@ -186,7 +179,7 @@ class TrainerRank(Closing):
         These connect their lanes first: accepts them meanwhile.
         """
         here = orders.Here(
-            rank=self._rank, world=self.world, capture=self._captured, address=self._address
+            rank=self._rank, world=self.world, capture=self._work.captured, address=self._address
         )
         while True:
             self._lanes.listen()
@@ -215,7 +208,10 @@ class TrainerRank(Closing):
         answer: orders.Answer
         problem: Exception | None = None
         try:
-            answer = self._answer_to(order)
+            if not self._may(order):
+                raise SyncAborted("training goes on meanwhile; the next sync covers this one")
+            is_send = isinstance(order, orders.Send)
+            answer = self._send(order) if is_send else self._work.answer(order)
         except _PROBLEMS as error:
             problem, answer = error, _failed(error)
         except Exception as error:  # of the source's own
@@ -226,30 +222,6 @@ class TrainerRank(Closing):
         if isinstance(problem, VersionGap):  # rank 0 has to see that this snapshot is of no use
             self._start_over()
         return problem
-
-    def _answer_to(self, order: orders.Order) -> orders.Answer:
-        if not self._may(order):
-            raise SyncAborted("training goes on meanwhile; the next sync covers this one")
-        match order:
-            case orders.Declare():
-                self._declared = Declaration.of(self._weights.source.tensors())
-                self._agreement = Agreement()
-                return self._declared.said()
-            case orders.Measure():
-                return self._measure(order)
-            case orders.Capture():
-                self._capture(order)
-                return self._holding(())
-            case orders.Ask():
-                return self._holding(order.copies)
-            case orders.Compare():
-                if self._agreement.runs:
-                    self._agreement.give(words_of(order.agreed), self._weights.maxima())
-                return self._compare(order.version)
-            case orders.Send():
-                return self._send(order)
-            case orders.Done():
-                raise AssertionError("nobody answers it")
 
     def _may(self, order: orders.Order) -> bool:
         """Whether the source may still be read, or looked up, as the order needs it."""
@@ -262,57 +234,11 @@ class TrainerRank(Closing):
                 return not self._weights.is_released
         return True
 
-    def _measure(self, order: orders.Measure) -> orders.Measured:
-        if self._declared is None or (order.maxima is None and self._captured is None):
-            raise SyncAborted("this rank was restarted, and has not declared what it holds")
-        if order.maxima is None:
-            now = self._weights.maxima()
-        else:
-            self._agreement = Agreement(order.maxima)
-            now = maxima_of(self._weights.source.tensors())
-        return orders.Measured(found=text_of(self._agreement.found(self._declared.maxima, now)))
-
-    def _capture(self, order: orders.Capture) -> None:
-        if self._declared is None:
-            raise SyncAborted("this rank was restarted, and has not declared what it holds")
-        self._captured = self._delta = self._base = None
-        self._replicas = Replicas(self._weights, order, self._rank, self._declared, self._agreement)
-        self._captured = order.capture
-
-    def _holding(self, copies: Sequence[orders.CopyRuns]) -> orders.SnapshotState:
-        plan = self._weights.full(ways=self.world)
-        return orders.SnapshotState(
-            digests=digests_told(self._weights.digests, copies),
-            payload_bytes=plan.payload_bytes,
-            places=plan.places,
-            snapshot_bytes=self._weights.snapshot_bytes,
-            alike=() if copies else self._replicas.digests(),  # once, after the capture
-        )
-
-    def _compare(self, base_version: int) -> orders.Compared:
-        if self._base is None:
-            self._base = base_version
-        if self._base != base_version:
-            raise VersionGap(held=self._base, base=base_version, offered=base_version + 1)
-        self._delta = (base_version + 1, self._weights.delta(base_version))
-        delta = self._delta[1]
-        counts = self._weights.counts_by(delta).astype(np.uint64)
-        if self._weights.options.report_density is None:
-            counts = np.minimum(counts, 1)
-        return orders.Compared(
-            payload_bytes=delta.payload_bytes,
-            places=delta.places,
-            held_bytes=delta.held_bytes,
-            nnz=delta.nnz,
-            changed=orders.runs_of(counts),
-            alike=self._replicas.digests(self._call),
-        )
-
     def _send(self, order: orders.Send) -> orders.Sent:
         plan: Plan
         if order.is_delta:
-            assert self._delta is not None
-            plan = self._delta[1]
+            assert self._work.undecided is not None
+            plan = self._work.undecided[1]
         else:
             plan = self._weights.full(ways=self.world)
         buckets = self._lanes.send(
@@ -329,12 +255,6 @@ class TrainerRank(Closing):
             buckets=buckets,
         )
 
-    def _resolve(self, version: int) -> None:
-        """Record that receivers hold this version: the one sent last, or an earlier one."""
-        if self._delta is not None and self._delta[0] == version:
-            (self._base, delta), self._delta = self._delta, None
-            delta.decided()
-
     def _answer(self, answer: orders.Answer) -> None:
         """Reply to rank 0. Raises SyncAborted if it is gone."""
         try:
@@ -350,7 +270,7 @@ class TrainerRank(Closing):
     def _start_over(self) -> None:
         """Give the snapshot up. Rank 0 sees this when this rank reconnects; receivers rejoin."""
         self._lose()
-        self._captured = None
+        self._work.captured = None
         with suppress(TransportError):
             self._link.disconnect()
             self._lanes.reset()
