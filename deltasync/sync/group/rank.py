@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from typing import TypeVar
 
 from deltasync.delta.modes import plain_mode
 from deltasync.delta.snapshot import Plan
@@ -31,6 +33,8 @@ from deltasync.transports.base import Closing, ReceiveTransport, SendTransport
 from deltasync.transports.control.connection import LONGEST_S, Deadline
 from deltasync.wire.frame import encode
 from deltasync.wire.messages import as_text
+
+T = TypeVar("T")
 
 _REPLY_TIMEOUT_S = 30.0
 _TURN_S = 0.2
@@ -161,9 +165,17 @@ class TrainerRank(Closing):
     def _hear(self, deadline: Deadline) -> orders.Order:
         try:
             if not self._is_connected:
-                self._connect(deadline)
+                here = orders.Here(
+                    rank=self._rank,
+                    world=self.world,
+                    capture=self._work.captured,
+                    address=self._address,
+                )
+                connect = partial(self._link.connect, encode(here))
+                self._in_turns(lambda s: connect(timeout_s=s), _CONNECT_S, deadline)
                 self._is_connected = True
-            order = orders.decode(self._heard(deadline))
+            frame = self._in_turns(lambda s: self._link.receive(timeout_s=s), _TURN_S, deadline)
+            order = orders.decode(frame.header)
         except TransportTimeout as error:
             raise SyncAborted(f"rank 0 of the trainer says nothing: {error}") from error
         except PeerLost as error:
@@ -173,32 +185,16 @@ class TrainerRank(Closing):
             raise MalformedMessage(f"{order.kind} is no order")
         return order
 
-    def _connect(self, deadline: Deadline) -> None:
-        """Connect to rank 0, which lets ranks in when it sends, and may wait for receivers before.
+    def _in_turns(self, call: Callable[[float], T], turn_s: float, deadline: Deadline) -> T:
+        """Wait in a call for seconds that it is given, again and again until the deadline.
 
-        These connect their lanes first: accepts them meanwhile.
-        """
-        here = orders.Here(
-            rank=self._rank, world=self.world, capture=self._work.captured, address=self._address
-        )
-        while True:
-            self._lanes.listen()
-            try:
-                timeout_s = min(_CONNECT_S, deadline.remaining_s)
-                self._link.connect(encode(here), timeout_s=timeout_s)
-                return
-            except TransportTimeout:
-                if deadline.passed:
-                    raise
-
-    def _heard(self, deadline: Deadline) -> bytes:
-        """The next header from rank 0. Accepts lanes meanwhile: receivers connect them before they
-        greet rank 0.
+        Accepts lanes meanwhile: receivers connect them before they greet rank 0, which lets ranks
+        in when it sends, and may wait for receivers before.
         """
         while True:
             self._lanes.listen()
             try:
-                return self._link.receive(timeout_s=min(_TURN_S, deadline.remaining_s)).header
+                return call(min(turn_s, deadline.remaining_s))
             except TransportTimeout:
                 if deadline.passed:
                     raise
@@ -210,8 +206,10 @@ class TrainerRank(Closing):
         try:
             if not self._may(order):
                 raise SyncAborted("training goes on meanwhile; the next sync covers this one")
-            is_send = isinstance(order, orders.Send)
-            answer = self._send(order) if is_send else self._work.answer(order)
+            if isinstance(order, orders.Send):
+                answer = self._send(order)
+            else:
+                answer = self._work.answer(order)
         except _PROBLEMS as error:
             problem, answer = error, _failed(error)
         except Exception as error:  # of the source's own
