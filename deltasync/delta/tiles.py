@@ -77,9 +77,9 @@ class Space:
         self.seeds: NDArray[np.uint64] = np.array(keys, np.uint64)
         chunks = -(-each // CHUNK_TILES)
         self.first_chunk: Ints = np.concatenate(([0], np.cumsum(chunks)))
-        self.sections = tuple(
-            Section(int(size), *self._bounds(self.item_size == size)) for size in np.unique(sizes)
-        )
+        every, begins = np.unique(self.item_size, return_index=True)
+        bounds = self.first[[*begins, len(shares)]].tolist()
+        self.sections = tuple(map(Section, every.tolist(), bounds[:-1], bounds[1:]))
 
     def __len__(self) -> int:
         return int(self.first[-1])
@@ -166,20 +166,14 @@ class Space:
             if start < stop:
                 yield share, start, stop
 
-    def _bounds(self, these: NDArray[np.bool_]) -> tuple[int, int]:
-        """The tiles of shares that stand side by side."""
-        numbers = np.flatnonzero(these)
-        return int(self.first[numbers[0]]), int(self.first[numbers[-1] + 1])
-
 
 def table_of(space: Space) -> NDArray[np.uint8]:
     """uint8[n]: the payload of `Shares`, see `wire.shares`."""
     rows = np.zeros(len(space.given), SHARE)
     for row, share in zip(rows, space.given, strict=True):
-        cols, gap = share.region.rows
-        count = share.numel // cols
         row["parameter"], row["start"] = share.number, share.region.start
-        row["rows"], row["cols"], row["stride"] = count, cols, cols + gap
+        row["rows"], row["cols"] = share.numel // share.cols, share.cols
+        row["stride"] = share.cols + share.gap
     return rows.view(np.uint8)
 
 

@@ -397,7 +397,7 @@ def test_who_joins_later_is_known_by_the_digests_of_all_ranks() -> None:
 ORDERS = [  # the first ones come in a first sync alone
     [orders.Declare],
     [orders.Capture],
-    [orders.Ask, orders.Compare, orders.Send, orders.Decide, orders.Done],
+    [orders.Ask, orders.Compare, orders.Send, orders.Done],
 ]
 
 
@@ -453,9 +453,9 @@ def test_a_rank_that_is_lost_after_the_decision_takes_no_version_from_engines(di
         assert isinstance(lost, TrainerRank)
 
         def strike(order: orders.Said) -> None:
-            if isinstance(order, orders.Decide) and dies:
+            if isinstance(order, orders.Done) and dies:
                 lost._link.disconnect()
-            elif isinstance(order, orders.Decide):
+            elif isinstance(order, orders.Done):
                 here.hub.drop(here.calls._peers[1])
 
         here.hub.before = strike
