@@ -25,8 +25,8 @@ from deltasync.delta.kernels.host import unsigned
 from deltasync.delta.staging import Lane
 from deltasync.delta.tiles import Ints, Space
 from deltasync.errors import InvalidIndices, InvalidTable, TruncatedFrame, WireError, WrongBase
-from deltasync.store.classes import positions, values
-from deltasync.store.classes.bitstream import Bits, Bytes
+from deltasync.files.classes import positions, values
+from deltasync.files.classes.bitstream import Bits, Bytes
 from deltasync.wire.changes import TILE, Sizes
 from deltasync.wire.streams import packed, unpacked
 

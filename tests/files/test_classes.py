@@ -25,10 +25,10 @@ from deltasync.delta.steps import stepped, zigzag
 from deltasync.delta.tiles import Ints, Space
 from deltasync.dtypes import BY_NAME, Dtype
 from deltasync.errors import ProtocolViolation, SyncError, WireError
-from deltasync.store.classes import codec as class_codec
-from deltasync.store.classes import positions, values
-from deltasync.store.classes.bitstream import Bits, unsigned_dtype
-from deltasync.store.classes.codec import ClassCodec
+from deltasync.files.classes import codec as class_codec
+from deltasync.files.classes import positions, values
+from deltasync.files.classes.bitstream import Bits, unsigned_dtype
+from deltasync.files.classes.codec import ClassCodec
 from deltasync.wire.changes import Sizes
 from deltasync.wire.messages import ParameterSpec
 from deltasync.wire.streams import packed, unpacked
