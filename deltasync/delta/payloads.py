@@ -17,13 +17,11 @@ from deltasync.wire.changes import ALIGNMENT
 from deltasync.wire.compression import decompress
 from deltasync.wire.messages import Begin, Bucket
 
-_PLACE_BYTES, _TILE_BYTES, _PAYLOAD_BYTES = 2, 6, 5 * ALIGNMENT
 
-
-def most_payload_bytes(space: Space) -> int:
-    """What a sync takes at most: every element once, each tile in a payload of its own."""
-    elements = space.share_numel * (_PLACE_BYTES + space.item_size)
-    return int(elements.sum()) + len(space) * (_TILE_BYTES + _PAYLOAD_BYTES)
+def check_begin(begin: Begin, space: Space) -> None:
+    """Raises LimitExceeded if no sync of a layout, as a space, is as large."""
+    if begin.payload_bytes > space.most_payload_bytes:
+        raise LimitExceeded(f"no sync of this layout takes over {space.most_payload_bytes} bytes")
 
 
 class PayloadReader:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from deltasync.delta.region import Region
 from deltasync.delta.shard import Share
 from deltasync.errors import InvalidIndices, InvalidTable, LimitExceeded
-from deltasync.wire.changes import TILE
+from deltasync.wire.changes import ALIGNMENT, PLACE_BYTES, TILE
 from deltasync.wire.digest import GOLDEN_RATIO, MASK, seed
 from deltasync.wire.messages import ParameterSpec
 from deltasync.wire.shares import SHARE
@@ -26,6 +26,8 @@ from deltasync.wire.shares import SHARE
 Ints: TypeAlias = NDArray[np.int64]
 
 MAX_TILES = 1 << 32
+
+_TILE_BYTES, _PAYLOAD_BYTES = 6, 5 * ALIGNMENT
 
 CHUNK_TILES = 64
 """Tiles whose digests are one number in a ledger."""
@@ -146,6 +148,12 @@ class Space:
     def parameter(self) -> Ints:
         """int64[shares]: the number of the parameter in the layout."""
         return np.array([share.number for share in self.shares], np.int64)
+
+    @cached_property
+    def most_payload_bytes(self) -> int:
+        """What a sync takes at most: every element once, each tile in a payload of its own."""
+        elements = self.share_numel * (PLACE_BYTES + self.item_size)
+        return int(elements.sum()) + len(self) * (_TILE_BYTES + _PAYLOAD_BYTES)
 
     def section_of(self, item_size: int) -> Section | None:
         """The tiles of elements of so many bytes."""
