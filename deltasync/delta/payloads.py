@@ -20,9 +20,14 @@ from deltasync.wire.messages import Begin, Bucket
 _MOST_BYTES = 4 * ALIGNMENT  # of the payload of an element alone: all columns but `whole`
 
 
-def most_payload_bytes(space: Space) -> int:
-    """What a sync takes at most, however ranks share it out: each element alone in a payload."""
-    return _MOST_BYTES * int(space.share_numel.sum())
+def check_begin(begin: Begin, space: Space) -> None:
+    """Raises LimitExceeded if no sync of a layout, as a space, is as large.
+
+    Ranks may share it out in any way: at most, each element is alone in a payload.
+    """
+    most = _MOST_BYTES * int(space.share_numel.sum())
+    if begin.payload_bytes > most:
+        raise LimitExceeded(f"no sync of this layout takes over {most} bytes")
 
 
 class PayloadReader:

@@ -27,6 +27,7 @@ Ints: TypeAlias = NDArray[np.int64]
 
 MAX_TILES = 1 << 32
 
+
 CHUNK_TILES = 64
 """Tiles whose digests are one number in a ledger."""
 
