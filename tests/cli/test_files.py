@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import pty
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ import torch
 from deltasync.files.checkpoint import Checkpoint
 from deltasync.files.patch_file import write_patch
 from deltasync.observe.units import size
-from tests.cli.command import COMMAND, ENVIRONMENT, call, output, refused
+from tests.cli.command import call, in_terminal, output, refused
 from tests.files.saved import holds, model, save, save_sharded, stepped
 
 UP = "model.layers.0.up.weight"
@@ -139,28 +137,6 @@ def test_bad_input_gets_one_line_and_a_code(
     assert "not a regular file" in refused("verify", tmp_path / "pipe")
     assert "safetensors.torch.save_file(torch.load(" in refused("diff", old, tmp_path / "w.pt")
     assert not out.exists()
-
-
-def in_terminal(*words: str | Path) -> str:
-    """What a command writes to a terminal of 80 columns, without its escapes."""
-    leader, follower = pty.openpty()
-    environment = ENVIRONMENT | {"TERM": "dumb", "COLUMNS": "80", "NO_COLOR": "1"}
-    with subprocess.Popen(
-        [*COMMAND, *words], env=environment, stdout=follower, stderr=subprocess.DEVNULL
-    ) as process:
-        os.close(follower)
-        data = b""
-        while True:
-            try:
-                part = os.read(leader, 1 << 16)
-            except OSError:  # the other end was closed
-                break
-            if not part:
-                break
-            data += part
-        process.wait(timeout=100)
-    os.close(leader)
-    return data.decode()
 
 
 ODD = {  # and how they are shown
