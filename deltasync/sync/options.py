@@ -17,7 +17,6 @@ from deltasync.transports.control.connection import LONGEST_S
 from deltasync.wire.frame import MAX_PAYLOAD_BYTES
 from deltasync.wire.messages import StreamId
 
-
 _TOO_LARGE = 1 << 31  # for a payload: kernels count its elements in 32 bits
 
 
