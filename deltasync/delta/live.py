@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deltasync.delta.bits import INTEGERS, Live
+from deltasync.delta.bits import Live
 from deltasync.delta.changes import Changes
 from deltasync.delta.codes import Codes, Spread
 from deltasync.delta.kernels import tiles as kernels
@@ -203,40 +203,23 @@ class DeviceLane(Lane):
             raise InvalidIndices("tiles of a payload are out of range, unsorted or repeated")
 
     def changes(self, received: Received, tally: Any) -> Iterator[Staged]:
-        """Check changes, and tell what they write. Nothing waits. Their memory is copied.
+        """Check changes, and tell what they write. Nothing waits.
 
-        The tally raises InvalidIndices if they are bad; then nothing of the sync is written.
+        All looks at a copy of them: a sender that has given this receiver up may write there. The
+        tally raises InvalidIndices if they are bad; then nothing of the sync is written.
         """
         assert isinstance(tally, DeviceTally)
-        changes = received.changes
-        tiles, size = self.tiles, changes.sizes.item_size
-        section = self.space.section_of(size)
+        changes, tiles = received.changes, self.tiles
+        section = self.space.section_of(changes.sizes.item_size)
         assert section is not None
         tally.add()
         with on(tiles.device):
-            here, kept = _taken(changes, tiles.device)
+            here = Changes.of(changes.memory.to(tiles.device, copy=True), changes.sizes)
             opened = tiles.open(here, section, tally.flag, self._last)
             old = torch.empty_like(here.values), torch.empty_like(here.whole)
             new = here.values, here.whole
             tiles.predict(opened, new, old, tally.flag, tally.sums, tally.predicted)
-        yield DeviceChanges(tiles, tally, opened, kept, new, old)
-
-
-def _taken(changes: Changes, device: torch.device) -> tuple[Changes, int]:
-    """Changes on a device, of which places, values and whole tiles are in memory of their own.
-
-    Also how much memory that is.
-    """
-    sizes = changes.sizes
-    begin = sizes.columns[2][0]
-    kept = changes.memory[begin:].to(device, copy=True)
-    bits = INTEGERS[sizes.item_size]
-    places, values, whole = (
-        kept[at - begin : at - begin + length].view(dtype)
-        for (at, length), dtype in zip(sizes.columns[2:], (torch.int16, bits, bits), strict=True)
-    )
-    tiles, counts = changes.tiles.to(device), changes.counts.to(device)
-    return Changes(sizes, tiles, counts, places, values, whole, kept), kept.nbytes
+        yield DeviceChanges(tiles, tally, opened, here.num_bytes, new, old)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -247,7 +230,7 @@ class DeviceChanges:
         tiles: Where it belongs.
         tally: What is added up.
         opened: What it changes.
-        kept_bytes: Memory of places and new bits.
+        kept_bytes: Memory of the payload.
         new, old: int[N] and int[W]: bits.
     """
 
@@ -264,13 +247,16 @@ class DeviceChanges:
         return self.kept_bytes + sum(one.nbytes for one in others)
 
     def commit(self) -> None:
-        with on(self.tiles.device):
-            self.tiles.write(self.opened, self.new, self.tally.flag, self.tally.written)
+        self._write(self.new, self.tally.written)
 
     def restore(self) -> bool:
-        with on(self.tiles.device):
-            self.tiles.write(self.opened, self.old, self.tally.flag, self.tally.restored)
+        self._write(self.old, self.tally.restored)
         return True
+
+    def _write(self, bits: tuple[Tensor, Tensor], gains: Tensor) -> None:
+        with on(self.tiles.device):
+            self.tiles.write(self.opened, bits, self.tally.flag)
+            self.tiles.read_back(self.opened, len(bits[1]), self.tally.flag, gains)
 
 
 class DeviceTally:

@@ -157,12 +157,8 @@ class Delta(Plan, Protocol):
         ...
 
     @property
-    def changed(self) -> Ints:
-        """int64[n], increasing: places, among what is sent, of the shares that differ."""
-        ...
-
     def counts(self) -> Ints:
-        """int64[n]: elements that differ, of each of `changed`."""
+        """int64[shares]: elements of each that differ, as they were given."""
         ...
 
 
@@ -376,14 +372,7 @@ class DeltaPlan:
 
     @property
     def nnz(self) -> int:
-        return int(self._by_share.sum())
-
-    @property
-    def changed(self) -> Ints:
-        return np.flatnonzero(self._by_share)
-
-    def counts(self) -> Ints:
-        return self._by_share[self.changed]
+        return int(self.counts.sum())
 
     def buckets(self) -> Iterator[Bucket]:
         """The payloads."""
@@ -399,8 +388,7 @@ class DeltaPlan:
         self._kept.clear()
 
     @cached_property
-    def _by_share(self) -> Ints:
-        """int64[shares], as they were given."""
+    def counts(self) -> Ints:
         space = self.space
         counts = np.zeros(len(space.shares), np.int64)
         for one in self._found:

@@ -33,7 +33,8 @@ class SenderOptions(OptionsModel):
     max_inflight_bytes: int | None = Field(
         default=None,
         ge=0,
-        description="patches kept until the decision; None for 5 % of the model, at least 1 MiB",
+        description="changes kept until the decision; None for 5 % of the model, at least 1 MiB. "
+        "Others overwrite the snapshot as they are sent",
     )
     compression: Coding = Field(
         default="none",

@@ -106,6 +106,22 @@ def test_verify_says_what_of_a_patch_file_is_damaged_and_where(patch: Path) -> N
     assert 0 < int(where[1].replace(",", "")) < len(data)
 
 
+def test_patches_of_both_codecs_are_read_by_a_process_that_wrote_none(tmp_path: Path) -> None:
+    """Tiles that go whole lie between others."""
+    tensor = torch.randn(5 * 4096).bfloat16()
+    other = tensor.clone()
+    other[::3] *= 2
+    other[4096 : 2 * 4096] *= 2
+    old, new = (save({"w": one}, tmp_path / n) for n, one in (("old", tensor), ("new", other)))
+    for codec in ("gap", "class"):
+        patch = tmp_path / codec
+        write_patch(Checkpoint(old), Checkpoint(new), patch, codec=codec)
+        assert codec.encode() in patch.read_bytes()
+        assert "sound frames" in output("verify", patch)
+        output("apply", patch, old, "--out", tmp_path / f"{codec}-made")
+        assert (tmp_path / f"{codec}-made").read_bytes() == new.read_bytes()
+
+
 def test_bad_input_gets_one_line_and_a_code(
     old: Path, new: Path, patch: Path, tmp_path: Path
 ) -> None:

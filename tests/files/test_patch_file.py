@@ -18,11 +18,11 @@ from deltasync.delta.coding import Coding
 from deltasync.errors import ConfigError, DeltaSyncError, DigestMismatch, LayoutMismatch
 from deltasync.files import patch_file
 from deltasync.files.checkpoint import Checkpoint
+from deltasync.files.classes import codec as class_codec
 from deltasync.files.comparing import compare_checkpoints, measure_digests
 from deltasync.files.frame_check import FrameCheck
 from deltasync.files.frame_file import FrameFile
 from deltasync.files.patch_file import PatchFile, apply_patch_file, write_patch
-from deltasync.store.classes import codec as class_codec
 from deltasync.wire.frame import decode
 from deltasync.wire.messages import Layout
 from tests.files.saved import holds, model, save, save_sharded, stepped

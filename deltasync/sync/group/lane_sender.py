@@ -25,6 +25,7 @@ class LaneSender:
     def __init__(self, transport: SendTransport) -> None:
         self._link = SenderLink(transport)
         self._peers: dict[str, int] = {}
+        self._sent: object = None  # the shares of the plan that was sent last
 
     def send(
         self,
@@ -50,6 +51,10 @@ class LaneSender:
             if not gone:
                 raise
             return SentBuckets(lost=gone)
+
+    def decided(self) -> None:
+        """Receivers hold what was sent last. Who sat it out, or aborted it, took no shares."""
+        self._link.told(self._sent)
 
     def listen(self, timeout_s: float = 0.0) -> None:
         """Accept lanes that have connected."""
@@ -78,7 +83,7 @@ class LaneSender:
                 self._link.send(Abort(version=version, reason="a rank of the trainer failed"))
             raise
         self._link.send(emitter.prepare())
-        self._link.told(plan.space)
+        self._sent = plan.space
         return emitter.sent
 
     def _absent(self, receivers: Sequence[str], timeout_s: float) -> dict[str, str]:
