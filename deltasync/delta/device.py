@@ -228,7 +228,8 @@ class DeviceDetector:
         """Compile what comparing and packing launches. Nothing but time is spent."""
         groups = [max(1, one.stop - one.first) for one in self.space.sections]
         for found in self.find(groups, 0, lambda: None):
-            found.warm_up()
+            if found.section.first < found.section.stop:
+                found.warm_up()
         with on(self.device):
             self.tiles.warm_up(is_live=False)
 

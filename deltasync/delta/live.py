@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -36,6 +36,7 @@ from deltasync.delta.region import Region, paired
 from deltasync.delta.staging import Lane, LiveWeights, Received, Staged
 from deltasync.delta.tiles import CHUNK, Ints, Space
 from deltasync.errors import DigestMismatch, InvalidIndices
+from deltasync.wire.changes import Sizes
 
 _NO_STRIDE = 1 << 62  # of dimensions that a box has not: no position lies so far
 _MOST_NUMEL = (1 << 31) - 1  # of parameters in which kernels count in 32 bits
@@ -209,17 +210,26 @@ class DeviceLane(Lane):
         tally raises InvalidIndices if they are bad; then nothing of the sync is written.
         """
         assert isinstance(tally, DeviceTally)
-        changes, tiles = received.changes, self.tiles
-        section = self.space.section_of(changes.sizes.item_size)
+        tiles, sizes, memory = self.tiles, received.changes.sizes, received.changes.memory
+        section = self.space.section_of(sizes.item_size)
         assert section is not None
         tally.add()
         with on(tiles.device):
-            here = Changes.of(changes.memory.to(tiles.device, copy=True), changes.sizes)
+            # Apart from the rest, the table is not kept.
+            alone = Sizes(sizes.item_size, sizes.tiles, 0, 0)
+            table, kept = (
+                Changes.of(part.to(tiles.device, copy=True), some)
+                for part, some in (
+                    (memory[: alone.num_bytes], alone),
+                    (memory[alone.num_bytes :], replace(sizes, tiles=0)),
+                )
+            )
+            here = replace(kept, sizes=sizes, tiles=table.tiles, counts=table.counts)
             opened = tiles.open(here, section, tally.flag, self._last)
             old = torch.empty_like(here.values), torch.empty_like(here.whole)
             new = here.values, here.whole
             tiles.predict(opened, new, old, tally.flag, tally.sums, tally.predicted)
-        yield DeviceChanges(tiles, tally, opened, here.num_bytes, new, old)
+        yield DeviceChanges(tiles, tally, opened, kept.num_bytes, new, old)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -230,7 +240,7 @@ class DeviceChanges:
         tiles: Where it belongs.
         tally: What is added up.
         opened: What it changes.
-        kept_bytes: Memory of the payload.
+        kept_bytes: Memory of places and new bits.
         new, old: int[N] and int[W]: bits.
     """
 

@@ -259,6 +259,18 @@ def test_full_syncs_are_those_of_hosts(
     assert all(same(copy, source) for copy in copies)
 
 
+def test_whole_tiles_alone_take_no_more_than_was_declared() -> None:
+    specs = specs_of({"uint8": [(16,)] * 100})
+    source = model_of(specs)
+    copies = [[t.clone() for t in source] for _ in BOTH]
+    left = iter(copies)
+    readers = readers_of(specs, source)
+    ends = Ends.of(whole(specs), readers, specs, lambda: flats_of(next(left)))
+    step(source, 1, 1)
+    ends.sync(readers)
+    assert all(same(copy, source) for copy in copies)
+
+
 MATRIX = ParameterSpec(("matrix",), (45, 130), dtypes.BY_NAME["float32"])
 WIDER = ParameterSpec(("wider",), (60, 130), dtypes.BY_NAME["float32"])
 LONG = ParameterSpec(("long",), ((1 << 18) + 4200,), dtypes.BY_NAME["uint8"])
