@@ -75,13 +75,13 @@ class Computation(Protocol):
         """Whether kernels compute codes of it on `device`."""
         ...
 
-    def together(self, codes: Mapping[int, Any], device: torch.device) -> Computed:
+    def together(self, codes: Mapping[int, Any], device: torch.device) -> Masks:
         """All codes that a source has, by share, this one among them."""
         ...
 
 
-class Computed(Protocol):
-    """What kernels compute of one source.
+class Masks(Protocol):
+    """What kernels compute of one source: codes, and masks of those that differ.
 
     Attributes:
         codes_at: A Triton function `(address, offsets, mask, start, numbers, TYPE, READ)` that

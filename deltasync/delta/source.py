@@ -15,7 +15,7 @@ from deltasync import dtypes
 from deltasync.delta.bits import Flat, integer_dtype
 from deltasync.delta.kernels.reads import AS_IS, COMPUTED, ROUNDED
 from deltasync.delta.launches import Tiles, aligned_by_size, there
-from deltasync.delta.readers import Computation, Computed, Reader, copy_read
+from deltasync.delta.readers import Computation, Masks, Reader, copy_read
 from deltasync.delta.tiles import Ints, Section
 from deltasync.dtypes import Dtype
 from deltasync.wire.changes import ALIGNMENT, TILE
@@ -71,7 +71,7 @@ class Source:
             for share, reader in enumerate(readers)
             if reader.computation is not None and self._is_computable(reader.computation)
         }
-        self.masks: Computed | None = None
+        self.masks: Masks | None = None
         if codes:
             self.masks = next(iter(codes.values())).together(codes, self._device)
         for share, reader in enumerate(readers):

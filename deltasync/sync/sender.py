@@ -20,7 +20,7 @@ from deltasync.sync.arguments import (
 )
 from deltasync.sync.events import report, report_failure, subscriptions
 from deltasync.sync.group.group import GroupCalls, TrainerGroup
-from deltasync.sync.group.weights import with_group
+from deltasync.sync.group.weights import GroupWeights
 from deltasync.sync.options import SenderOptions, check_replaceable
 from deltasync.sync.protocol.links import CallTimeout, OneCaller, SenderLink, check_seconds
 from deltasync.sync.protocol.lobby import Joining, Lobby, are_enough, names_of
@@ -97,7 +97,7 @@ class WeightSender(Closing):
         self._session = SenderSession()
         self._group = None if group is None else GroupCalls(group, lambda: self.version)
         self._peer_ranks = (
-            with_group(own, self._group) if self._group and self._group.world > 1 else None
+            GroupWeights(own, self._group) if self._group and self._group.world > 1 else None
         )
         self._weights: Weights = self._peer_ranks or own
         refusal = "a sync is under way; a WeightSender is used by one thread"

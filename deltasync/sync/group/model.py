@@ -168,11 +168,6 @@ def key(copies: Copies | None) -> bytes:
     return b"" if copies is None else copies.tobytes()
 
 
-def runs_of(asked: Iterable[Copies]) -> tuple[orders.CopyRuns, ...]:
-    """What is asked for besides the whole model, as an order has it."""
-    return tuple(map(orders.runs_of, asked))
-
-
 def digests_added(
     asked: Iterable[Copies],
     answers: Collection[orders.SnapshotState] | Collection[orders.Sent],

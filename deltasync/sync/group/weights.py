@@ -23,7 +23,6 @@ from deltasync.sync.group.model import (
     digests_added,
     key,
     refuse_drifted,
-    runs_of,
 )
 from deltasync.sync.group.work import RankWork
 from deltasync.sync.protocol.frames import SentBuckets
@@ -99,7 +98,10 @@ class GroupWeights:
         digests_sent: The same of what they have sent last, which become those when it is decided.
     """
 
-    def __init__(self, own: OwnWeights, group: GroupCalls) -> None:
+    def __init__(self, own: LocalWeights, group: GroupCalls) -> None:
+        """Raises ConfigError for weights that come one by one."""
+        if not isinstance(own, OwnWeights):
+            raise ConfigError("a rank of a group needs a source of what it holds")
         self._own, self._group, self._work = own, group, RankWork(own, 0, group.world)
         self._layout: SentLayout | None = None
         self._declared: list[Declaration] = []
@@ -169,7 +171,9 @@ class GroupWeights:
         """Ask the other ranks for digests of these copies, unless they are known."""
         asked = [one for one in kinds if one is not None and key(one) not in self.digests_held]
         if asked:
-            said = self._all(orders.Ask(copies=runs_of(asked)), orders.SnapshotState)
+            said = self._all(
+                orders.Ask(copies=tuple(map(orders.runs_of, asked))), orders.SnapshotState
+            )
             self.digests_held |= digests_added(asked, said[1:])
 
     def delta(self, base_version: int) -> Delta:
@@ -228,7 +232,7 @@ class GroupWeights:
                 is_delta=is_delta,
                 receivers=tuple(member.connection for member in members),
                 timeout_s=timeout_s,
-                copies=runs_of(self._asked),
+                copies=tuple(map(orders.runs_of, self._asked)),
             )
         )
 
@@ -241,10 +245,3 @@ class GroupWeights:
             total += replace(one.buckets, lost=told)
         self.digests_sent = {} if total.lost else digests_added(self._asked, said.values())
         return total
-
-
-def with_group(own: LocalWeights, group: GroupCalls) -> GroupWeights:
-    """The weights of all ranks of a trainer, of which this one holds `own`. Raises ConfigError."""
-    if not isinstance(own, OwnWeights):
-        raise ConfigError("a rank of a group needs a source of what it holds")
-    return GroupWeights(own, group)
