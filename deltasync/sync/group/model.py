@@ -77,7 +77,7 @@ def capture_order(
     specs: tuple[ParameterSpec, ...],
     *,
     name: str,
-    agreed: str = "",
+    agreed: str,
 ) -> orders.Capture:
     """Share out what ranks hold, so that each element is sent once.
 

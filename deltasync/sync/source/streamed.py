@@ -18,7 +18,7 @@ from deltasync.delta.ledger import Ledger
 from deltasync.delta.modes import in_plain_mode
 from deltasync.delta.readers import WireReader, copy_read
 from deltasync.delta.shard import whole
-from deltasync.delta.snapshot import Bucket, Delta, Plan, Snapshot, tiles_of_group
+from deltasync.delta.snapshot import Bucket, Delta, Snapshot, tiles_of_group
 from deltasync.delta.tiles import Ints, Space
 from deltasync.errors import ConfigError, SourceChanged
 from deltasync.sync.options import SenderOptions, leaves_out
@@ -114,9 +114,6 @@ class StreamedWeights(LocalWeights):
         self._found.base_version = base_version
         return self._found
 
-    def full(self) -> Plan:
-        return self.snapshot.full(bucket_bytes=self._bucket_bytes(self.snapshot))
-
     @property
     def _specs(self) -> tuple[ParameterSpec, ...]:
         """What the snapshot holds."""
@@ -204,12 +201,15 @@ class _Group:
 class _Taken:
     """What was found while weights passed by: see `delta.snapshot.Delta`.
 
+    Its ledger and payloads are known when it is complete.
+
     Args:
         snapshot, detector: What they are compared with.
         bucket_bytes: The largest payload.
         room: Bytes of changes that are kept. Others are written to the snapshot.
     """
 
+    ledger: Ledger
     base_version: int | None = 0
 
     def __init__(
@@ -262,15 +262,11 @@ class _Taken:
     def complete(self) -> None:
         """All tensors were added."""
         self._groups.sort(key=lambda group: group.first)
-        self._ledger = self._snapshot.ledger_of_copy()
-        self._ledger.sums += self._sums.numpy().view(np.uint64)
+        self.ledger = self._snapshot.ledger_of_copy()
+        self.ledger.sums += self._sums.numpy().view(np.uint64)
         self._buckets = list(self._distributed())
         self.payload_bytes = sum(sizes.num_bytes for sizes, _ in self._buckets)
         self.places = sum(sizes.places for sizes, _ in self._buckets)
-
-    @property
-    def ledger(self) -> Ledger:
-        return self._ledger
 
     @property
     def nnz(self) -> int:
@@ -290,7 +286,7 @@ class _Taken:
         for group in self._groups:
             if group.changes is not None:
                 self._detector.advance(group.changes)
-        self._snapshot.decided(self._ledger)
+        self._snapshot.decided(self.ledger)
         self.is_decided = True
         self._groups.clear()  # their memory
         self._buckets.clear()

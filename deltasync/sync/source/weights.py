@@ -170,6 +170,12 @@ class LocalWeights(Weights):
     def refresh_source(self) -> None:
         """Look the source up, which the next `delta` then need not. Raises SourceChanged."""
 
+    def full(self, *, ways: int = 1) -> Plan:
+        """All of the snapshot; in smaller payloads, if receivers get them from so many ranks."""
+        snapshot = self.snapshot
+        bucket_bytes = max(self._bucket_bytes(snapshot) // ways, MIN_BUCKET_BYTES)
+        return snapshot.full(bucket_bytes=bucket_bytes)
+
     def _bucket_bytes(self, snapshot: Snapshot) -> int:
         return self.options.bucket_bytes or snapshot.bucket_bytes
 
@@ -252,12 +258,6 @@ class OwnWeights(LocalWeights):
             delta = compare(layout.readers)
         self._is_looked_up = self._on_source_read is not None  # if this is tried again
         return delta
-
-    def full(self, *, ways: int = 1) -> Plan:
-        """All of the snapshot; in smaller payloads, if receivers get them from so many ranks."""
-        snapshot = self.snapshot
-        bucket_bytes = max(self._bucket_bytes(snapshot) // ways, MIN_BUCKET_BYTES)
-        return snapshot.full(bucket_bytes=bucket_bytes)
 
     def counts_by(self, delta: Delta) -> Ints:
         """int64[parameters]: elements of each parameter of the layout that differ here."""

@@ -208,7 +208,7 @@ class BoundWeights:
             self.live,
             max_bytes=needed,
             in_place=needed > self._max_staged_bytes,
-            writing=self._writing,
+            writing=lambda: self._on("writing"),
         )
         self.check_early()
 
@@ -239,7 +239,8 @@ class BoundWeights:
         assert self.staging is not None
         if self._is_checked and self._moved is not None:
             raise self._moved
-        self._changed = self.staging.ledger.changed_since(self.live.ledger)
+        if self._derives:
+            self._changed = self.staging.ledger.changed_since(self.live.ledger)
         return self.staging.ledger.total, self.staging.staged_bytes
 
     def write(self, *, heals: bool) -> tuple[int, float]:
@@ -260,7 +261,7 @@ class BoundWeights:
         if not self._is_checked:
             self.target.check_unmoved()
         began, self._before = time.perf_counter(), self.live.ledger
-        self._writing()
+        self._on("writing")
         try:
             digest = staging.commit()
             if self._derives:
@@ -302,6 +303,3 @@ class BoundWeights:
                 self._check_finished(self._before)
             self.live.ledger = self.proved = self._before
             self._on("restored")
-
-    def _writing(self) -> None:
-        self._on("writing")
