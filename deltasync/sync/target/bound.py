@@ -208,7 +208,7 @@ class BoundWeights:
             self.live,
             max_bytes=needed,
             in_place=needed > self._max_staged_bytes,
-            writing=lambda: self._on("writing"),
+            writing=self._writing,
         )
         self.check_early()
 
@@ -261,7 +261,7 @@ class BoundWeights:
         if not self._is_checked:
             self.target.check_unmoved()
         began, self._before = time.perf_counter(), self.live.ledger
-        self._on("writing")
+        self._writing()
         try:
             digest = staging.commit()
             if self._derives:
@@ -303,3 +303,6 @@ class BoundWeights:
                 self._check_finished(self._before)
             self.live.ledger = self.proved = self._before
             self._on("restored")
+
+    def _writing(self) -> None:
+        self._on("writing")
