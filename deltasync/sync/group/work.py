@@ -68,8 +68,9 @@ class RankWork:
     def resolve(self, version: int) -> None:
         """Record that receivers hold this version: the one compared last, or an earlier one."""
         if self.undecided is not None and self.undecided[0] == version:
-            (self._base, delta), self.undecided = self.undecided, None
+            (_, delta), self.undecided = self.undecided, None
             delta.decided()
+            self._base = version  # last: whatever breaks off here has another base than receivers
 
     def _known(self) -> Declaration:
         if self._declared is None:
