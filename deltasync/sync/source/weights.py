@@ -52,12 +52,15 @@ Agree = Callable[[Mapping[str, Maxima]], None]
 
 
 class Weights(Protocol):
-    """The model of a trainer, wherever its parts are."""
+    """The model of a trainer, wherever its parts are.
 
-    @property
-    def layout(self) -> SentLayout | None:
-        """What travels; None before the first capture."""
-        ...
+    Attributes:
+        layout: What travels; None before the first capture.
+        snapshot_bytes: The largest copy that a rank keeps.
+    """
+
+    layout: SentLayout | None
+    snapshot_bytes: int
 
     @property
     def is_lost(self) -> bool:
@@ -67,11 +70,6 @@ class Weights(Protocol):
     @property
     def digests(self) -> Digests:
         """Of the version that the snapshot holds."""
-        ...
-
-    @property
-    def snapshot_bytes(self) -> int:
-        """The largest copy that a rank keeps."""
         ...
 
     def declared(self, *, timeout_s: float = 60.0) -> tuple[ParameterSpec, ...]:
