@@ -33,7 +33,6 @@ from deltasync.sync.options import SenderOptions, leaves_out
 from deltasync.sync.protocol.sender_session import Copies
 from deltasync.sync.source.layout import SentLayout, source_specs, specs_of, with_elements
 from deltasync.sync.source.tensors import (
-    Facts,
     Maxima,
     NamedTensor,
     WeightSource,
@@ -316,8 +315,8 @@ class SourceLayout(SentLayout):
         self._numbers = {spec.name: number for number, spec in enumerate(self.specs)}
         self.tensors: list[NamedTensor] = []
         self._rest: Callable[[], bool] | None = None  # of a look that has begun
-        self._facts: list[Facts] = []
-        self._known: dict[str, tuple[Facts, list[Reader]]] = {}
+        self._facts: list[list[object]] = []
+        self._known: dict[str, tuple[tuple[object, ...], list[Reader]]] = {}
         self.readers: list[Reader] = []
         tensors = source.tensors()
         self._names = list(map(_NAMES, tensors))
@@ -386,8 +385,8 @@ class SourceLayout(SentLayout):
             return
         facts = facts_of(tensors)
         if facts != self._facts:
-            now_of = dict(zip(map(id, tensors), facts, strict=True))
-            known: dict[str, tuple[Facts, list[Reader]]] = {}
+            now_of = dict(zip(map(id, tensors), zip(*facts, strict=True), strict=True))
+            known: dict[str, tuple[tuple[object, ...], list[Reader]]] = {}
             for entry in self._in_order(tensors):
                 now = now_of[id(entry)]
                 before, readers = self._known.get(entry.name, ((), []))
