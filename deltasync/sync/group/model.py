@@ -64,14 +64,6 @@ class Declaration:
         )
 
 
-def all_specs(declarations: Iterable[Declaration]) -> tuple[ParameterSpec, ...]:
-    """The parameters of all ranks, each once."""
-    known: dict[str, ParameterSpec] = {}
-    for declaration in declarations:
-        known = {spec.name: spec for spec in declaration.specs} | known
-    return tuple(known.values())
-
-
 def capture_order(
     declarations: Sequence[Declaration],
     specs: tuple[ParameterSpec, ...],

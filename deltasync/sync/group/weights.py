@@ -18,7 +18,6 @@ from deltasync.sync.group.group import A, GroupCalls
 from deltasync.sync.group.model import (
     Declaration,
     GroupDigests,
-    all_specs,
     capture_order,
     digests_added,
     key,
@@ -135,7 +134,8 @@ class GroupWeights:
             self._agreement = Agreement.of([one.maxima for one in self._declared])
             positions = self._agreement.positions
             self._positions = [positions(one.maxima) for one in self._declared]
-        return with_elements(all_specs(self._declared))
+        every = (spec for declared in reversed(self._declared) for spec in declared.specs)
+        return with_elements(tuple({spec.name: spec for spec in every}.values()))
 
     def capture(self, held: Sequence[ParameterSpec]) -> None:
         if self.is_lost:
