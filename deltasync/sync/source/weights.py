@@ -84,6 +84,7 @@ class Weights(Protocol):
 
     def learn_digests(self, kinds: Collection[Copies | None]) -> None:
         """Let `digests` include these too. Raises SyncAborted. By default, it has all."""
+        return
 
     def delta(self, base_version: int) -> Delta:
         """How the source differs from the snapshot, as `Snapshot.compare`. Raises SourceChanged."""
