@@ -16,14 +16,7 @@ from deltasync.transports.base import Closing, Frame, SendTransport
 from deltasync.wire.frame import encode
 from deltasync.wire.messages import as_text
 
-A = TypeVar(
-    "A",
-    orders.Declared,
-    orders.Measured,
-    orders.SnapshotState,
-    orders.Compared,
-    orders.Sent,
-)
+A = TypeVar("A", bound=orders.Answer)
 
 
 class TrainerGroup(Closing):

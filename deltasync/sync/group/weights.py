@@ -186,7 +186,7 @@ class GroupWeights:
         """What each rank answers to an order, which this rank carries out as well."""
         own = self._work.answer(self._group.order(order))
         assert isinstance(own, kind)
-        said: dict[int, A] = self._group.answers(kind)
+        said = self._group.answers(kind)
         return [own, *(said[rank] for rank in range(1, self._group.world))]
 
     def _agreed(self, runs: tuple[tuple[str, int], ...] | None = None) -> Words:
