@@ -74,8 +74,9 @@ def _row_of(pieces: Sequence[Piece]) -> Piece | None:
     (step, live_step), *others = {_steps(*two) for two in pairwise(pieces)}
     if others or step <= 0 or live_step <= 0:
         return None
-    source = first.source.times(len(pieces), step)
-    return Piece.of(first.live, source, first.target.times(len(pieces), live_step))
+    source = Region(first.source.start, ((len(pieces), step), *first.source.dims))
+    target = Region(first.target.start, ((len(pieces), live_step), *first.target.dims))
+    return Piece.of(first.live, source, target)
 
 
 def _continued(piece: Piece, after: Piece) -> Piece | None:

@@ -46,9 +46,6 @@ from deltasync.wire.messages import ParameterSpec
 
 _NAMES, _IS_TRAINED = attrgetter("names"), attrgetter("requires_grad")
 
-Agree = Callable[[Mapping[str, Maxima]], None]
-"""Tells computed tensors what ranks have agreed on."""
-
 
 class Weights(Protocol):
     """The model of a trainer, wherever its parts are.
@@ -213,11 +210,12 @@ class OwnWeights(LocalWeights):
         self,
         specs: Sequence[ParameterSpec],
         boxes: Mapping[str, ShardSpec] | None = None,
-        agree: Agree = lambda maxima: None,
+        tensors: list[NamedTensor] | None = None,
     ) -> SourceLayout:
         """Start from the source as it is. Arguments as of `SourceLayout`. Returns the layout."""
         self._is_looked_up = False
-        layout = SourceLayout(self.source, specs, boxes, agree)
+        tensors = self.source.tensors() if tensors is None else tensors
+        layout = SourceLayout(self.source, specs, tensors, boxes)
         last, self._snapshot, self.layout = self._snapshot, None, None
         devices = [reader.device for reader in layout.readers]
         if last is not None and (last.space.given, self._devices) == (layout.sent, devices):
@@ -300,16 +298,16 @@ class SourceLayout(SentLayout):
         self,
         source: WeightSource,
         specs: Sequence[ParameterSpec],
+        tensors: list[NamedTensor],
         boxes: Mapping[str, ShardSpec] | None = None,
-        agree: Agree = lambda maxima: None,
     ) -> None:
         """Look up where everything is.
 
         Args:
             source: Where the parameters are.
             specs: The layout.
+            tensors: What the source has returned just now; ranks have agreed on their `maxima_of`.
             boxes: What to send, by canonical name; None for everything.
-            agree: Called with what ranks have to agree on, before anything is read.
         """
         super().__init__(specs)
         self._source, self._boxes = source, boxes
@@ -319,10 +317,8 @@ class SourceLayout(SentLayout):
         self._facts: list[list[object]] = []
         self._known: dict[str, tuple[tuple[object, ...], list[Reader]]] = {}
         self.readers: list[Reader] = []
-        tensors = source.tensors()
         self._names = list(map(_NAMES, tensors))
         self.sent = self._shares(tensors)
-        agree(maxima_of(tensors))
         self.read(tensors)
         for entry in tensors:
             if entry.computed is not None:
