@@ -19,7 +19,7 @@ from deltasync.sync.arguments import (
     local_weights,
 )
 from deltasync.sync.events import report, report_failure, subscriptions
-from deltasync.sync.group.group import GroupCalls, TrainerGroup
+from deltasync.sync.group.group import TrainerGroup
 from deltasync.sync.group.weights import GroupWeights
 from deltasync.sync.options import SenderOptions, check_replaceable
 from deltasync.sync.protocol.links import CallTimeout, OneCaller, SenderLink, check_seconds
@@ -94,8 +94,9 @@ class WeightSender(Closing):
         self._link = SenderLink(transport)
         check_coding(self.options)
         self._lobby = Lobby(self._link, admits, num_lanes=group.world - 1 if group else 0)
-        self._session = SenderSession()
-        self._group = None if group is None else GroupCalls(group, lambda: self.version)
+        self._session, self._group = SenderSession(), group
+        if group is not None:
+            group.version = lambda: self.version
         self._peer_ranks = (
             GroupWeights(own, self._group) if self._group and self._group.world > 1 else None
         )

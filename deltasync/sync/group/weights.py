@@ -14,7 +14,7 @@ from deltasync.delta.tiles import Ints
 from deltasync.errors import ConfigError, SourceChanged, SyncAborted
 from deltasync.sync.group import orders
 from deltasync.sync.group.agreement import NOTHING, Agreement, Words, text_of, words_of
-from deltasync.sync.group.group import A, GroupCalls
+from deltasync.sync.group.group import A, TrainerGroup
 from deltasync.sync.group.model import (
     Declaration,
     GroupDigests,
@@ -97,7 +97,7 @@ class GroupWeights:
         digests_sent: The same of what they have sent last, which become those when it is decided.
     """
 
-    def __init__(self, own: LocalWeights, group: GroupCalls) -> None:
+    def __init__(self, own: LocalWeights, group: TrainerGroup) -> None:
         """Raises ConfigError for weights that come one by one."""
         if not isinstance(own, OwnWeights):
             raise ConfigError("a rank of a group needs a source of what it holds")
