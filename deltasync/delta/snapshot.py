@@ -86,7 +86,7 @@ class Detector(Protocol):
         self, groups: Sequence[int], room: int, meanwhile: Callable[[], None]
     ) -> Sequence[Found]: ...
 
-    def advance(self, changes: Changes, *, ahead: bool = False) -> None: ...
+    def advance(self, changes: Changes) -> None: ...
 
     def full(self, tiles: Ints, payload: Tensor) -> None: ...
 
@@ -255,7 +255,7 @@ class Snapshot:
     def overwrite(self, changes: Changes, sums: Tensor) -> None:
         """Write these before they are decided, which changes the digests of the copy by `sums`."""
         self._is_overwriting = True
-        self._detector.advance(changes, ahead=True)
+        self._detector.advance(changes)
         self._sums += sums
         self._is_overwriting = False
 
@@ -268,10 +268,14 @@ class Snapshot:
             self._sums, self._is_overwriting = self._there(ledger), False
         return self._sums
 
-    def decided(self, ledger: Ledger) -> None:
-        """The copy is what receivers hold."""
+    def decided(self, kept: Sequence[Changes], ledger: Ledger) -> None:
+        """Write these. The copy then is what receivers hold. Broken off, it may be called again."""
+        self._is_overwriting = True
+        for changes in kept:
+            self._detector.advance(changes)
         self.ledger, self._sums = ledger, self._there(ledger)
         self._detector.ahead[:] = False
+        self._is_overwriting = False
 
     def _there(self, ledger: Ledger) -> Tensor:
         """int64[chunks]: its sums, in memory of their own, where the detector adds to them."""
@@ -376,10 +380,8 @@ class DeltaPlan:
 
     def decided(self) -> None:
         """Advance the snapshot by what was held."""
-        for changes in self._kept:
-            self._detector.advance(changes)
+        self._snapshot.decided(self._kept, self.ledger)
         self._kept.clear()
-        self._snapshot.decided(self.ledger)
 
     @cached_property
     def counts(self) -> Ints:

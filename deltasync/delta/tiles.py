@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from deltasync.delta.region import Region
 from deltasync.delta.shard import Share
 from deltasync.errors import InvalidIndices, InvalidTable, LimitExceeded
-from deltasync.wire.changes import TILE
+from deltasync.wire.changes import ALIGNMENT, PLACE_BYTES, TILE, Sizes
 from deltasync.wire.digest import GOLDEN_RATIO, MASK, seed
 from deltasync.wire.messages import ParameterSpec
 from deltasync.wire.shares import SHARE
@@ -26,6 +26,7 @@ from deltasync.wire.shares import SHARE
 Ints: TypeAlias = NDArray[np.int64]
 
 MAX_TILES = 1 << 32
+
 
 CHUNK_TILES = 64
 """Tiles whose digests are one number in a ledger."""
@@ -129,6 +130,12 @@ class Space:
     def num_chunks(self) -> int:
         """Numbers in a ledger."""
         return int(self.first_chunk[-1])
+
+    @cached_property
+    def most_bytes(self) -> int:
+        """The most that a payload takes: all elements, each with a place of its own."""
+        all_elements = int((self.share_numel * (PLACE_BYTES + self.item_size)).sum())
+        return Sizes(1, len(self), 0, all_elements + ALIGNMENT * (1 + len(self))).num_bytes
 
     @cached_property
     def gaps(self) -> dict[int, Region]:

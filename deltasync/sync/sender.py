@@ -92,7 +92,7 @@ class WeightSender(Closing):
         self.source: WeightSource | None = getattr(own, "source", None)
         self.stream_id = self.options.stream_id or uuid.uuid4().hex
         self._link = SenderLink(transport)
-        check_coding(self.options)
+        check_coding(own, self.options)
         self._lobby = Lobby(self._link, admits, num_lanes=group.world - 1 if group else 0)
         self._session, self._group = SenderSession(), group
         if group is not None:
@@ -137,8 +137,8 @@ class WeightSender(Closing):
         """May be replaced between two syncs, by options that keep the snapshot and the stream.
 
         Setting them raises ConfigError if `kernels`, `leave_out`, `snapshot_device`, `stream_id` or
-        `wire_dtypes` differ: changing these requires a new sender. It raises ConfigError too for
-        `compression="class"`.
+        `wire_dtypes` differ: changing these requires a new sender. It raises ConfigError too for a
+        `compression` that a new sender refuses.
         """
         return self._own.options
 
@@ -146,7 +146,7 @@ class WeightSender(Closing):
     def options(self, options: SenderOptions) -> None:
         check_options(options, SenderOptions)
         check_replaceable(self._own.options, options)
-        check_coding(options)
+        check_coding(self._own, options)
         self._own.options = options
 
     @property

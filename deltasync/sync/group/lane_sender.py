@@ -28,6 +28,7 @@ class LaneSender:
     def __init__(self, transport: SendTransport) -> None:
         self.link = SenderLink(transport)
         self._peers: dict[str, int] = {}
+        self._sent: object = None  # the shares of the plan that was sent last
 
     def send(
         self,
@@ -54,6 +55,10 @@ class LaneSender:
                 raise
             return SentBuckets(lost=gone)
 
+    def decided(self) -> None:
+        """Receivers hold what was sent last. Who sat it out, or aborted it, took no shares."""
+        self.link.told(self._sent)
+
     def listen(self, timeout_s: float = 0.0) -> None:
         """Accept lanes that have connected."""
         for peer, greeting, _ in self.link.greetings(timeout_s=timeout_s):
@@ -73,7 +78,7 @@ class LaneSender:
                 self.link.send(Abort(version=version, reason="a rank of the trainer failed"))
             raise
         self.link.send(emitter.prepare())
-        self.link.told(plan.space)
+        self._sent = plan.space
         return emitter.sent
 
     def _absent(self, receivers: Sequence[str], timeout_s: float) -> dict[str, str]:

@@ -77,9 +77,9 @@ class TrainerRank(Closing):
     ) -> None:
         self.version = 0
         self.world, options = world, options or SenderOptions()
-        check_coding(options)
         self._rank = rank
         self._weights = OwnWeights(source, options)
+        check_coding(self._weights, options)
         self._work = RankWork(self._weights, rank, world)
         self.source = self._weights.source
         self._lanes = LaneSender(transport)
@@ -153,7 +153,8 @@ class TrainerRank(Closing):
         """The next order of this call. Raises SyncAborted if none comes within `patience_s`."""
         while True:
             order, self._next = self._next or self._hear(Deadline(patience_s)), None
-            self._work.resolve(order.version)
+            if self._work.resolve(order.version):
+                self._lanes.decided()
             if order.call == self._call:
                 return order
             if order.call > self._call:

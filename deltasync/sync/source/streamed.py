@@ -281,10 +281,8 @@ class _Taken:
 
     def decided(self) -> None:
         """Advance the snapshot by what was kept."""
-        for group in self._groups:
-            if group.changes is not None:
-                self._detector.advance(group.changes)
-        self._snapshot.decided(self.ledger)
+        kept = [group.changes for group in self._groups if group.changes is not None]
+        self._snapshot.decided(kept, self.ledger)
         self.is_decided = True
         self._groups.clear()  # their memory
         self._buckets.clear()
