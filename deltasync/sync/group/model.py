@@ -64,20 +64,12 @@ class Declaration:
         )
 
 
-def all_specs(declarations: Iterable[Declaration]) -> tuple[ParameterSpec, ...]:
-    """The parameters of all ranks, each once."""
-    known: dict[str, ParameterSpec] = {}
-    for declaration in declarations:
-        known = {spec.name: spec for spec in declaration.specs} | known
-    return tuple(known.values())
-
-
 def capture_order(
     declarations: Sequence[Declaration],
     specs: tuple[ParameterSpec, ...],
     *,
     name: str,
-    agreed: str = "",
+    agreed: str,
 ) -> orders.Capture:
     """Share out what ranks hold, so that each element is sent once.
 
@@ -166,11 +158,6 @@ class GroupDigests:
 def key(copies: Copies | None) -> bytes:
     """The key of copies in a dictionary."""
     return b"" if copies is None else copies.tobytes()
-
-
-def runs_of(asked: Iterable[Copies]) -> tuple[orders.CopyRuns, ...]:
-    """What is asked for besides the whole model, as an order has it."""
-    return tuple(map(orders.runs_of, asked))
 
 
 def digests_added(

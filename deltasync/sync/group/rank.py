@@ -146,7 +146,7 @@ class TrainerRank(Closing):
 
     def close(self) -> None:
         """Close every connection."""
-        self._lanes.close()
+        self._lanes.link.close()
         self._link.close()
 
     def _receive(self, patience_s: float) -> orders.Order:
@@ -272,7 +272,7 @@ class TrainerRank(Closing):
         self._work.captured = None
         with suppress(TransportError):
             self._link.disconnect()
-            self._lanes.reset()
+            self._lanes.link.reset()
 
 
 def _failed(error: Exception) -> orders.Failed:

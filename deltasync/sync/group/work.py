@@ -16,7 +16,7 @@ from deltasync.sync.group import orders
 from deltasync.sync.group.agreement import Agreement, text_of, words_of
 from deltasync.sync.group.model import Declaration, digests_told, share_of_rank
 from deltasync.sync.source.tensors import maxima_of
-from deltasync.sync.source.weights import Agree, OwnWeights, SourceLayout
+from deltasync.sync.source.weights import OwnWeights, SourceLayout
 from deltasync.wire.digest import MASK
 
 _CHUNKS_AT_ONCE = 256  # about, of a warm sync
@@ -72,8 +72,9 @@ class RankWork:
         """
         if self.undecided is None or self.undecided[0] != version:
             return False
-        (self._base, delta), self.undecided = self.undecided, None
+        (_, delta), self.undecided = self.undecided, None
         delta.decided()
+        self._base = version  # last: whatever breaks off here has another base than receivers
         return True
 
     def _known(self) -> Declaration:
@@ -94,12 +95,13 @@ class RankWork:
     def _capture(self, order: orders.Capture, declared: Declaration) -> None:
         self.captured = self.undecided = self._base = None
         specs, boxes = share_of_rank(order, self._rank, declared)
-        agreement, agreed = self._agreement, words_of(order.agreed)
-        agree: Agree = lambda now: agreement.give(agreed, now)  # noqa: E731
-        self._sent = self.weights.capture_as(specs, boxes, agree)
+        source = self.weights.source
+        tensors = source.tensors()
+        self._agreement.give(words_of(order.agreed), maxima_of(tensors))
+        self._sent = self.weights.capture_as(specs, boxes, tensors)
         numbers = np.flatnonzero(orders.copies_of(order.alike[self._rank]))
         alike = {name: declared.boxes[name] for name in (specs[n].name for n in numbers)}
-        self._alike = SourceLayout(self.weights.source, specs, alike, agree)
+        self._alike = SourceLayout(source, specs, tensors, alike)
         self._ledger = Ledger(Space(self._alike.sent))
         chunks = sum(-(-spec.numel // CHUNK) for spec in specs)  # the same on all ranks
         self._parts = -(-chunks // _CHUNKS_AT_ONCE)
