@@ -11,18 +11,11 @@ from deltasync.delta.changes import Changes
 from deltasync.delta.codecs import codec_of
 from deltasync.delta.host import Table
 from deltasync.delta.staging import LiveWeights, Received
-from deltasync.delta.tiles import Space, space_of
+from deltasync.delta.tiles import space_of
 from deltasync.errors import InvalidIndices, LimitExceeded
 from deltasync.wire.changes import ALIGNMENT
 from deltasync.wire.compression import decompress
 from deltasync.wire.messages import Begin, Bucket
-
-_MOST_BYTES = 4 * ALIGNMENT  # of the payload of an element alone: all columns but `whole`
-
-
-def most_payload_bytes(space: Space) -> int:
-    """What a sync takes at most, however ranks share it out: each element alone in a payload."""
-    return _MOST_BYTES * int(space.share_numel.sum())
 
 
 class PayloadReader:

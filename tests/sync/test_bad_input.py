@@ -153,6 +153,7 @@ CASES: dict[str, tuple[list[Said], type[DeltaSyncError]]] = {
         [*JOINED, begin(places=2), bucket(SPARSE, DENSE)],
         LimitExceeded,
     ),
+    "begin of more places than elements": ([*JOINED, begin(places=74)], LimitExceeded),
     "begin of 2^62 bytes": ([*JOINED, begin(payload_bytes=1 << 62)], LimitExceeded),
     "full sync of 2^62 bytes": (
         [layout(), welcome(full=True), begin(base_version=None, payload_bytes=1 << 62)],

@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from deltasync.delta.ledger import Ledger, digest_text
-from deltasync.delta.payloads import PayloadReader, most_payload_bytes
+from deltasync.delta.payloads import PayloadReader
 from deltasync.delta.shard import whole
 from deltasync.delta.staging import LiveWeights, Received, Staging, staged_bytes_of
 from deltasync.delta.tiles import Ints, Space
@@ -27,6 +27,7 @@ from deltasync.errors import (
 from deltasync.sync.options import ReceiverOptions
 from deltasync.sync.protocol.receiver_session import Event
 from deltasync.sync.target.base import WeightTarget
+from deltasync.wire.changes import ALIGNMENT
 from deltasync.wire.messages import Begin, Bucket, Held, ParameterSpec, Shares
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class BoundWeights:
         self._changed: set[int] = set()  # numbers of parameters, by the sync under way
         self._payloads = PayloadReader(self.live)
         self._scrubbed = 0  # the chunk after the last one
-        self._max_staged_bytes = self._max_sync_bytes = 0
+        self._max_staged_bytes = self._numel = 0  # elements of the layout
         self._is_full = False  # the sync under way
         self.still_since = math.inf
         self._checked_s = -math.inf  # when storage was checked early, and what that found
@@ -111,7 +112,7 @@ class BoundWeights:
         self._max_staged_bytes = (
             max(_MIN_STAGED_BYTES, self.live.num_bytes // 4) if limit is None else limit
         )
-        self._max_sync_bytes = most_payload_bytes(self.live.space)
+        self._numel = numel
 
     @property
     def are_proved(self) -> bool:
@@ -207,8 +208,9 @@ class BoundWeights:
         """
         if not self.are_kept():
             raise DigestMismatch("weights changed or moved while they were detached; rejoin")
-        if begin.payload_bytes > self._max_sync_bytes:
-            raise LimitExceeded(f"no sync of this layout takes over {self._max_sync_bytes} bytes")
+        most_bytes = 4 * ALIGNMENT * self._numel  # each alone in a payload, without whole tiles
+        if begin.payload_bytes > most_bytes or begin.places > self._numel:
+            raise LimitExceeded(f"no sync of a layout of {self._numel} elements takes so much")
         self._payloads.begin(begin)
         self._is_full = begin.base_version is None
         if self._is_full:
