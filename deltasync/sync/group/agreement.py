@@ -128,6 +128,9 @@ class Replicas:
         rank: Which rank this is.
         declared: What it holds.
         agreement: Given what all have agreed on before anything is read.
+
+    Attributes:
+        num_parameters: Of the layout.
     """
 
     def __init__(
@@ -139,10 +142,11 @@ class Replicas:
         agreement: Agreement,
     ) -> None:
         specs, boxes = share_of_rank(order, rank, declared)
+        self.num_parameters = len(specs)
         agreed = words_of(order.agreed)
         agree: Agree = lambda now: agreement.give(agreed, now)  # noqa: E731
         self._sent = weights.capture_as(specs, boxes, agree)
-        numbers = np.flatnonzero(orders.copies_of(order.alike[rank]))
+        numbers = np.flatnonzero(orders.copies_of(order.alike[rank], len(specs)))
         alike = {name: declared.boxes[name] for name in (specs[n].name for n in numbers)}
         self._alike = SourceLayout(weights.source, specs, alike, agree)
         self._ledger = Ledger(Space(self._alike.sent))

@@ -287,7 +287,7 @@ class TrainerRank(Closing):
     def _holding(self, copies: Sequence[orders.CopyRuns]) -> orders.SnapshotState:
         plan = self._weights.full(ways=self.world)
         return orders.SnapshotState(
-            digests=digests_told(self._weights.digests, copies),
+            digests=digests_told(self._weights.digests, copies, self._replicas.num_parameters),
             payload_bytes=plan.payload_bytes,
             places=plan.places,
             snapshot_bytes=self._weights.snapshot_bytes,
@@ -331,7 +331,9 @@ class TrainerRank(Closing):
         )
         self._weights.release()
         return orders.Sent(
-            digests=() if buckets.lost else digests_told(plan.ledger, order.copies),
+            digests=()
+            if buckets.lost
+            else digests_told(plan.ledger, order.copies, self._replicas.num_parameters),
             buckets=buckets,
         )
 

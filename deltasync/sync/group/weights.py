@@ -87,7 +87,8 @@ class GroupDelta(GroupPlan):
         super().__init__(own, others, found, decide)
         self.nnz = own.nnz + sum(one.nnz for one in found)
         self.held_bytes = max([own.held_bytes, *(one.held_bytes for one in found)])
-        total = counts + sum(orders.copies_of(one.changed).astype(np.int64) for one in found)
+        theirs = (orders.copies_of(one.changed, len(counts)) for one in found)
+        total = counts + sum(copies.astype(np.int64) for copies in theirs)
         self.changed = np.flatnonzero(total)
         self._counts = total[self.changed]
 
