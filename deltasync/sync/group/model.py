@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from deltasync.delta.ledger import digest_text
 from deltasync.delta.shard import ShardSpec, share_out
 from deltasync.delta.snapshot import Digests
-from deltasync.errors import ReplicasDiffer
+from deltasync.errors import MalformedMessage, ReplicasDiffer
 from deltasync.sync.group import orders
 from deltasync.sync.protocol.sender_session import Copies
 from deltasync.sync.source.layout import source_specs
@@ -105,7 +105,7 @@ def share_of_rank(
     """The layout that an order names, and what a rank sends of it, by canonical name."""
     specs = parameter_specs(order.parameters)
     boxes = dict(declared.boxes)
-    for number in np.flatnonzero(orders.copies_of(order.alike[rank]) == 2).tolist():
+    for number in np.flatnonzero(orders.copies_of(order.alike[rank], len(specs)) == 2).tolist():
         del boxes[specs[number].name]
     for number, offset, size in order.shares[rank]:
         name = specs[number].name
@@ -128,9 +128,11 @@ def refuse_drifted(declared: Sequence[Declaration], found: Sequence[orders.Alike
         )
 
 
-def digests_told(held: Digests, asked: Sequence[orders.CopyRuns] = ()) -> tuple[str, ...]:
+def digests_told(
+    held: Digests, asked: Sequence[orders.CopyRuns], num_parameters: int
+) -> tuple[str, ...]:
     """A rank's answer: the digest of all that it holds, then the digests that were asked for."""
-    copies = [None, *map(orders.copies_of, asked)]
+    copies = [None, *(orders.copies_of(runs, num_parameters) for runs in asked)]
     return tuple(digest_text(held.digest_of(one)) for one in copies)
 
 
@@ -161,10 +163,15 @@ def key(copies: Copies | None) -> bytes:
 
 
 def digests_added(
-    asked: Iterable[Copies],
+    asked: Sequence[Copies],
     answers: Collection[orders.SnapshotState] | Collection[orders.Sent],
 ) -> dict[bytes, int]:
-    """The sums of the digests that ranks have reported of all, and of these copies, by `key`."""
+    """The sums of the digests that ranks have reported of all, and of these copies, by `key`.
+
+    Raises MalformedMessage.
+    """
+    if any(len(answer.digests) != 1 + len(asked) for answer in answers):
+        raise MalformedMessage(f"a rank has not answered with {1 + len(asked)} digests")
     return {
         key(copies): sum(int(answer.digests[place], 16) for answer in answers) & MASK
         for place, copies in enumerate([None, *asked])

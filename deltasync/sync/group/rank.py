@@ -250,7 +250,9 @@ class TrainerRank(Closing):
         )
         self._weights.release()
         return orders.Sent(
-            digests=() if buckets.lost else digests_told(plan.ledger, order.copies),
+            digests=()
+            if buckets.lost
+            else digests_told(plan.ledger, order.copies, self._work.num_parameters),
             buckets=buckets,
         )
 

@@ -78,8 +78,9 @@ class GroupDelta(GroupPlan):
         super().__init__(own, weights, found)
         self.nnz = sum(one.nnz for one in found)
         self.held_bytes = max(one.held_bytes for one in found)
-        counts = [orders.copies_of(one.changed).astype(np.int64) for one in found]
-        self.counts: Ints = np.sum(counts, axis=0)
+        assert weights.layout is not None
+        each = (orders.copies_of(one.changed, len(weights.layout.specs)) for one in found)
+        self.counts: Ints = np.sum([one.astype(np.int64) for one in each], axis=0)
 
 
 class GroupWeights:

@@ -32,6 +32,7 @@ class RankWork:
     Attributes:
         weights: The same.
         captured: The capture that the snapshot comes from; None if there is none.
+        num_parameters: Of the layout that was captured.
         undecided: The version that was compared last, and how it differs, while nobody knows
             whether receivers hold it.
     """
@@ -44,6 +45,7 @@ class RankWork:
         self._declared: Declaration | None = None
         self._agreement = Agreement()
         self.captured: str | None = None
+        self.num_parameters = 0
         self.undecided: tuple[int, Delta] | None = None
         self._base: int | None = None  # version of the snapshot; None right after a capture
 
@@ -99,7 +101,8 @@ class RankWork:
         tensors = source.tensors()
         self._agreement.give(words_of(order.agreed), maxima_of(tensors))
         self._sent = self.weights.capture_as(specs, boxes, tensors)
-        numbers = np.flatnonzero(orders.copies_of(order.alike[self._rank]))
+        self.num_parameters = len(specs)
+        numbers = np.flatnonzero(orders.copies_of(order.alike[self._rank], len(specs)))
         alike = {name: declared.boxes[name] for name in (specs[n].name for n in numbers)}
         self._alike = SourceLayout(source, specs, tensors, alike)
         self._ledger = Ledger(Space(self._alike.sent))
@@ -112,7 +115,7 @@ class RankWork:
     ) -> orders.SnapshotState:
         plan = self.weights.full(ways=self._world)
         return orders.SnapshotState(
-            digests=digests_told(self.weights.digests, copies),
+            digests=digests_told(self.weights.digests, copies, self.num_parameters),
             payload_bytes=plan.payload_bytes,
             places=plan.places,
             snapshot_bytes=self.weights.snapshot_bytes,
