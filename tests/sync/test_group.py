@@ -380,6 +380,7 @@ def test_an_engine_that_sat_a_sync_out_is_told_again_what_each_rank_sends() -> N
         (orders.SnapshotState, {"digests": ()}),
         (orders.Compared, {"changed": ((1 << 40, 1),)}),
         (orders.Compared, {"changed": ()}),
+        (orders.Compared, {"alike": (("of nobody", "0" * 16),)}),
         (orders.Sent, {"digests": ()}),
     ],
 )

@@ -118,7 +118,9 @@ def refuse_drifted(declared: Sequence[Declaration], found: Sequence[orders.Alike
     holders = defaultdict[tuple[str, ShardSpec], dict[str, list[int]]](dict)
     for rank, digests in enumerate(found):
         for name, digest in digests:
-            holders[name, declared[rank].boxes[name]].setdefault(digest, []).append(rank)
+            if (box := declared[rank].boxes.get(name)) is None:
+                raise MalformedMessage(f"rank {rank} answers of {name!r}, which it does not hold")
+            holders[name, box].setdefault(digest, []).append(rank)
     differ = {box[0]: list(ranks.values()) for box, ranks in holders.items() if len(ranks) > 1}
     if differ:
         apart = " and ".join(map(str, next(iter(differ.values()))))
