@@ -167,7 +167,7 @@ def test_old_bits_of_whole_tiles_are_read_a_chunk_at_a_time() -> None:
     """Where they are not side by side: positions take 8 bytes each."""
 
     class Scattered(Flat):
-        def held(self, start: int, stop: int) -> Tensor:  # type: ignore[override]
+        def held(self, start: int, stop: int) -> Tensor:
             return torch.arange(start, stop)
 
         def gather(self, positions: Tensor) -> Tensor:
