@@ -183,7 +183,9 @@ class GroupSpec:
         store = PrefixStore(self.name, tcp)
         group: Group
         if self.backend == "nccl":
-            _meet(self, store, timeout)
+            # NCCL waits for ever for a member that never comes, and nothing can abort that.
+            store.set(f"here/{self.rank}", "")
+            store.wait([f"here/{rank}" for rank in range(self.size)], timeout)
             if is_left():
                 return None
             group = _nccl_group(self, store)
@@ -377,15 +379,6 @@ def _release(groups: list[Group], join: Join | None, cut_off: list[Broadcast]) -
 def _abort(group: Group) -> None:
     with contextlib.suppress(RuntimeError):
         group.abort()
-
-
-def _meet(plan: GroupSpec, store: Store, timeout: timedelta) -> None:
-    """Wait until all members are about to connect. Raises RuntimeError.
-
-    NCCL waits for ever for one that never comes, and nothing can abort that.
-    """
-    store.set(f"here/{plan.rank}", "")
-    store.wait([f"here/{rank}" for rank in range(plan.size)], timeout)
 
 
 def _gloo_group(plan: GroupSpec, store: Store, timeout: timedelta) -> Group:

@@ -20,6 +20,7 @@ from deltasync.testing.links import (
     PATIENCE_S,
     PROMPT_S,
     Link,
+    background,
     greeted,
     payload_of,
     same_frame,
@@ -249,6 +250,19 @@ class SlotContract(TransportContract):
             liar.read()  # the descriptors of what it was told of, to be closed with the rest
             liar.close()
         link.check([good])
+
+    def test_a_sender_that_keeps_sending_does_not_hold_a_receiver(
+        self, liar: tuple[Liar, ReceiveTransport]
+    ) -> None:
+        sender, receiver = liar
+        receiving = background(lambda: receiver.receive(timeout_s=0.3))
+        with within(PROMPT_S):
+            while not receiving.done():
+                sender.connection.flush()
+                if not sender.connection.is_writing:
+                    sender.announce()
+        receiver.close()
+        assert isinstance(receiving.exception(0), TransportTimeout)
 
     @pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
     def test_a_sender_that_lies_is_lost(

@@ -37,6 +37,7 @@ from deltasync.testing.processes import Child
 from deltasync.testing.transport import TransportContract
 from deltasync.transports.base import Frame, ReceiveTransport, SendTransport
 from deltasync.transports.control.connection import Connection, Kind
+from tests.worlds.ranks import free_port
 
 pytest.importorskip("nixl", reason="needs NIXL: pip install nixl")
 
@@ -46,11 +47,6 @@ from deltasync.transports.nixl_agent import Agent, Place
 MEMORY = struct.Struct("<BBxxIQQ")  # slot, memory type, device, bytes, address; metadata follows
 FRAME = struct.Struct("<BxxxIQQ")  # slot, sequence, payload start and bytes; the header follows
 LARGE = 48 << 20
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def make_ends(*, secret: bytes | None = None, max_payload_bytes: int = 256 << 20) -> Ends:
