@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from deltasync.delta.changes import Changes
 from deltasync.delta.tiles import Ints
-from deltasync.errors import InvalidIndices, TruncatedFrame, WireError
+from deltasync.errors import InvalidIndices, LimitExceeded, TruncatedFrame, WireError
 from deltasync.wire.changes import TILE, Sizes
 from deltasync.wire.streams import packed, unpacked
 
@@ -27,6 +27,7 @@ _BLOCK = 1 << 15  # elements worked on at once: temporaries stay in the L2 cache
 _ESCAPE = 255  # of steps: the new bits follow
 _WIDE = 2  # bytes of a gap
 _ESCAPES = {1: 0xFF, _WIDE: 0xFFFF}  # of gaps, by their width: so many more follow
+_MOST_GAP = 4  # bytes on average, with escapes: sums of gaps take several times as much memory
 _NARROW_UP_TO = 368  # mean gap from which two bytes are shorter than one and its escapes
 
 
@@ -43,7 +44,7 @@ def encode(changes: Changes, old: Bits, old_whole: Bits) -> bytes | None:
     whole = tiles[counts == 0].astype("<u4").tobytes()
     codes = np.repeat(tiles * TILE, counts) + places
     if len(codes) and int(codes[-1] - codes[0]) > _ESCAPES[_WIDE] * len(codes):
-        return None  # the streams could be longer than a reader inflates them
+        return None  # gaps could take over `_MOST_GAP`
     gaps = _encode_gaps(codes) if len(codes) else b""
     steps = (
         _encode_steps(_unsigned(new.numpy()), before)
@@ -66,9 +67,11 @@ class Opened:
 
     def __init__(self, data: memoryview, sizes: Sizes, changes: Changes) -> None:
         whole, gaps, self._steps, self._whole_steps = unpacked(data, sizes.num_bytes)
-        if len(whole) % 4:
-            raise TruncatedFrame("numbers of whole tiles in an odd number of bytes")
+        if len(whole) % 4 or len(whole) > 4 * sizes.tiles:
+            raise TruncatedFrame("numbers of whole tiles in an odd number of bytes, or too many")
         goes_whole = whole.view("<u4").astype(np.int64)
+        if (goes_whole[1:] <= goes_whole[:-1]).any():
+            raise InvalidIndices("numbers of whole tiles are unsorted or repeated")
         codes = _decode_gaps(gaps, sizes.places)
         tiles, counts = np.unique(codes // TILE, return_counts=True)
         if len(tiles) + len(goes_whole) != sizes.tiles:
@@ -131,29 +134,37 @@ def _decode_gaps(block: Block, count: int) -> Ints:
         return np.zeros(0, np.int64)
     if not count or len(block) < head or block[0] not in _ESCAPES:
         raise WireError("gaps of nothing, or that do not begin with their width")
+    if len(block) > head + _MOST_GAP * count:
+        raise LimitExceeded(f"gaps of over {_MOST_GAP} bytes for each of {count} places")
     width, first = struct.unpack("<BQ", block[:head].tobytes())
     codes = block[head:]
     if width == _WIDE:
         if len(codes) % _WIDE:
             raise TruncatedFrame("gaps of 2 bytes in an odd number of bytes")
         codes = codes.reshape(_WIDE, -1).T.copy().view("<u2")[:, 0]
-    ends = _ends(codes, count)
-    if first + int(codes.sum(dtype=np.int64)) + count > 1 << 48:
+    gaps = _gaps(codes, count)
+    if codes[0]:
+        raise InvalidIndices("the first gap is not 0")
+    if first + int(gaps.sum(dtype=np.int64)) + count > 1 << 48:
         raise InvalidIndices("gaps lead beyond any layout")
-    sums = np.cumsum(codes, dtype=np.int64)
-    found: Ints = (sums if ends is None else sums[ends]) + np.arange(first, first + count)
+    found = np.cumsum(gaps, dtype=np.int64)
+    found += np.arange(first, first + count)
     return found
 
 
-def _ends(codes: NDArray[Any], count: int) -> NDArray[np.intp] | None:
-    """int64[count]: where the code of each number ends; None if each has one code."""
+def _gaps(codes: NDArray[Any], count: int) -> NDArray[Any]:
+    """integer[count]: the number that each ends with, and the escapes before it, together."""
     escape = _ESCAPES[codes.itemsize]
-    if len(codes) == count and codes.max() < escape:
-        return None
-    ends = np.flatnonzero(codes != escape)
-    if len(ends) != count or ends[-1] != len(codes) - 1:
+    is_end = codes != escape
+    if np.count_nonzero(is_end) != count or not is_end[-1]:  # before memory for that many
         raise InvalidIndices(f"gaps that do not lead to {count} elements")
-    return ends
+    if len(codes) == count:
+        return codes
+    ends = np.flatnonzero(is_end)
+    gaps: Ints = np.diff(ends, prepend=-1) - 1
+    gaps *= escape
+    gaps += codes[ends]
+    return gaps
 
 
 def _encode_steps(new: Bits, old: Bits) -> bytes:

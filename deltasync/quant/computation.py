@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from deltasync.delta.bits import Flat, integer_dtype, torch_dtype
-from deltasync.dtypes import BY_NAME, Dtype
+from deltasync.delta import readers
+from deltasync.delta.bits import Flat
+from deltasync.dtypes import BY_NAME
 from deltasync.quant import reads
 
 if TYPE_CHECKING:  # imports Triton, which may be absent
     from deltasync.quant.batched import Quantized
-
-_NUMEL = 64  # of an example: as many as other parameters have of which kernels are compiled
 
 Block = tuple[int | None, int | None]
 """Rows and columns that have a scale together; None for all of them."""
@@ -55,8 +54,8 @@ class Total:
 
 
 @dataclass(frozen=True, slots=True)
-class Computation:
-    """How kernels compute what is sent of a matrix: see `delta.readers.Computation`.
+class Computation(readers.Computation):
+    """How kernels compute what is sent of a matrix.
 
     Attributes:
         weight: float32 or bfloat16, the elements of the matrix. Not owned.
@@ -75,29 +74,27 @@ class Computation:
     scales: Flat | None
     total: Total | None
 
-    @property
-    def kind(self) -> Kind:
-        return Kind(self.weight.dtype, self.form)
-
-    @property
-    def kept_dtype(self) -> Dtype | None:
-        if self.part == "codes":
-            return None
-        if self.part == "scales" and self.scales is not None:
-            return self.scales.dtype
-        return BY_NAME["float32"]
-
-    @property
-    def address(self) -> int:
-        return self.weight.line.data_ptr()
-
-    @property
-    def read(self) -> int:
-        return self.form.number * reads.FORM + (self.weight.dtype.item_size == 4) * reads.WIDE
-
-    @property
-    def source_bytes(self) -> int:
-        return reads.codes_of(self.form.number) * self.weight.dtype.item_size
+    @classmethod
+    def of(
+        cls,
+        weight: Flat,
+        shape: tuple[int, int],
+        form: KernelForm,
+        *,
+        part: Literal["codes", "scales", "total"],
+        scales: Flat | None,
+        total: Total | None,
+    ) -> Computation:
+        """What kernels are told follows from the rest."""
+        kept = scales.dtype if part == "scales" and scales is not None else BY_NAME["float32"]
+        size = weight.dtype.item_size
+        return cls(
+            *(weight, shape, form, part, scales, total),
+            kept_dtype=None if part == "codes" else kept,
+            address=weight.line.data_ptr(),
+            read=form.number * reads.FORM + (size == 4) * reads.WIDE,
+            source_bytes=reads.codes_of(form.number) * size,
+        )
 
     def has_kernels(self, device: torch.device) -> bool:
         from deltasync.quant.batched import can_compute
@@ -108,45 +105,3 @@ class Computation:
         from deltasync.quant.batched import Quantized
 
         return Quantized(codes, device)
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """What kernels are compiled for.
-
-    Attributes:
-        dtype: Of the weights.
-        form: What is done with them.
-    """
-
-    dtype: Dtype
-    form: KernelForm
-
-    def example(self, device: torch.device) -> Example:
-        """A reader of a tiny matrix."""
-        codes = reads.codes_of(self.form.number)
-        ones = torch.ones(_NUMEL * codes, dtype=torch_dtype(self.dtype), device=device)
-        weight, scales = Flat.of(ones), Flat.of(torch.ones(_NUMEL, device=device))
-        computation = Computation(
-            weight,
-            (2, _NUMEL * codes // 2),
-            self.form,
-            part="codes",
-            scales=None if self.form.scales is None else scales,
-            total=None if self.form.total is None else Total((weight,)),
-        )
-        return Example(computation, BY_NAME["int32" if codes == 8 else "uint8"], device)
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """Reads codes of a matrix of two rows."""
-
-    computation: Computation
-    dtype: Dtype
-    device: torch.device
-    flat: None = None
-    numel: int = _NUMEL
-
-    def read(self, start: int, stop: int) -> Tensor:
-        return torch.zeros(stop - start, dtype=integer_dtype(self.dtype), device=self.device)

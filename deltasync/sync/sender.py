@@ -15,12 +15,12 @@ from deltasync.errors import ConfigError, SyncAborted, WireError
 from deltasync.sync.arguments import (
     check_coding,
     check_options,
-    check_send_transport,
+    check_transport,
     local_weights,
 )
 from deltasync.sync.events import report, report_failure, subscriptions
-from deltasync.sync.group.group import GroupCalls, TrainerGroup
-from deltasync.sync.group.weights import with_group
+from deltasync.sync.group.group import TrainerGroup
+from deltasync.sync.group.weights import GroupWeights
 from deltasync.sync.options import SenderOptions, check_replaceable
 from deltasync.sync.protocol.links import CallTimeout, OneCaller, SenderLink, check_seconds
 from deltasync.sync.protocol.lobby import Joining, Lobby, are_enough, names_of
@@ -57,7 +57,7 @@ class WeightSender(Closing):
         source: The trainer's parameters; read, never written. Or `StreamedWeights`, which have
             their own options.
         transport: The sender's end of a link. The sender owns it: `close` closes it.
-        options: Sizes, policy, dtypes.
+        options: Sizes, codec, dtypes.
         on_phase: Called by the sending thread when a sync begins, when it is decided and when an
             engine holds it, for engines that must be asked to pause and commit. It must not block.
         admits: Whether an engine with this name may join; all may by default.
@@ -85,18 +85,20 @@ class WeightSender(Closing):
         turns: Turns = all_at_once,
         group: TrainerGroup | None = None,
     ) -> None:
-        check_send_transport(transport)
+        check_transport(transport, "Sender")
         check_options(options, SenderOptions)
         self._on_phase, self._joins, self._turns = on_phase, joins, turns
         own = self._own = local_weights(source, options)
         self.source: WeightSource | None = getattr(own, "source", None)
         self.stream_id = self.options.stream_id or uuid.uuid4().hex
         self._link = SenderLink(transport)
-        check_coding(self.options)
+        check_coding(own, self.options)
         self._lobby = Lobby(self._link, admits, num_lanes=group.world - 1 if group else 0)
-        self._session, self._group = SenderSession(), None if group is None else GroupCalls(group)
+        self._session, self._group = SenderSession(), group
+        if group is not None:
+            group.version = lambda: self.version
         self._peer_ranks = (
-            with_group(own, self._group) if self._group and self._group.world > 1 else None
+            GroupWeights(own, self._group) if self._group and self._group.world > 1 else None
         )
         self._weights: Weights = self._peer_ranks or own
         refusal = "a sync is under way; a WeightSender is used by one thread"
@@ -134,9 +136,9 @@ class WeightSender(Closing):
     def options(self) -> SenderOptions:
         """May be replaced between two syncs, by options that keep the snapshot and the stream.
 
-        Setting them raises ConfigError if `kernels`, `leave_out`, `snapshot_device`, `stream_id`,
-        `wire_dtypes` or the policy's `chunk_numel` differ: changing these requires a new sender.
-        It raises ConfigError too for `compression="class"`.
+        Setting them raises ConfigError if `kernels`, `leave_out`, `snapshot_device`, `stream_id` or
+        `wire_dtypes` differ: changing these requires a new sender. It raises ConfigError too for a
+        `compression` that a new sender refuses.
         """
         return self._own.options
 
@@ -144,7 +146,7 @@ class WeightSender(Closing):
     def options(self, options: SenderOptions) -> None:
         check_options(options, SenderOptions)
         check_replaceable(self._own.options, options)
-        check_coding(options)
+        check_coding(self._own, options)
         self._own.options = options
 
     @property
@@ -484,8 +486,7 @@ def one_call(sender: WeightSender, limit: CallTimeout) -> Iterator[None]:
         try:
             sender._done, sender._lost, group = None, {}, sender._group
             sender._call = SenderCall(sender.stream_id, sender.version + 1)
-            outcome = lambda: (sender.version, sender._done)  # noqa: E731
-            with group.one_call(outcome, limit) if group else nullcontext():
+            with group.one_call(lambda: sender._done, limit) if group else nullcontext():
                 yield
         except BaseException as error:
             if not is_inner:

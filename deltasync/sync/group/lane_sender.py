@@ -19,12 +19,16 @@ class LaneSender:
     """Sends plans to receivers, by the connections that they have named to both ranks.
 
     Args:
-        transport: The sender's end of a link. Owned: `close` closes it.
+        transport: The sender's end of a link. Owned.
+
+    Attributes:
+        link: What owns it.
     """
 
     def __init__(self, transport: SendTransport) -> None:
-        self._link = SenderLink(transport)
+        self.link = SenderLink(transport)
         self._peers: dict[str, int] = {}
+        self._sent: object = None  # the shares of the plan that was sent last
 
     def send(
         self,
@@ -37,48 +41,44 @@ class LaneSender:
         timeout_s: float,
     ) -> SentBuckets:
         """Send all of a plan. If receivers are lost, none gets all; the result names them."""
-        self._link.limit = CallTimeout(timeout_s)
+        self.link.limit = CallTimeout(timeout_s)
         if lost := self._absent(receivers, timeout_s):
             return SentBuckets(lost=lost)
         by_peer = {self._peers[receiver]: receiver for receiver in receivers}
-        if failed := self._link.open(list(by_peer)):
+        if failed := self.link.open(list(by_peer)):
             return SentBuckets(lost={by_peer[peer]: str(why) for peer, why in failed.items()})
         try:
             return self._send_all(plan, attempt, version, compression)
         except TransportError as error:
-            gone = {by_peer[p]: str(error) for p in by_peer if not self._link.is_connected(p)}
+            gone = {by_peer[p]: str(error) for p in by_peer if not self.link.is_connected(p)}
             if not gone:
                 raise
             return SentBuckets(lost=gone)
 
+    def decided(self) -> None:
+        """Receivers hold what was sent last. Who sat it out, or aborted it, took no shares."""
+        self.link.told(self._sent)
+
     def listen(self, timeout_s: float = 0.0) -> None:
         """Accept lanes that have connected."""
-        for peer, greeting, _ in self._link.greetings(timeout_s=timeout_s):
+        for peer, greeting, _ in self.link.greetings(timeout_s=timeout_s):
             if isinstance(greeting, Lane):
                 self._peers[greeting.connection] = peer
             else:
-                self._link.drop(peer)
-
-    def reset(self) -> None:
-        """End every connection, in whatever state an interrupt has left it."""
-        self._link.reset()
-
-    def close(self) -> None:
-        """End every connection."""
-        self._link.close()
+                self.link.drop(peer)
 
     def _send_all(self, plan: Plan, attempt: int, version: int, compression: Coding) -> SentBuckets:
         """Send the frames of a plan, or an abort, so that receivers do not wait in vain."""
-        emitter = Emitter(plan, version, compression=compression, buffer=self._link.buffer)
-        self._link.send(Attempt(number=attempt))
+        emitter = Emitter(plan, version, compression=compression, buffer=self.link.buffer)
+        self.link.send(Attempt(number=attempt))
         try:
-            emitter.send_buckets(self._link.send, with_shares=not self._link.knows(plan.space))
+            emitter.send_buckets(self.link.send, with_shares=not self.link.knows(plan.space))
         except BaseException:
             with suppress(TransportError):
-                self._link.send(Abort(version=version, reason="a rank of the trainer failed"))
+                self.link.send(Abort(version=version, reason="a rank of the trainer failed"))
             raise
-        self._link.send(emitter.prepare())
-        self._link.told(plan.space)
+        self.link.send(emitter.prepare())
+        self._sent = plan.space
         return emitter.sent
 
     def _absent(self, receivers: Sequence[str], timeout_s: float) -> dict[str, str]:
@@ -98,4 +98,4 @@ class LaneSender:
         return {name: "its lane is gone" for name in receivers if name not in self._peers}
 
     def _gone(self) -> set[str]:
-        return {name for name, peer in self._peers.items() if not self._link.is_connected(peer)}
+        return {name for name, peer in self._peers.items() if not self.link.is_connected(peer)}

@@ -6,11 +6,19 @@ are framed and checked like its messages; `wire.frame.encode` writes them.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, FailFast, Field, TypeAdapter, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 from deltasync.errors import MalformedMessage
 from deltasync.sync.protocol.frames import SentBuckets
@@ -46,7 +54,12 @@ class Here(_Said):
 
 
 class _Order(_Said):
-    call: Count  # number of the call of `send_weights`; every rank counts them
+    """Rank 0's link sets the number of the call of `send_weights`, which every rank counts, and the
+    version that receivers hold: what was sent last is decided if it leads there.
+    """
+
+    call: Count = 0
+    version: Version = 0
 
 
 class Declare(_Order):
@@ -67,6 +80,12 @@ class Declared(_Said):
     boxes: Annotated[tuple[tuple[Dims, Dims, Dims], ...], FailFast()]
     trained: Annotated[tuple[bool, ...], FailFast()]
     maxima: Annotated[tuple[tuple[str, Count, Count, Count, bool], ...], FailFast()]
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Self:
+        if not len(self.parameters) == len(self.boxes) == len(self.trained):
+            raise ValueError("not one box for each parameter")
+        return self
 
 
 class Measure(_Order):
@@ -126,10 +145,9 @@ class SnapshotState(_Said):
 
 
 class Compare(_Order):
-    """Compare the weights with a version."""
+    """Compare the weights with the version that receivers hold."""
 
     kind: Literal["compare"] = "compare"
-    base_version: Version
     agreed: str
 
 
@@ -148,15 +166,14 @@ class Compared(_Said):
 
 
 class Send(_Order):
-    """Send what differs, or all of the snapshot if `base_version` is None, to these receivers.
+    """Send what differs, as the next version, or all of the snapshot, to these receivers.
 
     The answer reports the digests that receivers will have, for `copies` as in `Ask`.
     """
 
     kind: Literal["send"] = "send"
     attempt: Count
-    version: Version
-    base_version: Version | None
+    is_delta: bool
     receivers: tuple[ConnectionId, ...]
     timeout_s: Seconds
     copies: Annotated[tuple[CopyRuns, ...], FailFast()]
@@ -173,18 +190,10 @@ class Sent(_Said):
     buckets: SentBuckets
 
 
-class Decide(_Order):
-    """Receivers hold what was sent last, as this version. Not answered."""
-
-    kind: Literal["decide"] = "decide"
-    version: Version
-
-
 class Done(_Order):
     """The call has ended. Not answered. If `stats` is None, `error` says why."""
 
     kind: Literal["done"] = "done"
-    version: Version
     stats: SyncStats | None
     error: Text
 
@@ -197,7 +206,7 @@ class Failed(_Said):
     reason: Text
 
 
-Order = Declare | Measure | Capture | Ask | Compare | Send | Decide | Done
+Order = Declare | Measure | Capture | Ask | Compare | Send | Done
 Answer = Declared | Measured | SnapshotState | Compared | Sent | Failed
 Said = Here | Order | Answer
 _SAID: TypeAdapter[Said] = TypeAdapter(Annotated[Said, Field(discriminator="kind")])
@@ -219,7 +228,9 @@ def runs_of(copies: NDArray[np.uint64]) -> CopyRuns:
     return tuple(zip(lengths.tolist(), copies[begins].tolist(), strict=True))
 
 
-def copies_of(runs: CopyRuns) -> NDArray[np.uint64]:
-    """uint64[parameters]."""
+def copies_of(runs: CopyRuns, num_parameters: int) -> NDArray[np.uint64]:
+    """uint64[num_parameters]. Raises MalformedMessage for runs of more or fewer."""
     counts, values = zip(*runs, strict=True) if runs else ((), ())
+    if sum(counts) != num_parameters:
+        raise MalformedMessage(f"copies of {sum(counts)} parameters, there are {num_parameters}")
     return np.repeat(np.array(values, np.uint64), np.array(counts, np.int64))

@@ -15,7 +15,7 @@ from torch import Tensor
 from deltasync.delta.bits import Live
 from deltasync.delta.coding import Coding
 from deltasync.delta.ledger import digest_text
-from deltasync.delta.payloads import PayloadReader
+from deltasync.delta.payloads import PayloadReader, check_begin
 from deltasync.delta.shard import whole
 from deltasync.delta.snapshot import Plan
 from deltasync.delta.staging import LiveWeights, Received
@@ -171,6 +171,7 @@ class OneWayReader:
         full = () if begin.base_version is not None else (self._session.engine,)
         self._session.on(Welcome(full_sync=full))
         self._session.on(begin)
+        check_begin(begin, self.live.space)
         self._payloads.begin(begin)
         self.begin = begin
 

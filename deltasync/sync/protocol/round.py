@@ -101,15 +101,8 @@ class PeerRanks(Protocol):
         """Number the attempt that receivers are told of now, and the others by `start`."""
         ...
 
-    def start(
-        self,
-        receivers: Sequence[str],
-        version: int,
-        base_version: int | None,
-        *,
-        timeout_s: float,
-    ) -> None:
-        """Let them begin; receivers by their connections."""
+    def start(self, members: Collection[Member], *, is_delta: bool, timeout_s: float) -> None:
+        """Let them send to these, which they know by their connections."""
         ...
 
     def sent(self) -> SentBuckets:
@@ -202,9 +195,10 @@ class Round:
         if self._has_lost():  # the others may write in place what would come now
             return
         if self._peer_ranks is not None:
-            receivers = [member.connection for member in self._session.participants.values()]
             self._peer_ranks.start(
-                receivers, self._version, self._plan.base_version, timeout_s=self._link.timeout_s
+                self._session.participants.values(),
+                is_delta=self._plan.base_version is not None,
+                timeout_s=self._link.timeout_s,
             )
         self._send_buckets(emitter)
         sent = time.perf_counter()
