@@ -87,6 +87,7 @@ LIES: dict[str, Callable[[Liar], object]] = {
     "a payload larger than its slot": lambda liar: liar.announce().frame(0, 0, MEMORY_BYTES + 1),
     "a payload across the end": lambda liar: liar.announce().frame(0, MEMORY_BYTES - 6, 10),
     "a payload that overflows": lambda liar: liar.announce().frame(0, 1 << 63, 1 << 63),
+    "an empty payload": lambda liar: liar.announce().frame(0, 0, 0),
     "no header": lambda liar: liar.announce().frame(0, 0, 10, b""),
     "a short frame": lambda liar: liar.write(Kind.FRAME, b"short"),
     "a reply": lambda liar: liar.write(Kind.REPLY, b""),
