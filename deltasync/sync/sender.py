@@ -299,7 +299,7 @@ class WeightSender(Closing):
 
     def close(self) -> None:
         """Close every connection. Receivers keep serving what they hold."""
-        self._link.close()
+        self._link.transport.close()
         if self._group is not None:
             self._group.close()
 
@@ -450,7 +450,7 @@ class WeightSender(Closing):
     def _part_with_lost_members(self) -> None:
         """Drop every engine that has lost a rank."""
         members = list(self._session.members.values())
-        gone = {m.engine for m in members if not self._link.is_connected(m.peer)}
+        gone = {m.engine for m in members if not self._link.transport.is_connected(m.peer)}
         if not gone:
             return
         lost = [m for m in members if m.engine in gone]

@@ -42,11 +42,12 @@ from deltasync.transports.base import Frame
 from deltasync.transports.control.connection import (
     DEFAULT_MAX_MESSAGE_BYTES,
     BrokenProtocol,
-    Deadline,
     Kind,
     Message,
     Pace,
     busy_s,
+    deadline_in,
+    left_s,
 )
 from deltasync.transports.cuda_runtime import HANDLE_BYTES, UUID_BYTES, Gpu, IpcEvent
 from deltasync.transports.slots import EMPTY_SLOT, NO_SLOT, NUM_SLOTS, Announcement, Slot
@@ -143,8 +144,8 @@ class _Slot(Slot):
         self._current.mark.record()
 
     def settle(self) -> None:
-        deadline = Deadline(_GRACE_S)
-        while self._current and not self._current.mark.query() and not deadline.passed:
+        deadline = deadline_in(_GRACE_S)
+        while self._current and not self._current.mark.query() and time.monotonic() < deadline:
             time.sleep(_MIN_POLL_S)
 
     @contextmanager
@@ -190,8 +191,8 @@ class Sender(UnixSender):
 
     def _dispose(self) -> None:
         super()._dispose()
-        deadline = Deadline(_GRACE_S)
-        while not _free_unmapped() and not deadline.passed:
+        deadline = deadline_in(_GRACE_S)
+        while not _free_unmapped() and time.monotonic() < deadline:
             time.sleep(_MAX_POLL_S)
 
 
@@ -268,7 +269,7 @@ class Receiver(UnixReceiver):
 
         What the current stream was given before this call may still read the last payload.
         """
-        deadline = Deadline(timeout_s)
+        deadline = deadline_in(timeout_s)
         with self._gate.entered():
             self._let_go()
             try:
@@ -280,16 +281,16 @@ class Receiver(UnixReceiver):
     def progress(self) -> None:
         """Release to the sender what nothing on the GPU reads any more."""
         with self._gate.entered():
-            self._send_releases(Deadline(_RELEASE_TIMEOUT_S))
+            self._send_releases(deadline_in(_RELEASE_TIMEOUT_S))
 
-    def _next(self, deadline: Deadline) -> Frame:
+    def _next(self, deadline: float) -> Frame:
         pace = Pace(busy_s("cuda"))
         while True:
             self._send_releases(deadline)
             if (frame := self._take_ready()) is not None:
                 return frame
-            expired = deadline.passed
-            wait_s = deadline.remaining_s
+            expired = time.monotonic() >= deadline
+            wait_s = left_s(deadline)
             if self._waiting or self._releases:  # on the GPU, which wakes no socket
                 wait_s = pace.pause_s(deadline)
             message = self._client.poll(wait_s)
@@ -309,7 +310,7 @@ class Receiver(UnixReceiver):
         mark.record()
         self._releases.append((mark, told))
 
-    def _send_releases(self, deadline: Deadline) -> None:
+    def _send_releases(self, deadline: float) -> None:
         """Release slots whose reads are done."""
         while self._releases and self._releases[0][0].query():
             _, told = self._releases.popleft()

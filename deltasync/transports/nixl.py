@@ -34,11 +34,12 @@ from deltasync.errors import PeerLost, TransportTimeout, TransportUnavailable
 from deltasync.transports.base import Capabilities, Frame
 from deltasync.transports.control.connection import (
     BrokenProtocol,
-    Deadline,
     Kind,
     Message,
     Pace,
     busy_s,
+    deadline_in,
+    left_s,
 )
 from deltasync.transports.control.tcp import check_network, dial_tcp, listen_tcp, warn_of_strangers
 from deltasync.transports.nixl_agent import (
@@ -174,8 +175,8 @@ class Sender(SlotSender):
 
     def _settle(self, slots: Sequence[Slot]) -> None:
         """Wait, not for ever, until what was sent from `slots` has been read."""
-        deadline = Deadline(_GRACE_S)
-        while not deadline.passed and any(slot.readers for slot in slots):
+        deadline = deadline_in(_GRACE_S)
+        while time.monotonic() < deadline and any(slot.readers for slot in slots):
             for slot in slots:
                 self._server.read(slot.readers)
                 self._take_releases(slot.readers)
@@ -287,18 +288,18 @@ class Receiver(SlotReceiver):
         self._segments: dict[int, _Segment] = {}
         self._arrivals: deque[_Arrival] = deque()
         self._held: _Buffer | None = None  # whose payload was handed out last
-        self._cut_off: Deadline | None = None  # the connection has ended; reads may end until then
+        self._cut_off: float | None = None  # the connection has ended; reads may end until then
 
     def connect(self, greeting: bytes, *, timeout_s: float) -> None:
         """With a secret, waits for the sender to poll. Raises TransportUnavailable without UCX."""
         with self._gate.entered():
             self._forget()
             self._agent = Agent(self._device, serves=False)
-            self._client.connect(greeting, Deadline(timeout_s))
+            self._client.connect(greeting, deadline_in(timeout_s))
 
     def receive(self, *, timeout_s: float) -> Frame:
         """What a timeout interrupts, the next call goes on with."""
-        deadline, pace = Deadline(timeout_s), Pace(busy_s(self._device.type))
+        deadline, pace = deadline_in(timeout_s), Pace(busy_s(self._device.type))
         with self._gate.entered():
             self._take_back()
             try:
@@ -306,7 +307,7 @@ class Receiver(SlotReceiver):
                     self._advance()
                     if self._arrivals and (frame := self._hand_out()) is not None:
                         return frame
-                    is_late = deadline.passed
+                    is_late = time.monotonic() >= deadline
                     pause_s = self._pause_s(pace, deadline)
                     if not self._take_message(pause_s) and is_late:
                         raise TransportTimeout("nothing came in time")
@@ -346,11 +347,11 @@ class Receiver(SlotReceiver):
             self._held.mark = StreamEvent(self._device)
             self._held = None
 
-    def _pause_s(self, pace: Pace, deadline: Deadline) -> float:
+    def _pause_s(self, pace: Pace, deadline: float) -> float:
         """How long to wait for a message: briefly while payloads come, of which none tells."""
         if any(arrival.read is not None for arrival in self._arrivals):
-            return min(_READING_S, deadline.remaining_s)
-        return pace.pause_s(deadline) if self._arrivals else deadline.remaining_s
+            return min(_READING_S, left_s(deadline))
+        return pace.pause_s(deadline) if self._arrivals else left_s(deadline)
 
     def _take_message(self, pause_s: float) -> bool:
         """Obey a message, if one comes. Raises PeerLost, but not while payloads may still come."""
@@ -358,8 +359,8 @@ class Receiver(SlotReceiver):
         try:
             message = self._client.poll(pause_s, Kind.MEMORY if is_full else None)
         except PeerLost:
-            self._cut_off = self._cut_off or Deadline(_GRACE_S)
-            if not self._arrivals or self._cut_off.passed:
+            self._cut_off = self._cut_off or deadline_in(_GRACE_S)
+            if not self._arrivals or time.monotonic() >= self._cut_off:
                 raise
             self._gate.wait(_POLL_S)
             return False
@@ -433,7 +434,7 @@ class Receiver(SlotReceiver):
         if int(arrival.stamped.stamp.item()) != arrival.told.sequence:
             raise PeerLost("the sender has replaced a payload that was read too late")
         with suppress(PeerLost):  # of a sender that is gone; what it sent is still handed out
-            self._client.write(Kind.RELEASE, arrival.told.release, Deadline(_RELEASE_TIMEOUT_S))
+            self._client.write(Kind.RELEASE, arrival.told.release, deadline_in(_RELEASE_TIMEOUT_S))
 
     def _hand_out(self) -> Frame | None:
         """The oldest frame if it is here. Raises PeerLost if it does not come."""

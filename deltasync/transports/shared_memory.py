@@ -22,7 +22,7 @@ from torch import Tensor
 from deltasync.errors import PeerLost, TransportUnavailable
 from deltasync.transports import forks
 from deltasync.transports.base import Frame
-from deltasync.transports.control.connection import BrokenProtocol, Deadline, Kind, Message
+from deltasync.transports.control.connection import BrokenProtocol, Kind, Message, deadline_in
 from deltasync.transports.slots import EMPTY_SLOT, NO_SLOT, NUM_SLOTS, Announcement, Slot
 from deltasync.transports.unix_socket import UnixReceiver, UnixSender
 
@@ -95,7 +95,7 @@ class Receiver(UnixReceiver):
 
     def receive(self, *, timeout_s: float) -> Frame:
         """Return the next frame. Its payload is shared memory, not a copy."""
-        deadline = Deadline(timeout_s)
+        deadline = deadline_in(timeout_s)
         with self._gate.entered():
             self._let_go(deadline)
             try:
@@ -112,7 +112,7 @@ class Receiver(UnixReceiver):
     def progress(self) -> None:
         """Do nothing: payloads arrive without work at this end."""
 
-    def _let_go(self, deadline: Deadline) -> None:
+    def _let_go(self, deadline: float) -> None:
         """Release the payload of the last frame to the sender."""
         held, self._held = self._held, None
         if held is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,15 +26,16 @@ from deltasync.errors import TransportClosed, TransportError
 from deltasync.transports.base import Capabilities, Frame, ReceiveTransport, SendTransport
 from deltasync.transports.control.connection import (
     BrokenProtocol,
-    Deadline,
+    Gate,
     Kind,
     busy_s,
     check_frame,
     check_size,
+    deadline_in,
     failure,
+    left_s,
 )
 from deltasync.transports.control.endpoints import Client, Server
-from deltasync.transports.control.gate import Gate
 
 NUM_SLOTS = 2
 NO_SLOT = 0xFF  # a frame without a payload
@@ -123,7 +125,7 @@ class SlotSender(SendTransport):
 
     def poll(self, *, timeout_s: float) -> list[tuple[int, bytes]]:
         with self._gate.entered():
-            return self._server.poll(Deadline(timeout_s))
+            return self._server.poll(deadline_in(timeout_s))
 
     def is_connected(self, peer: int) -> bool:
         with self._gate.entered():
@@ -143,13 +145,13 @@ class SlotSender(SendTransport):
         with self._gate.entered():
             if num_bytes == 0:
                 return self._empty
-            self._lent = self._lent or self._free_slot(Deadline(timeout_s))
+            self._lent = self._lent or self._free_slot(deadline_in(timeout_s))
             return self._lent.open(num_bytes)
 
     def send(self, frame: Frame, *, timeout_s: float) -> None:
         """Copies only a payload that was not packed into `buffer`."""
         check_frame(frame, self._capabilities)
-        deadline = Deadline(timeout_s)
+        deadline = deadline_in(timeout_s)
         with self._gate.entered():
             failures: dict[int, TransportError] = {}
             if frame.payload is None:
@@ -163,11 +165,11 @@ class SlotSender(SendTransport):
     def tell(self, peers: Collection[int], header: bytes, *, timeout_s: float) -> None:
         with self._gate.entered():
             self._post(header, NO_SLOT, peers=peers)
-            self._raise_losses(self._server.flush(peers, Deadline(timeout_s)))
+            self._raise_losses(self._server.flush(peers, deadline_in(timeout_s)))
 
     def collect_replies(self, *, timeout_s: float) -> dict[int, bytes | TransportError]:
         with self._gate.entered():
-            replies = self._server.gather(self._epoch, Kind.REPLY, Deadline(timeout_s))
+            replies = self._server.gather(self._epoch, Kind.REPLY, deadline_in(timeout_s))
             self._members -= {peer for peer, r in replies.items() if not isinstance(r, bytes)}
             return replies
 
@@ -175,7 +177,7 @@ class SlotSender(SendTransport):
         self, peers: Collection[int], *, timeout_s: float
     ) -> dict[int, bytes | TransportError]:
         with self._gate.entered():
-            replies = self._server.some(peers, Kind.REPLY, Deadline(timeout_s))
+            replies = self._server.some(peers, Kind.REPLY, deadline_in(timeout_s))
             self._members -= {peer for peer, r in replies.items() if not isinstance(r, bytes)}
             return replies
 
@@ -204,7 +206,7 @@ class SlotSender(SendTransport):
             slot.settle()
 
     def _post_payload(
-        self, header: bytes, payload: Tensor, deadline: Deadline
+        self, header: bytes, payload: Tensor, deadline: float
     ) -> dict[int, TransportError]:
         """Post a frame with a payload. Returns the peers that could not be told of its slot."""
         slot = self._lent or self._free_slot(deadline)
@@ -219,7 +221,7 @@ class SlotSender(SendTransport):
         self._post(header, slot.index, start or 0, payload.numel())
         return failures
 
-    def _announce(self, slot: Slot, deadline: Deadline) -> dict[int, TransportError]:
+    def _announce(self, slot: Slot, deadline: float) -> dict[int, TransportError]:
         """Tell members of memory that is new to them. Returns those that did not listen."""
         failures: dict[int, TransportError] = {}
         for peer in self._members - slot.known_to:
@@ -241,7 +243,7 @@ class SlotSender(SendTransport):
         data = _FRAME.pack(slot, self._sequence, start, num_bytes) + header
         self._server.write(self._members if peers is None else peers, Kind.FRAME, data)
 
-    def _free_slot(self, deadline: Deadline) -> Slot:
+    def _free_slot(self, deadline: float) -> Slot:
         """A slot that nobody reads. Drops the peers that have not let go by the deadline."""
         self._server.pump(0)
         before: Counter[int] | None = None
@@ -252,9 +254,9 @@ class SlotSender(SendTransport):
                 if not slot.readers:
                     return slot
             before = before or self._held()
-            if deadline.passed:
+            if time.monotonic() >= deadline:
                 self._raise_losses(self._expire_readers(before))
-            self._server.pump(deadline.remaining_s)
+            self._server.pump(left_s(deadline))
 
     def _held(self) -> Counter[int]:
         """How many slots each peer reads."""
@@ -344,11 +346,11 @@ class SlotReceiver(ReceiveTransport, ABC):
     def connect(self, greeting: bytes, *, timeout_s: float) -> None:
         with self._gate.entered():
             self._forget()
-            self._client.connect(greeting, Deadline(timeout_s))
+            self._client.connect(greeting, deadline_in(timeout_s))
 
     def reply(self, data: bytes, *, timeout_s: float) -> None:
         with self._gate.entered():
-            self._client.write(Kind.REPLY, data, Deadline(timeout_s))
+            self._client.write(Kind.REPLY, data, deadline_in(timeout_s))
 
     def disconnect(self) -> None:
         with contextlib.suppress(TransportClosed), self._gate.entered():

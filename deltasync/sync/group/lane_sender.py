@@ -46,7 +46,8 @@ class LaneSender:
         try:
             return self._send_all(plan, attempt, version, compression)
         except TransportError as error:
-            gone = {by_peer[p]: str(error) for p in by_peer if not self._link.is_connected(p)}
+            is_connected = self._link.transport.is_connected
+            gone = {name: str(error) for p, name in by_peer.items() if not is_connected(p)}
             if not gone:
                 raise
             return SentBuckets(lost=gone)
@@ -65,7 +66,7 @@ class LaneSender:
 
     def close(self) -> None:
         """End every connection."""
-        self._link.close()
+        self._link.transport.close()
 
     def _send_all(self, plan: Plan, attempt: int, version: int, compression: Coding) -> SentBuckets:
         """Send the frames of a plan, or an abort, so that receivers do not wait in vain."""
@@ -98,4 +99,5 @@ class LaneSender:
         return {name: "its lane is gone" for name in receivers if name not in self._peers}
 
     def _gone(self) -> set[str]:
-        return {name for name, peer in self._peers.items() if not self._link.is_connected(peer)}
+        is_connected = self._link.transport.is_connected
+        return {name for name, peer in self._peers.items() if not is_connected(peer)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -30,7 +31,7 @@ from deltasync.sync.source.weights import OwnWeights
 from deltasync.sync.stats import SyncStats
 from deltasync.transports.address import Address
 from deltasync.transports.base import Closing, ReceiveTransport, SendTransport
-from deltasync.transports.control.connection import LONGEST_S, Deadline
+from deltasync.transports.control.connection import LONGEST_S, deadline_in, left_s
 from deltasync.wire.frame import encode
 from deltasync.wire.messages import as_text
 
@@ -155,7 +156,7 @@ class TrainerRank(Closing):
     def _receive(self, patience_s: float) -> orders.Order:
         """The next order of this call. Raises SyncAborted if none comes within `patience_s`."""
         while True:
-            order, self._next = self._next or self._hear(Deadline(patience_s)), None
+            order, self._next = self._next or self._hear(deadline_in(patience_s)), None
             if order.call == self._call:
                 return order
             if order.call > self._call:
@@ -164,7 +165,7 @@ class TrainerRank(Closing):
             if not isinstance(order, orders.Decide | orders.Done):
                 self._answer(orders.Failed(error="SyncAborted", reason="has left this sync"))
 
-    def _hear(self, deadline: Deadline) -> orders.Order:
+    def _hear(self, deadline: float) -> orders.Order:
         try:
             if not self._is_connected:
                 self._connect(deadline)
@@ -179,7 +180,7 @@ class TrainerRank(Closing):
             raise MalformedMessage(f"{order.kind} is no order")
         return order
 
-    def _connect(self, deadline: Deadline) -> None:
+    def _connect(self, deadline: float) -> None:
         """Connect to rank 0, which lets ranks in when it sends, and may wait for receivers before.
 
         These connect their lanes first: accepts them meanwhile.
@@ -190,23 +191,23 @@ class TrainerRank(Closing):
         while True:
             self._lanes.listen()
             try:
-                timeout_s = min(_CONNECT_S, deadline.remaining_s)
+                timeout_s = min(_CONNECT_S, left_s(deadline))
                 self._link.connect(encode(here), timeout_s=timeout_s)
                 return
             except TransportTimeout:
-                if deadline.passed:
+                if time.monotonic() >= deadline:
                     raise
 
-    def _heard(self, deadline: Deadline) -> bytes:
+    def _heard(self, deadline: float) -> bytes:
         """The next header from rank 0. Accepts lanes meanwhile: receivers connect them before they
         greet rank 0.
         """
         while True:
             self._lanes.listen()
             try:
-                return self._link.receive(timeout_s=min(_TURN_S, deadline.remaining_s)).header
+                return self._link.receive(timeout_s=min(_TURN_S, left_s(deadline))).header
             except TransportTimeout:
-                if deadline.passed:
+                if time.monotonic() >= deadline:
                     raise
 
     def _carry_out(self, order: orders.Order) -> Exception | None:

@@ -104,7 +104,7 @@ class Lobby:
             for peer, hello, num_bytes in came:
                 self._take_in(peer, hello, num_bytes)
             came = self._link.greetings(timeout_s=0) if time.monotonic() < end else []
-        for peer in [p for p in self._waiting if not self._link.is_connected(p)]:
+        for peer in [p for p in self._waiting if not self._link.transport.is_connected(p)]:
             del self._waiting[peer]
         self._let_go_of_incomplete()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -21,7 +20,7 @@ from deltasync.sync.protocol.links import SenderLink, reason_of
 from deltasync.sync.protocol.receiver_session import DETACHED, INCOMPLETE
 from deltasync.sync.protocol.sender_session import Member, SenderPhase, SenderSession, judge
 from deltasync.sync.source.layout import SentLayout
-from deltasync.transports.control.connection import Deadline
+from deltasync.wire.frame import encode
 from deltasync.wire.messages import (
     Abort,
     Attempt,
@@ -272,7 +271,7 @@ class Round:
 
     def _goes_on(self) -> bool:
         """Whether engines that have not failed get all payloads, whoever was lost."""
-        is_sure = self._link.outlives_losses and self._peer_ranks is None
+        is_sure = self._link.transport.capabilities.outlives_losses and self._peer_ranks is None
         return is_sure and bool(self._sound())
 
     def _sound(self) -> set[str]:
@@ -310,7 +309,9 @@ class Round:
                 digests[peer] = int(reply.digest, 16)
                 self._result.receiver_bytes = max(self._result.receiver_bytes, reply.staged_bytes)
         if incomplete:
-            may_repeat = not (self._link.outlives_losses or self._is_released)
+            may_repeat = not (
+                self._link.transport.capabilities.outlives_losses or self._is_released
+            )
             may_repeat = may_repeat and not self._writes_as_it_arrives()  # an abort is dirty then
             asleep = self._result.asleep
             self._is_repeated = self._session.spare(incomplete, asleep, may_repeat=may_repeat)
@@ -345,7 +346,7 @@ class Round:
                 self._note_committed(peer, reply)
             self._let_go_on(engines)
             return False
-        deadline = Deadline(self._link.timeout_s)
+        deadline = time.monotonic() + self._link.timeout_s
         awaited: dict[str, set[int]] = {}
         for peer, member in self._session.participants.items():
             if member.engine in engines:
@@ -358,7 +359,7 @@ class Round:
             done = {engine for engine, rest in awaited.items() if not rest}
             self._let_go_on(done)
             awaited = {engine: rest for engine, rest in awaited.items() if rest}
-        return deadline.passed
+        return time.monotonic() >= deadline
 
     def _note_committed(self, peer: int, reply: Message | DeltaSyncError) -> None:
         if not isinstance(reply, Committed) or reply.version != self._version:
@@ -384,18 +385,16 @@ class Round:
             self._report_phase(frozenset([engine]), is_decided=True, is_held=True)
 
     def _tell_decided(self, engines: Collection[str], message: Message) -> None:
-        here = self._session.participants.values()
-        peers = [m.peer for m in here if m.engine in engines and self._link.is_connected(m.peer)]
+        here, is_connected = self._session.participants.values(), self._link.transport.is_connected
+        peers = [m.peer for m in here if m.engine in engines and is_connected(m.peer)]
         try:
-            self._link.tell(peers, message)
+            self._link.transport.tell(peers, encode(message), timeout_s=self._link.timeout_s)
         except TransportError:  # who is gone has answered, or is known to have failed
             if not self._lost():
                 raise
 
     def _abort(self, reason: str) -> None:
-        if self._link.is_open:
-            with suppress(TransportError):
-                self._link.send(Abort(version=self._version, reason=as_text(reason)))
+        self._link.hint(Abort(version=self._version, reason=as_text(reason)))
         said = self._said if self._has_asked else self._link.last_words(self._lost())
         self._drop(self._session.abort(self._result.asleep, said=said))
 
@@ -405,7 +404,7 @@ class Round:
             case SenderPhase.STAGING:
                 for peer in self._session.participants:
                     # An answer that was not read must not be taken for the next one.
-                    if self._is_answering or not self._link.is_connected(peer):
+                    if self._is_answering or not self._link.transport.is_connected(peer):
                         self._session.failed(peer, "the sender broke off")
                 self._abort(f"the sender failed: {type(error).__name__}")
             case SenderPhase.DECIDED:
@@ -472,4 +471,5 @@ class Round:
             self._session.failed(peer, reason_of(error))
 
     def _lost(self) -> list[int]:
-        return [peer for peer in self._session.participants if not self._link.is_connected(peer)]
+        is_connected = self._link.transport.is_connected
+        return [peer for peer in self._session.participants if not is_connected(peer)]
