@@ -245,10 +245,11 @@ class Begin(_Message):
     payload_bytes: Count
     places: Count
     timeout_s: Seconds
+    attempt: Count
 
 
 class Attempt(_Message):
-    """What follows on this lane belongs to this attempt; what came before is void."""
+    """What follows on this lane belongs to the `begin` of this attempt; earlier things are void."""
 
     kind: Literal["attempt"] = "attempt"
     number: Count
@@ -328,7 +329,10 @@ class Committed(_Message):
 
 
 class Finish(_Message):
-    """Engines keep the version, except those with a failed rank: their other ranks undo it."""
+    """Engines of several ranks keep the version, except those with a failed rank, which undo it.
+
+    An engine of one rank gets none.
+    """
 
     kind: Literal["finish"] = "finish"
     version: Version

@@ -104,6 +104,7 @@ MESSAGES: dict[str, dict[str, Any]] = {
         "payload_bytes": 120,
         "places": 12,
         "timeout_s": 60.0,
+        "attempt": 1,
     },
     "begin-full": {
         "kind": "begin",
@@ -114,6 +115,7 @@ MESSAGES: dict[str, dict[str, Any]] = {
         "payload_bytes": 9223372036854775807,
         "places": 0,
         "timeout_s": 0.5,
+        "attempt": 9223372036854775807,
     },
     "attempt": {"kind": "attempt", "number": 4},
     "prepare": {"kind": "prepare", "version": 1, "num_buckets": 0},

@@ -120,7 +120,10 @@ CASES: dict[str, tuple[list[Said], type[DeltaSyncError]]] = {
         ProtocolViolation,
     ),
     "commit of another version": ([*STAGED, prepare(), commit(NEXT + 1)], ProtocolViolation),
-    "finish of another version": ([*JOINED, Finish(version=99, undo=())], ProtocolViolation),
+    "finish, to an engine of one rank": (
+        [*JOINED, Finish(version=BASE, undo=())],
+        ProtocolViolation,
+    ),
     "finish that undoes": ([*JOINED, Finish(version=BASE, undo=("engine",))], ProtocolViolation),
     "abort of another version": ([*STAGED, Abort(version=99, reason="")], ProtocolViolation),
     "commit after abort": (
@@ -176,7 +179,7 @@ EXPECTED: list[set[str]] = [
     {"commit", "abort"},
 ]
 """The kinds that may come after so many of TALK; these come whenever they want."""
-ALWAYS = {"attempt", "refused"}
+ALWAYS = {"refused"}
 FITTING = {"version": NEXT, "base_version": BASE, "stream_id": STREAM, "layout_hash": HASH}
 
 

@@ -104,6 +104,7 @@ def begin(**fields: Any) -> Begin:
         "payload_bytes": 300,
         "places": 20,
         "timeout_s": 0.0,
+        "attempt": 1,
     }
     return Begin(**(legal | fields))
 

@@ -9,8 +9,8 @@ from contextlib import suppress
 from deltasync.delta.coding import Coding
 from deltasync.delta.snapshot import Plan
 from deltasync.errors import TransportError
-from deltasync.sync.protocol.frames import Emitter, SentBuckets
 from deltasync.sync.protocol.links import CallTimeout, SenderLink
+from deltasync.sync.protocol.round import Emitter, SentBuckets
 from deltasync.transports.base import SendTransport
 from deltasync.wire.messages import Abort, Attempt, Lane
 
@@ -34,9 +34,13 @@ class LaneSender:
         version: int,
         receivers: Sequence[str],
         compression: Coding,
+        with_shares: bool,
         timeout_s: float,
     ) -> SentBuckets:
-        """Send all of a plan. If receivers are lost, none gets all; the result names them."""
+        """Send all of a plan. If receivers are lost, none gets all; the result names them.
+
+        Arguments as in `orders.Send`.
+        """
         self._link.limit = CallTimeout(timeout_s)
         if lost := self._absent(receivers, timeout_s):
             return SentBuckets(lost=lost)
@@ -44,7 +48,8 @@ class LaneSender:
         if failed := self._link.open(list(by_peer)):
             return SentBuckets(lost={by_peer[peer]: str(why) for peer, why in failed.items()})
         try:
-            return self._send_all(plan, attempt, version, compression)
+            emitter = Emitter(plan, version, compression=compression, buffer=self._link.buffer)
+            return self._send_all(emitter, attempt, version, with_shares=with_shares)
         except TransportError as error:
             is_connected = self._link.transport.is_connected
             gone = {name: str(error) for p, name in by_peer.items() if not is_connected(p)}
@@ -68,18 +73,19 @@ class LaneSender:
         """End every connection."""
         self._link.transport.close()
 
-    def _send_all(self, plan: Plan, attempt: int, version: int, compression: Coding) -> SentBuckets:
+    def _send_all(
+        self, emitter: Emitter, attempt: int, version: int, *, with_shares: bool
+    ) -> SentBuckets:
         """Send the frames of a plan, or an abort, so that receivers do not wait in vain."""
-        emitter = Emitter(plan, version, compression=compression, buffer=self._link.buffer)
         self._link.send(Attempt(number=attempt))
         try:
-            emitter.send_buckets(self._link.send, with_shares=not self._link.knows(plan.space))
+            for message, payload in emitter.frames(with_shares=with_shares):
+                self._link.send(message, payload)
         except BaseException:
             with suppress(TransportError):
                 self._link.send(Abort(version=version, reason="a rank of the trainer failed"))
             raise
         self._link.send(emitter.prepare())
-        self._link.told(plan.space)
         return emitter.sent
 
     def _absent(self, receivers: Sequence[str], timeout_s: float) -> dict[str, str]:

@@ -13,7 +13,7 @@ from deltasync.delta.shard import ShardSpec, share_out
 from deltasync.delta.snapshot import Digests
 from deltasync.errors import ReplicasDiffer
 from deltasync.sync.group import orders
-from deltasync.sync.protocol.frames import SentBuckets
+from deltasync.sync.protocol.round import SentBuckets
 from deltasync.sync.protocol.sender_session import Copies
 from deltasync.sync.source.layout import source_specs
 from deltasync.sync.source.tensors import NamedTensor, Place, held_of, maxima_of

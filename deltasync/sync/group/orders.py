@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, FailFast, Field, TypeAdapter, ValidationError
 
 from deltasync.errors import MalformedMessage
-from deltasync.sync.protocol.frames import SentBuckets
+from deltasync.sync.protocol.round import SentBuckets
 from deltasync.sync.stats import SyncStats
 from deltasync.transports.address import Address
 from deltasync.wire import frame
@@ -150,7 +150,8 @@ class Compared(_Said):
 class Send(_Order):
     """Send what differs, or all of the snapshot if `base_version` is None, to these receivers.
 
-    The answer reports the digests that receivers will have, for `copies` as in `Ask`.
+    They are told of its shares first, `with_shares`, if a decided version has not told them. The
+    answer reports the digests that receivers will have, for `copies` as in `Ask`.
     """
 
     kind: Literal["send"] = "send"
@@ -158,6 +159,7 @@ class Send(_Order):
     version: Version
     base_version: Version | None
     receivers: tuple[ConnectionId, ...]
+    with_shares: bool
     timeout_s: Seconds
     copies: Annotated[tuple[CopyRuns, ...], FailFast()]
 

@@ -327,6 +327,7 @@ class TrainerRank(Closing):
             version=order.version,
             receivers=order.receivers,
             compression=self._weights.options.compression,
+            with_shares=order.with_shares,
             timeout_s=order.timeout_s,
         )
         self._weights.release()

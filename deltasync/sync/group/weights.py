@@ -24,8 +24,8 @@ from deltasync.sync.group.model import (
     refuse_drifted,
     runs_of,
 )
-from deltasync.sync.protocol.frames import SentBuckets
 from deltasync.sync.protocol.links import CallTimeout
+from deltasync.sync.protocol.round import SentBuckets
 from deltasync.sync.protocol.sender_session import Copies
 from deltasync.sync.source.layout import SentLayout, specs_of, with_elements
 from deltasync.sync.source.tensors import Maxima, maxima_of
@@ -116,7 +116,7 @@ class GroupWeights:
         self._positions: list[NDArray[np.int64]] = []
         self._capture = ""
         self._trained = np.zeros(0, np.bool_)
-        self._attempt = self._offered = 0
+        self._offered = 0
         self._others = OtherRanks()
         self._agreement = Agreement()
 
@@ -234,17 +234,14 @@ class GroupWeights:
     def masters(self, number: int) -> tuple[bool, int] | None:
         return self._own.masters(number)
 
-    def next_attempt(self) -> int:
-        """See `round.PeerRanks`."""
-        self._attempt += 1
-        return self._attempt
-
     def start(
         self,
+        attempt: int,
         receivers: Sequence[str],
         version: int,
         base_version: int | None,
         *,
+        with_shares: bool,
         timeout_s: float,
     ) -> None:
         """See `round.PeerRanks`."""
@@ -252,10 +249,11 @@ class GroupWeights:
         self._group.order(
             orders.Send(
                 call=self._group.call,
-                attempt=self._attempt,
+                attempt=attempt,
                 version=version,
                 base_version=base_version,
                 receivers=tuple(receivers),
+                with_shares=with_shares,
                 timeout_s=timeout_s,
                 copies=runs_of(self._others.asked),
             )

@@ -290,7 +290,7 @@ class ReceiverLinks:
         self._max_payload_bytes = max_payload_bytes
         self._attempts = [0] * len(links)  # that lanes are at; the first, that has begun
         self._ended = [True] * len(links)
-        self._told, self._is_aborted = 0, False
+        self._is_aborted = False
         self.follows_loss = False
         self._last = 0
 
@@ -298,7 +298,7 @@ class ReceiverLinks:
         """Reconnect all of them, the first one last. Raises TransportTimeout, PeerLost."""
         deadline = time.monotonic() + timeout_s
         self._attempts, self._ended = [0] * len(self._links), [True] * len(self._links)
-        self._told, self._is_aborted = 0, False
+        self._is_aborted = False
         if len(self._links) > 1:
             connection = uuid.uuid4().hex
             for link in self._links[1:]:
@@ -352,16 +352,12 @@ class ReceiverLinks:
     def _counts(self, lane: int, message: Message) -> bool:
         """Take note of where a lane stands. Whether the message is part of the attempt."""
         match message:
-            case Attempt(number=number):
-                if number <= self._attempts[lane]:
-                    raise ProtocolViolation(f"attempt {number} after {self._attempts[lane]}")
-                if lane == 0:
-                    self._told = number
-                else:
-                    self._attempts[lane], self._ended[lane] = number, False
+            case Attempt() if lane:
+                self._go_on_to(message.number, lane)
                 return False
             case Begin() if lane == 0:
-                self._attempts[0], self._is_aborted = self._told, False
+                self._go_on_to(message.attempt, lane)
+                self._is_aborted = False
             case Abort() if lane == 0:
                 self._is_aborted = True
             case Bucket() | Shares() | Prepare() | Abort():
@@ -370,6 +366,11 @@ class ReceiverLinks:
                 raise ProtocolViolation(f"{message.kind} on lane {lane}")
         is_current = self._attempts[lane] == self._attempts[0] and not self._is_aborted
         return lane == 0 or (is_current and not isinstance(message, Abort))
+
+    def _go_on_to(self, attempt: int, lane: int) -> None:
+        if attempt <= self._attempts[lane] and len(self._links) > 1:
+            raise ProtocolViolation(f"attempt {attempt} after {self._attempts[lane]}")
+        self._attempts[lane], self._ended[lane] = attempt, False
 
     def _awaited(self) -> list[int]:
         """The first link, and lanes on which something is to come, in turn."""

@@ -21,8 +21,8 @@ from deltasync.delta.snapshot import Plan
 from deltasync.delta.staging import LiveWeights, Received
 from deltasync.delta.tiles import Space
 from deltasync.errors import ProtocolViolation, TruncatedFrame
-from deltasync.sync.protocol.frames import Emitter
 from deltasync.sync.protocol.receiver_session import ReceiverSession, ReceiverState
+from deltasync.sync.protocol.round import Emitter
 from deltasync.transports.base import Frame
 from deltasync.wire.frame import MAX_PAYLOAD_BYTES, decode, encode
 from deltasync.wire.messages import (
@@ -71,7 +71,7 @@ def one_way_frames(
     hashed = layout_hash(tuple(specs))
     yield Frame(encode(layout))
     yield Frame(encode(emitter.begin(stream_id=stream_id, layout_hash=hashed, timeout_s=0.0)))
-    for message, payload in emitter.buckets():
+    for message, payload in emitter.frames():
         yield Frame(encode(message, payload_bytes=len(payload)), payload)
     yield Frame(encode(emitter.prepare()))
     yield Frame(encode(Sealed(version=version, digest=digest_text(plan.ledger.total))))

@@ -214,11 +214,6 @@ class ReceiverSession:
         """No bucket of the sync has come on this connection."""
         return not self._next_bucket[lane] and lane not in self._ended
 
-    def _is_late(self, finish: Finish, lane: int) -> bool:
-        """Its engine has one rank, which has not waited for it, and keeps the version."""
-        is_held = self.world == 1 and finish.version == self.version
-        return is_held and self.engine not in finish.undo
-
     def _is_last_lane(self, prepare: Prepare, lane: int) -> bool:
         """It has come on every other connection, and no payload was lost."""
         return len(self._ended | {lane}) == self.lanes and not self.incomplete
@@ -340,7 +335,6 @@ def _rules() -> list[Rule[ReceiverState]]:
         Rule((committing,), "committed", committed, sets=whole),
         Rule((committed,), Finish, outside, r._is_undone, sets=mixed | over | {"undone": True}),
         Rule((committed,), Finish, ready, do=r._hold, sets=over),
-        Rule((ready,), Finish, when=r._is_late),
         Rule(in_sync, "writing", do=r._write, sets=mixed | {"_has_written": True}),
         Rule(after_write, "restored", when=r._is_written, do=r._restore),
         Rule((outside, *PATIENT), "corrupted", sets={"dirty": True}),

@@ -160,6 +160,7 @@ class SenderSession:
         version: The last version decided.
         members: Those that hold it, by peer.
         failures: Why participants of the current sync failed, by peer.
+        attempt: Number of the current sync among all attempts.
     """
 
     version: int = 0
@@ -169,6 +170,7 @@ class SenderSession:
     participants: dict[int, Member] = field(default_factory=dict)
     _done: set[int] = field(default_factory=set)
     _offered: int = 0
+    attempt: int = 0
 
     def captured(self, version: int) -> None:
         """A new version was taken from the source; nobody holds it yet."""
@@ -190,16 +192,18 @@ class SenderSession:
         self._on("begin", version)
         self.participants = {member.peer: member for member in participants}
         self._done, self.failures, self._offered = set(), {}, version
+        self.attempt += 1
 
     def prepared(self, peer: int) -> None:
         """A participant can commit, and would arrive at the sender's digest."""
         self._on("prepared")
         self._done.add(self.participants[peer].peer)
 
-    def failed(self, peer: int, reason: str) -> None:
-        """A participant failed."""
+    def failed(self, peer: int, reason: str, *, is_own: bool = False) -> None:
+        """A participant failed. What it has said itself counts more than what is known here."""
         self._on("failed")
-        self.failures.setdefault(self.participants[peer].peer, reason)
+        if is_own or self.participants[peer].peer not in self.failures:
+            self.failures[peer] = reason
         self._done.discard(peer)
 
     def spare(
@@ -221,15 +225,9 @@ class SenderSession:
                 self.failed(peer, reason)
         return not incomplete.keys() <= self.failures.keys()
 
-    def narrow(
-        self, engines: Collection[str], *, said: Mapping[int, str] | None = None
-    ) -> list[Member]:
-        """Only these engines go on. Returns the ranks of the others, which have to leave.
-
-        Some of these have `said` why they failed, as in `abort`.
-        """
+    def narrow(self, engines: Collection[str]) -> list[Member]:
+        """Only these engines go on. Returns the ranks of the others, which have to leave."""
         self._on("narrow")
-        self.failures |= said or {}
         leaving = [m for m in self.participants.values() if m.engine not in engines]
         failed = self._failed_engines()
         for member in leaving:
@@ -245,16 +243,12 @@ class SenderSession:
         self._on("decide")
         self.version, self._done = self._offered, set()
 
-    def abort(
-        self, asleep: Collection[int] = (), *, said: Mapping[int, str] | None = None
-    ) -> list[Member]:
+    def abort(self, asleep: Collection[int] = ()) -> list[Member]:
         """The version will never be. Returns who has to leave: every rank of a failed engine.
 
-        Peers that are `asleep` have failed, and need not leave for that. Others have `said` why
-        they failed as they left, which their connection alone does not tell.
+        Peers that are `asleep` have failed, and need not leave for that.
         """
         self._on("abort")
-        self.failures |= said or {}
         return self._leave(asleep)
 
     def committed(self, peer: int) -> None:
