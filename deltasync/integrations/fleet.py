@@ -20,12 +20,11 @@ from deltasync.delta.modes import plain_mode
 from deltasync.errors import ConfigError, EngineTaken, NoReceivers, SyncAborted, TransportTimeout
 from deltasync.integrations.engine import Engine, ServerState, writes_at_once
 from deltasync.integrations.trainer_info import Server, TrainerInfo, Unproved, WithoutRoutes
-from deltasync.sync.engine_sender import EngineSender
 from deltasync.sync.group.group import TrainerGroup
 from deltasync.sync.options import SenderOptions
 from deltasync.sync.protocol.links import CallTimeout, OneCaller, check_seconds
 from deltasync.sync.protocol.round import SyncPhase
-from deltasync.sync.sender import one_call
+from deltasync.sync.sender import EngineSender, one_call
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.source.weights import LocalWeights
 from deltasync.sync.stats import SyncStats, reasons

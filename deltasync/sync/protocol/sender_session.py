@@ -92,17 +92,11 @@ def copies(
     return times.astype(np.uint64)
 
 
-@dataclass(frozen=True, slots=True)
-class DigestCheck:
-    """Receivers whose digests prove together that they hold a version.
-
-    Attributes:
-        peers: One receiver; or the ranks of an engine that hold parts.
-        copies: uint64[parameters]: how often they hold each parameter; None for once, all of them.
-    """
-
-    peers: frozenset[int]
-    copies: Copies | None
+DigestCheck = tuple[frozenset[int], Copies | None]
+"""Peers whose digests prove together that they hold a version, and uint64[parameters], how often
+they hold each parameter; None for once, all of them. One receiver, or the ranks of an engine that
+hold parts.
+"""
 
 
 def digest_checks(members: Iterable[Member], num_parameters: int) -> list[DigestCheck]:
@@ -110,10 +104,14 @@ def digest_checks(members: Iterable[Member], num_parameters: int) -> list[Digest
     together: dict[str | int, list[Member]] = defaultdict(list)
     for member in members:
         together[member.peer if member.copies is None else member.engine].append(member)
-    return [
-        DigestCheck(frozenset(m.peer for m in ranks), _copies_of(ranks[0], num_parameters))
-        for ranks in together.values()
-    ]
+    checks: list[DigestCheck] = []
+    for first, *others in together.values():
+        held = first.copies
+        if held is None and first.holds is not None:
+            held = np.zeros(num_parameters, np.uint64)
+            held[list(first.holds)] = 1
+        checks.append((frozenset(m.peer for m in (first, *others)), held))
+    return checks
 
 
 def peers_with_wrong_digest(
@@ -127,21 +125,12 @@ def peers_with_wrong_digest(
         version: The digests of the version.
     """
     wrong: set[int] = set()
-    for check in checks:
-        if check.peers <= digests.keys():
-            found = sum(digests[peer] for peer in check.peers) & MASK
-            if found != version.digest_of(check.copies):
-                wrong |= check.peers
+    for peers, held in checks:
+        if peers <= digests.keys():
+            found = sum(digests[peer] for peer in peers) & MASK
+            if found != version.digest_of(held):
+                wrong |= peers
     return wrong
-
-
-def _copies_of(member: Member, num_parameters: int) -> Copies | None:
-    """What a member holds, or its engine together; None for one copy of everything."""
-    if member.copies is not None or member.holds is None:
-        return member.copies
-    copies = np.zeros(num_parameters, np.uint64)
-    copies[list(member.holds)] = 1
-    return copies
 
 
 class SenderPhase(Enum):
