@@ -234,6 +234,14 @@ class BaseReceiver(Closing):
         self._lock = threading.RLock()  # held while weights are looked at or written
         forks.inert_in_children(self._forked)
 
+    def stage(self, *, timeout_s: float = 60.0) -> bool:
+        """Bring a version next to the weights. Returns whether `commit` must be called next."""
+        raise NotImplementedError
+
+    def commit(self) -> int:
+        """Write what `stage` brought, in the engine's pause. Returns the version held now."""
+        raise NotImplementedError
+
     def _recover(self) -> None:
         """Put in order what a call has left that an interrupt has ended."""
         raise NotImplementedError

@@ -288,19 +288,15 @@ class Bucket(_Message):
 
 
 class Prepare(_Message):
-    """Every bucket was sent: stage, predict the digest, and report it."""
+    """Every bucket was sent: stage, predict the digest, and report it.
+
+    Readers that cannot answer, and only these, are told which `digest` the weights must have.
+    """
 
     kind: Literal["prepare"] = "prepare"
     version: Version
     num_buckets: Count
-
-
-class Sealed(_Message):
-    """The same for readers that cannot answer: `digest` is what the weights must have."""
-
-    kind: Literal["sealed"] = "sealed"
-    version: Version
-    digest: Digest
+    digest: Digest | None
 
 
 class Prepared(_Message):
@@ -376,7 +372,6 @@ Message = (
     | Shares
     | Bucket
     | Prepare
-    | Sealed
     | Prepared
     | Commit
     | Committed

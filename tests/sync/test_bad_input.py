@@ -174,7 +174,7 @@ EXPECTED: list[set[str]] = [
     {"layout"},
     {"welcome"},
     {"upcoming", "begin", "begin-full", "abort"},
-    {"prepare", "abort"},
+    {"prepare", "prepare-patch", "abort"},
     {"abort"},
     {"commit", "abort"},
 ]

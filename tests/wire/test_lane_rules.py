@@ -60,7 +60,7 @@ BEGIN = Begin(
     timeout_s=1.0,
     attempt=1,
 )
-PREPARE = Prepare(version=2, num_buckets=1)
+PREPARE = Prepare(version=2, num_buckets=1, digest=None)
 ABORT = Abort(version=2, reason="")
 
 

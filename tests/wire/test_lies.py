@@ -228,7 +228,7 @@ def test_in_place_nothing_of_a_bad_bucket_is_written(rule: str) -> None:
 
 def took(reader: OneWayReader, frames: Sequence[Frame]) -> list[Received]:
     """What it reads of the frames of a sync up to `prepare`."""
-    said: list[Said] = [layout(), begin(), *frames, prepare(len(frames))]
+    said: list[Said] = [layout(), begin(), *frames, prepare(len(frames), digest="0" * 16)]
     given = [one if isinstance(one, Frame) else Frame(encode(one)) for one in said]
     return [received for _, received in map(reader.take, given) if received is not None]
 

@@ -1,8 +1,8 @@
 """One sync as frames that go one way: into a file, or wherever nobody answers.
 
 They are those of a sync between two processes, without what is negotiated there: `layout`, which
-says what the weights are before, `begin`, each `bucket`, `prepare`, and `sealed`, which says what
-they are after. docs/wire-format.md, section 7.
+says what the weights are before, `begin`, each `bucket`, and `prepare`, which says what they are
+after. docs/wire-format.md, section 7.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from deltasync.delta.snapshot import Plan
 from deltasync.delta.staging import LiveWeights, Received
 from deltasync.delta.tiles import Space
 from deltasync.errors import ProtocolViolation, TruncatedFrame
-from deltasync.sync.protocol.receiver_session import ReceiverSession, ReceiverState
+from deltasync.sync.protocol.receiver_session import ReceiverSession
 from deltasync.sync.protocol.round import Emitter
 from deltasync.transports.base import Frame
 from deltasync.wire.frame import MAX_PAYLOAD_BYTES, decode, encode
@@ -32,7 +32,6 @@ from deltasync.wire.messages import (
     Message,
     ParameterSpec,
     Prepare,
-    Sealed,
     Welcome,
     entries,
     layout_hash,
@@ -73,8 +72,7 @@ def one_way_frames(
     yield Frame(encode(emitter.begin(stream_id=stream_id, layout_hash=hashed, timeout_s=0.0)))
     for message, payload in emitter.frames():
         yield Frame(encode(message, payload_bytes=len(payload)), payload)
-    yield Frame(encode(emitter.prepare()))
-    yield Frame(encode(Sealed(version=version, digest=digest_text(plan.ledger.total))))
+    yield Frame(encode(emitter.prepare(digest_text(plan.ledger.total))))
 
 
 def _host_memory(num_bytes: int) -> Tensor:
@@ -94,7 +92,7 @@ class OneWayReader:
         specs: Its parameters.
         live: Weights of these.
         begin: What the sync is; None until it has come.
-        sealed: What the weights must be after; None until all has come.
+        digest: Of what the weights must be after; None until all has come.
     """
 
     def __init__(
@@ -111,7 +109,7 @@ class OneWayReader:
         self.layout: Layout | None = None
         self.specs: tuple[ParameterSpec, ...] = ()
         self.begin: Begin | None = None
-        self.sealed: Sealed | None = None
+        self.digest: str | None = None
 
     def take(self, frame: Frame) -> tuple[Message, Received | None]:
         """The message in a frame, and what it has of changes.
@@ -139,25 +137,27 @@ class OneWayReader:
                 self._session.on(message)
                 return self._payloads.read(message, payload)
             case Prepare():
+                if message.digest is None:
+                    raise ProtocolViolation("a prepare that wants an answer, which nobody can give")
                 self._session.on(message)
-            case Sealed():
-                self._seal(message)
+                self.digest = message.digest
             case _:
                 raise ProtocolViolation(f"{message.kind} has no place in frames that go one way")
         return None
 
-    def check_sealed(self) -> None:
-        """Raises TruncatedFrame unless everything has come."""
-        if self.sealed is None:
-            raise TruncatedFrame("the frames end before `sealed`: a part is missing")
+    def whole_digest(self) -> str:
+        """`digest`, of all that has come. Raises TruncatedFrame if there is more to come."""
+        if self.digest is None:
+            raise TruncatedFrame("the frames end before `prepare`: a part is missing")
+        return self.digest
 
     def read(self, frames: Iterable[Frame]) -> Iterator[Received]:
-        """The buckets of the sync, one after another; `sealed` is there after the last."""
+        """The buckets of the sync, one after another; `digest` is there after the last."""
         for frame in frames:
             _, bucket = self.take(frame)
             if bucket is not None:
                 yield bucket
-        self.check_sealed()
+        self.whole_digest()
 
     def _bind(self, layout: Layout) -> None:
         self.layout, self.specs = layout, layout.specs()
@@ -173,10 +173,3 @@ class OneWayReader:
         self._session.on(begin)
         self._payloads.begin(begin)
         self.begin = begin
-
-    def _seal(self, sealed: Sealed) -> None:
-        begun = self._session.begun
-        is_due = self._session.state is ReceiverState.PREPARED and self.sealed is None
-        if begun is None or not is_due or sealed.version != begun.version:
-            raise ProtocolViolation(f"sealed while {self._session.state.name}")
-        self.sealed = sealed

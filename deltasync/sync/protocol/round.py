@@ -171,9 +171,10 @@ class Emitter:
             raw = self._raw = torch.empty(num_bytes, dtype=torch.uint8, device=bucket.device)
         return raw[:num_bytes]
 
-    def prepare(self) -> Prepare:
+    def prepare(self, digest: str | None = None) -> Prepare:
         """The message that ends the buckets."""
-        return Prepare(version=self._version, num_buckets=self.sent.num_buckets)
+        count = self.sent.num_buckets
+        return Prepare(version=self._version, num_buckets=count, digest=digest)
 
 
 @dataclass(slots=True)
