@@ -230,7 +230,7 @@ def took(reader: OneWayReader, frames: Sequence[Frame]) -> list[Received]:
     """What it reads of the frames of a sync up to `prepare`."""
     said: list[Said] = [layout(), begin(), *frames, prepare(len(frames), digest="0" * 16)]
     given = [one if isinstance(one, Frame) else Frame(encode(one)) for one in said]
-    return [received for _, received in map(reader.take, given) if received is not None]
+    return [received for received in map(reader.take, given) if received is not None]
 
 
 @every_rule

@@ -29,7 +29,6 @@ from deltasync.wire.messages import (
     Begin,
     Bucket,
     Layout,
-    Message,
     ParameterSpec,
     Prepare,
     Welcome,
@@ -111,8 +110,8 @@ class OneWayReader:
         self.begin: Begin | None = None
         self.digest: str | None = None
 
-    def take(self, frame: Frame) -> tuple[Message, Received | None]:
-        """The message in a frame, and what it has of changes.
+    def take(self, frame: Frame) -> Received | None:
+        """What a frame has of changes.
 
         Raises:
             WireError: The frame is damaged.
@@ -123,26 +122,28 @@ class OneWayReader:
             max_payload_bytes=self._max_payload_bytes,
             arrived_bytes=0 if frame.payload is None else len(frame.payload),
         )
-        return message, self.accept(message, frame.payload)
-
-    def accept(self, message: Message, payload: Tensor | None) -> Received | None:
-        """The same, of a frame that was opened."""
+        session = self._session
         match message:
             case Layout():
-                self._session.on(message)
-                self._bind(message)
-            case Begin():
-                self._begin(message)
+                session.on(message)
+                self.layout, self.specs = message, message.specs()
+                self.live = LiveWeights(self._flats_of(self.specs), Space(whole(self.specs)))
+                self._payloads = PayloadReader(self.live)
+            case Begin() if self.layout is not None and self.begin is None:
+                # What a sender would have said before: whether a full sync follows.
+                full = () if message.base_version is not None else (session.engine,)
+                session.on(Welcome(full_sync=full))
+                session.on(message)
+                self._payloads.begin(message)
+                self.begin = message
             case Bucket():
-                self._session.on(message)
-                return self._payloads.read(message, payload)
-            case Prepare():
-                if message.digest is None:
-                    raise ProtocolViolation("a prepare that wants an answer, which nobody can give")
-                self._session.on(message)
+                session.on(message)
+                return self._payloads.read(message, frame.payload)
+            case Prepare() if message.digest is not None:
+                session.on(message)
                 self.digest = message.digest
             case _:
-                raise ProtocolViolation(f"{message.kind} has no place in frames that go one way")
+                raise ProtocolViolation(f"{message.kind} has no place here in frames of one way")
         return None
 
     def whole_digest(self) -> str:
@@ -154,22 +155,6 @@ class OneWayReader:
     def read(self, frames: Iterable[Frame]) -> Iterator[Received]:
         """The buckets of the sync, one after another; `digest` is there after the last."""
         for frame in frames:
-            _, bucket = self.take(frame)
-            if bucket is not None:
+            if (bucket := self.take(frame)) is not None:
                 yield bucket
         self.whole_digest()
-
-    def _bind(self, layout: Layout) -> None:
-        self.layout, self.specs = layout, layout.specs()
-        self.live = LiveWeights(self._flats_of(self.specs), Space(whole(self.specs)))
-        self._payloads = PayloadReader(self.live)
-
-    def _begin(self, begin: Begin) -> None:
-        if self.layout is None or self.begin is not None:
-            raise ProtocolViolation("begin where a layout, or what follows begin, has its place")
-        # What a sender would have said before: whether a full sync follows.
-        full = () if begin.base_version is not None else (self._session.engine,)
-        self._session.on(Welcome(full_sync=full))
-        self._session.on(begin)
-        self._payloads.begin(begin)
-        self.begin = begin
