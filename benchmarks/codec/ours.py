@@ -15,7 +15,7 @@ from deltasync.delta.payloads import PayloadReader
 from deltasync.delta.shard import whole
 from deltasync.delta.staging import LiveWeights
 from deltasync.delta.tiles import Space
-from deltasync.store.classes.codec import ClassCodec as ClassCodec  # codes by `class`
+from deltasync.files.classes.codec import ClassCodec as ClassCodec  # codes by `class`
 from deltasync.wire import frame
 from deltasync.wire.messages import Begin, Bucket
 

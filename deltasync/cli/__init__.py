@@ -10,9 +10,9 @@ from deltasync.cli.ending import exit_code
 from deltasync.cli.signals import INTERRUPTED, handle_signals, interruption
 
 COMMANDS = {
-    "apply": ("deltasync.files.patch_file", "deltasync.store"),
+    "apply": ("deltasync.files.patch_file",),
     "demo": ("deltasync.demo.trainer", "deltasync.demo.report"),
-    "diff": ("deltasync.files.patch_file", "deltasync.delta.sparsity", "deltasync.store"),
+    "diff": ("deltasync.files.patch_file", "deltasync.delta.sparsity"),
     "doctor": ("deltasync.cli.probes.checks",),
     "fetch": ("deltasync.store.checkpoints",),
     "log": ("deltasync.store.catalogue",),

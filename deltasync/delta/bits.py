@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from deltasync.delta.region import Region
 from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError
 
-_BLOCK = 1 << 17  # indices widened at once: still in the cache when used, and few calls
+_POSITIONS = 1 << 20  # that are looked at together: some 60 bytes for each
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The type that carries the bits of elements of so many bytes."""
 
@@ -131,24 +131,24 @@ def _is_in_words(bits: Tensor) -> bool:
     return fits and bits.numel() > 0 and bits.is_contiguous()
 
 
-class Live(Protocol):
-    """A parameter that is written in place, by flat positions: all of it, or the part held here."""
+class Live:
+    """A parameter that is written in place, by flat positions: all of it, or the part held here.
 
-    @property
-    def dtype(self) -> Dtype: ...
+    Runs go position by position, unless a subclass has a shorter way.
 
-    @property
-    def line(self) -> Tensor:
-        """int[...], on the device where it lives."""
-        ...
+    Attributes:
+        dtype: Its entry in the closed table.
+        line: int[...], on the device where it lives.
+        numel: Elements held.
+        is_contiguous: Whether all elements lie in one run, `line`.
+    """
 
-    @property
-    def is_contiguous(self) -> bool: ...
+    __slots__ = ()
 
-    @property
-    def numel(self) -> int:
-        """Elements held."""
-        ...
+    dtype: Dtype
+    line: Tensor
+    numel: int
+    is_contiguous: bool
 
     def boxes(self) -> list[tuple[Region, Tensor]]:
         """(positions, view): all that is held, in boxes; elements in the order of their positions.
@@ -156,35 +156,49 @@ class Live(Protocol):
         Empty boxes are left out. Views are not owned. There are none if elements have no address,
         because their bits are in several places.
         """
-        ...
-
-    def held(self, start: int, stop: int) -> Tensor | None:
-        """int64[k]: which positions of [start, stop) are held, in order; None for all."""
-        ...
+        raise NotImplementedError
 
     def keeps(self, positions: Tensor) -> Tensor | None:
         """bool[n]: which of int64[n] positions are held; None for all."""
-        ...
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """int[k]: the bits at those positions of [start, stop) that are held."""
-        ...
-
-    def write(self, start: int, bits: Tensor) -> None:
-        """Overwrite what is held of the run that begins at `start` with int[n] bits for all."""
-        ...
+        return None
 
     def gather(self, positions: Tensor) -> Tensor:
         """int[n]: the bits at int64[n] positions that are held."""
-        ...
+        raise NotImplementedError
 
     def scatter(self, positions: Tensor, bits: Tensor) -> None:
         """Overwrite the bits at int64[n] distinct positions that are held with int[n]."""
-        ...
+        raise NotImplementedError
+
+    def held(self, start: int, stop: int) -> Tensor | None:
+        """int64[k]: which positions of [start, stop) are held, in order; None for all."""
+        found: list[Tensor] = []
+        for begin in range(start, max(stop, start + 1), _POSITIONS):
+            positions = self._positions(begin, min(begin + _POSITIONS, stop))
+            if (kept := self.keeps(positions)) is None:
+                return None
+            found.append(positions[kept])
+        return torch.cat(found)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """int[k]: the bits at those positions of [start, stop) that are held."""
+        held = self.held(start, stop)
+        return self.gather(self._positions(start, stop) if held is None else held)
+
+    def write(self, start: int, bits: Tensor) -> None:
+        """Overwrite what is held of the run that begins at `start` with int[n] bits for all."""
+        held = self.held(start, start + len(bits))
+        if held is None:
+            self.scatter(self._positions(start, start + len(bits)), bits)
+        else:
+            self.scatter(held, bits[held - start])
+
+    def _positions(self, start: int, stop: int) -> Tensor:
+        return torch.arange(start, stop, device=self.line.device)
 
 
 @dataclass(frozen=True, slots=True)
-class Flat:
+class Flat(Live):
     """Flat row-major access to the bits of a tensor, whatever its strides.
 
     Attributes:
@@ -223,22 +237,16 @@ class Flat:
     def held(self, start: int, stop: int) -> None:
         """None: all of it is held."""
 
-    def keeps(self, positions: Tensor) -> None:
-        """None: all of it is held."""
-
     def read(self, start: int, stop: int) -> Tensor:
         """int[stop - start]: the bits there; a view where the tensor is contiguous."""
-        if self.is_contiguous:
-            return self.line[start:stop]
-        return self.line[self._offsets(torch.arange(start, stop, device=self.line.device))]
+        return self.line[start:stop] if self.is_contiguous else Live.read(self, start, stop)
 
     def write(self, start: int, bits: Tensor) -> None:
         """Overwrite the run that begins at `start` with int[n] bits."""
         if self.is_contiguous:
             self.line[start : start + len(bits)].copy_(bits)
         else:
-            stop = start + len(bits)
-            self.scatter(torch.arange(start, stop, device=self.line.device), bits)
+            Live.write(self, start, bits)
 
     def gather(self, positions: Tensor) -> Tensor:
         """int[n]: the bits at int64[n] flat positions."""
@@ -254,52 +262,6 @@ class Flat:
             return positions
         dims = zip(self.tensor.shape, self.tensor.stride(), strict=True)
         return Region(0, tuple(dims)).places(positions)
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """A part of one parameter's change: what one row of a patch table says.
-
-    Attributes:
-        start: Flat position of the first element it speaks of.
-        span: How many it speaks of.
-        indices: int32[count], strictly increasing, relative to `start`; None when dense.
-        bits: int[count] of the new values; None for a dense run that is still in the source.
-    """
-
-    start: int
-    span: int
-    indices: Tensor | None = None
-    bits: Tensor | None = None
-
-    @property
-    def count(self) -> int:
-        """Elements written."""
-        return self.span if self.indices is None else len(self.indices)
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.span
-
-    def positions(self) -> Tensor:
-        """int64[count]: the flat positions of a sparse run, in memory of their own."""
-        assert self.indices is not None
-        positions = self.indices.to(torch.int64, copy=True)
-        return positions.add_(self.start) if self.start else positions
-
-    def write(self, flat: Live, bits: Tensor) -> None:
-        """Overwrite what this speaks of with int[count] bits, wherever the two live.
-
-        Its indices must have been checked: strictly increasing within the span.
-        """
-        if self.indices is None:
-            flat.write(self.start, bits)
-            return
-        device = flat.line.device
-        for begin in range(0, len(bits), _BLOCK):
-            block = slice(begin, begin + _BLOCK)
-            positions = Run(self.start, self.span, self.indices[block]).positions()
-            flat.scatter(positions.to(device), bits[block].to(device))
 
 
 def overlapping(held: Iterable[tuple[str, Live]]) -> tuple[str, str] | None:

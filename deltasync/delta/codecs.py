@@ -1,4 +1,4 @@
-"""Codecs that not every process has, by their name on the wire: `deltasync.store` adds `class`."""
+"""Codecs that not every process has, by their name on the wire: `deltasync.files` adds `class`."""
 
 from __future__ import annotations
 
@@ -55,6 +55,6 @@ def codec_of(name: str) -> Codec:
     if (codec := CODECS.get(name)) is None:
         raise UnknownCodec(
             f"codec {name} is not known here: it is for stores and patch files; "
-            "import deltasync.store"
+            "import deltasync.files"
         )
     return codec

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deltasync.delta.bits import INTEGERS
+from deltasync.delta.bits import INTEGERS, Live
 from deltasync.delta.region import Region
 from deltasync.delta.route import Piece
 from deltasync.dtypes import Dtype
@@ -39,7 +39,7 @@ class Spread:
     apart: tuple[int, ...]
 
 
-class Codes:
+class Codes(Live):
     """Elements whose 4-bit codes are written one by one: see `delta.bits.Live`.
 
     A write adds the difference of each code to the word that has it. Differences of several codes
@@ -84,28 +84,13 @@ class Codes:
         found = [box.spread(2 * self.dtype.item_size) for box in self._boxes]
         return None if None in found else [one for one in found if one is not None]
 
-    def held(self, start: int, stop: int) -> Tensor | None:
+    def keeps(self, positions: Tensor) -> Tensor | None:
         if self._is_whole:
             return None
-        found = [torch.empty(0, dtype=torch.int64, device=self.line.device)]
-        for begin in range(start, stop, _BLOCK):
-            positions = self._numbers(begin, min(begin + _BLOCK, stop))
-            found.append(positions[self._kept(positions)])
-        return torch.cat(found)
-
-    def keeps(self, positions: Tensor) -> Tensor | None:
-        return None if self._is_whole else self._kept(positions)
-
-    def read(self, start: int, stop: int) -> Tensor:
-        positions = self.held(start, stop)
-        return self.gather(self._numbers(start, stop) if positions is None else positions)
-
-    def write(self, start: int, bits: Tensor) -> None:
-        positions = self.held(start, start + len(bits))
-        if positions is None:
-            self.scatter(self._numbers(start, start + len(bits)), bits)
-        else:
-            self.scatter(positions, bits[positions - start])
+        kept = torch.zeros_like(positions, dtype=torch.bool)
+        for source in self._sources:
+            kept |= source.find(positions)[0]
+        return kept
 
     def gather(self, positions: Tensor) -> Tensor:
         bits = self.line.new_zeros(len(positions))
@@ -135,15 +120,6 @@ class Codes:
             return None, positions
         inside, numbers = box.source.find(positions)
         return inside, numbers[inside]
-
-    def _kept(self, positions: Tensor) -> Tensor:
-        kept = torch.zeros_like(positions, dtype=torch.bool)
-        for source in self._sources:
-            kept |= source.find(positions)[0]
-        return kept
-
-    def _numbers(self, start: int, stop: int) -> Tensor:
-        return torch.arange(start, stop, device=self.line.device)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from deltasync.delta import gap
 from deltasync.delta.changes import Changes
 from deltasync.delta.codecs import codec_of
 from deltasync.delta.snapshot import Bucket
-from deltasync.errors import ConfigError
 from deltasync.wire.compression import Compression, compress
 
 Coding = Literal["none", "zstd", "gap", "class"]
@@ -51,11 +50,6 @@ class Coder:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8), compression
 
     def _made(self, payload: Tensor, bucket: Bucket) -> tuple[bytes, Compression]:
-        if self.coding != "zstd" and not payload.is_cpu:
-            raise ConfigError(
-                f"compression {self.coding!r} is made on hosts, and these weights are on a GPU: "
-                "take 'none'"
-            )
         if self.coding == "zstd" or bucket.old is None:
             return compress(payload.cpu().numpy().data), "zstd"
         changes = Changes.of(payload, bucket.sizes)

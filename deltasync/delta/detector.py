@@ -352,11 +352,10 @@ class HostDetector:
             whole[run.there] = kernels.unsigned(self.lines[run.share][run.start : run.stop])
         return self.old_lanes(table), whole
 
-    def advance(self, changes: Changes, *, ahead: bool = False) -> None:
-        """Write changes to the copy; with `ahead`, before they are decided."""
+    def advance(self, changes: Changes) -> None:
+        """Write changes to the copy, which is ahead then."""
         table = Table(self.space, changes)
-        if ahead:
-            self.ahead[table.tiles] = True
+        self.ahead[table.tiles] = True
         self.advance_whole(table)
         self.advance_lanes(table)
 

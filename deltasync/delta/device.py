@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import numpy as np
@@ -19,13 +20,23 @@ from deltasync.delta.detector import whole_sizes
 from deltasync.delta.host import addresses, padded_numel
 from deltasync.delta.kernels import tiles as kernels
 from deltasync.delta.kernels.reads import AS_IS
-from deltasync.delta.kernels.tiles_live import ACCUMULATORS
 from deltasync.delta.kernels.triton_base import TYPES
-from deltasync.delta.launches import Numbers, Tiles, on, summed, there
+from deltasync.delta.launches import Numbers, Opened, Tiles, on, summed, there
 from deltasync.delta.readers import Reader, copy_read
 from deltasync.delta.source import COPIED, WORDS, Source
 from deltasync.delta.tiles import Ints, Section, Space
 from deltasync.wire.changes import ALIGNMENT, TILE, Sizes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Emitted(Changes):
+    """Changes as they were packed here.
+
+    Attributes:
+        opened: The same, as kernels take them.
+    """
+
+    opened: Opened
 
 
 class DeviceFound:
@@ -88,7 +99,10 @@ class DeviceFound:
             self._fill(changes, tile_of, whole, num_whole, sums)
             if changes.memory is not payload:
                 payload.copy_(changes.memory)
-        return changes
+        return Emitted(
+            *(getattr(changes, field.name) for field in fields(Changes)),
+            Opened(section, sizes.tiles, tile_of, changes.places, whole),
+        )
 
     def warm_up(self) -> None:
         """Compile what `emit` launches."""
@@ -214,7 +228,8 @@ class DeviceDetector:
         """Compile what comparing and packing launches. Nothing but time is spent."""
         groups = [max(1, one.stop - one.first) for one in self.space.sections]
         for found in self.find(groups, 0, lambda: None):
-            found.warm_up()
+            if found.section.first < found.section.stop:
+                found.warm_up()
         with on(self.device):
             self.tiles.warm_up(is_live=False)
 
@@ -287,17 +302,18 @@ class DeviceDetector:
                 **_EXACT,
             )
 
-    def advance(self, changes: Changes, *, ahead: bool = False) -> None:
-        """Write changes, as `emit` makes them, to the copy; with `ahead`, before a decision."""
+    def advance(self, changes: Changes) -> None:
+        """Write changes, as `emit` makes them, to the copy, which is ahead then."""
         section = self.space.section_of(changes.sizes.item_size)
         assert section is not None
         with on(self.device):
-            flag, after = self.tiles.blank(), torch.full_like(self.tiles.blank(), -1)
-            opened = self.tiles.open(changes, section, flag, after)
-            gains = torch.zeros(ACCUMULATORS, dtype=torch.int64, device=self.device)
-            self.tiles.write(opened, (changes.values, changes.whole), flag, gains)
-            if ahead:
-                self.ahead[changes.tiles.to(torch.int64)] = 1
+            self.ahead.index_fill_(0, changes.tiles.to(torch.int64), 1)
+            flag = self.tiles.blank()
+            if isinstance(changes, Emitted):
+                opened = changes.opened
+            else:
+                opened = self.tiles.open(changes, section, flag, torch.full_like(flag, -1))
+            self.tiles.write(opened, (changes.values, changes.whole), flag)
 
     def full(self, tiles: Ints, payload: Tensor) -> None:
         """Write all of int64[T] tiles, of one section, to a payload of their sizes."""

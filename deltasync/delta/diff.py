@@ -7,17 +7,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from deltasync.delta.bits import Flat, Run, dtype_of
+from deltasync.delta.bits import Flat, as_bits, dtype_of
 from deltasync.delta.kernels import KERNELS
 from deltasync.delta.patch import (
     CHUNK_NUMEL,
     INDEX_BYTES,
     MAX_SPARSE_SPAN,
+    Chunk,
     Patch,
-    check_runs,
-    patch_from_runs,
-    runs_of,
-    values_of,
+    check_patch,
+    patch_of,
+    write_chunk,
 )
 from deltasync.delta.readers import WireReader
 from deltasync.errors import LayoutMismatch
@@ -41,33 +41,34 @@ def diff(old: Tensor, new: Tensor, *, name: str = "") -> Patch | None:
     if new.shape != old.shape:
         raise LayoutMismatch(f"{name}: shape {tuple(new.shape)} against {tuple(old.shape)}")
     reader, held = WireReader.of(new, dtype_of(old), name=name), Flat.of(old, name=name)
-    runs = merged([*_changed_runs(reader, held)], old.numel())
-    return patch_from_runs(name, tuple(old.shape), runs, old.dtype) if runs else None
+    chunks = _merged([*_changed(reader, held)], old.numel())
+    return patch_of(name, tuple(old.shape), chunks) if chunks else None
 
 
-def _changed_runs(reader: WireReader, held: Flat) -> Iterator[Run]:
+def _changed(reader: WireReader, held: Flat) -> Iterator[Chunk]:
     """Each chunk that differs, in order."""
     changed, size = KERNELS[held.line.device.type].changed, held.dtype.item_size
     for start in range(0, held.numel, CHUNK_NUMEL):
-        stop = min(start + CHUNK_NUMEL, held.numel)
-        new = reader.read(start, stop)
-        most = (stop - start) * size // (INDEX_BYTES + size)
-        indices = changed(new, held.read(start, stop), most)
-        if indices is None:
-            yield Run(start, stop - start, None, new.clone())
-        elif len(indices):
-            yield Run(start, stop - start, indices, new.index_select(0, indices))
+        numel = min(CHUNK_NUMEL, held.numel - start)
+        new = reader.read(start, start + numel)
+        most = numel * size // (INDEX_BYTES + size)
+        indices = changed(new, held.read(start, start + numel), most)
+        if indices is None or len(indices):
+            bits = new.clone() if indices is None else new.index_select(0, indices)
+            values = bits.view(held.tensor.dtype)
+            yield Chunk(start=start, numel=numel, indices=indices, values=values)
 
 
-def merged(runs: list[Run], numel: int) -> list[Run]:
-    """One run for the whole parameter, where all its chunks are sparse or all are dense."""
-    sparse = [run.indices + run.start for run in runs if run.indices is not None]
-    if not runs or (sparse and (len(sparse) < len(runs) or numel > MAX_SPARSE_SPAN)):
-        return runs
-    if not sparse and sum(run.span for run in runs) < numel:
-        return runs
-    bits = torch.cat([run.bits for run in runs if run.bits is not None])
-    return [Run(0, numel, torch.cat(sparse) if sparse else None, bits)]
+def _merged(chunks: list[Chunk], numel: int) -> list[Chunk]:
+    """One for the whole parameter, where all its chunks are sparse or all are dense."""
+    sparse = [chunk.indices + chunk.start for chunk in chunks if chunk.indices is not None]
+    if not chunks or (sparse and (len(sparse) < len(chunks) or numel > MAX_SPARSE_SPAN)):
+        return chunks
+    if not sparse and sum(chunk.numel for chunk in chunks) < numel:
+        return chunks
+    bits = torch.cat([as_bits(chunk.values) for chunk in chunks])
+    values, indices = bits.view(chunks[0].values.dtype), torch.cat(sparse) if sparse else None
+    return [Chunk(start=0, numel=numel, indices=indices, values=values)]
 
 
 def apply_patch(parameter: Tensor, patch: Patch) -> None:
@@ -83,21 +84,6 @@ def apply_patch(parameter: Tensor, patch: Patch) -> None:
         ConfigError: The tensor has no plain storage of its own.
     """
     flat = Flat.of(parameter, name=patch.name)
-    _check_fits(flat, patch)
-    runs = runs_of(patch)
-    check_runs(runs, numel=flat.numel, name=patch.name)
-    for run in runs:
-        if run.bits is not None:
-            run.write(flat, run.bits)
-
-
-def _check_fits(flat: Flat, patch: Patch) -> None:
-    if tuple(flat.tensor.shape) != tuple(patch.shape):
-        raise LayoutMismatch(
-            f"{patch.name}: patch of shape {patch.shape}, parameter {tuple(flat.tensor.shape)}"
-        )
-    for values in values_of(patch):
-        if values.dtype != flat.tensor.dtype:
-            raise LayoutMismatch(
-                f"{patch.name}: {values.dtype} values, {flat.tensor.dtype} weights"
-            )
+    check_patch(patch, parameter)
+    for chunk in patch.chunks:
+        write_chunk(chunk, flat)

@@ -66,9 +66,11 @@ class Opened:
 
     def __init__(self, data: memoryview, sizes: Sizes, changes: Changes) -> None:
         whole, gaps, self._steps, self._whole_steps = unpacked(data, sizes.num_bytes)
-        if len(whole) % 4:
-            raise TruncatedFrame("numbers of whole tiles in an odd number of bytes")
+        if len(whole) % 4 or len(whole) > 4 * sizes.tiles:
+            raise TruncatedFrame("numbers of whole tiles in an odd number of bytes, or too many")
         goes_whole = whole.view("<u4").astype(np.int64)
+        if (goes_whole[1:] <= goes_whole[:-1]).any():
+            raise InvalidIndices("numbers of whole tiles are unsorted or repeated")
         codes = _decode_gaps(gaps, sizes.places)
         tiles, counts = np.unique(codes // TILE, return_counts=True)
         if len(tiles) + len(goes_whole) != sizes.tiles:
@@ -137,23 +139,29 @@ def _decode_gaps(block: Block, count: int) -> Ints:
         if len(codes) % _WIDE:
             raise TruncatedFrame("gaps of 2 bytes in an odd number of bytes")
         codes = codes.reshape(_WIDE, -1).T.copy().view("<u2")[:, 0]
-    ends = _ends(codes, count)
-    if first + int(codes.sum(dtype=np.int64)) + count > 1 << 48:
+    gaps = _gaps(codes, count)
+    if codes[0]:
+        raise InvalidIndices("the first gap is not 0")
+    if first + int(gaps.sum(dtype=np.int64)) + count > 1 << 48:
         raise InvalidIndices("gaps lead beyond any layout")
-    sums = np.cumsum(codes, dtype=np.int64)
-    found: Ints = (sums if ends is None else sums[ends]) + np.arange(first, first + count)
+    found = np.cumsum(gaps, dtype=np.int64)
+    found += np.arange(first, first + count)
     return found
 
 
-def _ends(codes: NDArray[Any], count: int) -> NDArray[np.intp] | None:
-    """int64[count]: where the code of each number ends; None if each has one code."""
+def _gaps(codes: NDArray[Any], count: int) -> NDArray[Any]:
+    """integer[count]: the number that each ends with, and the escapes before it, together."""
     escape = _ESCAPES[codes.itemsize]
-    if len(codes) == count and codes.max() < escape:
-        return None
-    ends = np.flatnonzero(codes != escape)
-    if len(ends) != count or ends[-1] != len(codes) - 1:
+    is_end = codes != escape
+    if np.count_nonzero(is_end) != count or not is_end[-1]:  # before memory for that many
         raise InvalidIndices(f"gaps that do not lead to {count} elements")
-    return ends
+    if len(codes) == count:
+        return codes
+    ends = np.flatnonzero(is_end)
+    gaps: Ints = np.diff(ends, prepend=-1) - 1
+    gaps *= escape
+    gaps += codes[ends]
+    return gaps
 
 
 def _encode_steps(new: Bits, old: Bits) -> bytes:

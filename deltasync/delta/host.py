@@ -128,6 +128,9 @@ class HostLanes:
 class Table:
     """The tiles of some changes on a host, and where their lanes and whole tiles are.
 
+    It is a copy of their first three columns: what it checks is what is written, although a sender
+    that has given a receiver up may pack the next payload into the memory of this one.
+
     Attributes:
         changes: The same.
         sizes: Of these.
@@ -143,7 +146,7 @@ class Table:
     def __init__(self, space: Space, changes: Changes) -> None:
         self.space, self.changes, self.sizes = space, changes, changes.sizes
         self.tiles, self.counts = changes.table()
-        self.places = changes.places.cpu().numpy().view(np.uint16)
+        self.places = changes.places.cpu().numpy().astype(np.uint16)
         self.ends: Ints = np.cumsum(self.counts)
         self.share, self.start, self.numel = space.find(self.tiles)
 
@@ -174,8 +177,9 @@ class Table:
 
     def lanes(self, begins: Ints) -> Lanes:
         """Where all lanes are, if shares begin at int64[shares] addresses."""
-        first = (begins[self.share] - _NULL) // self.sizes.item_size + self.start
-        return Lanes(self.sizes.item_size, first, self.counts, self.places)
+        sparse, size = self.counts > 0, self.sizes.item_size
+        first = (begins[self.share[sparse]] - _NULL) // size + self.start[sparse]
+        return Lanes(size, first, self.counts[sparse], self.places)
 
     def positions(self) -> Ints:
         """int64[N]: where lanes are in their shares."""

@@ -175,8 +175,8 @@ class Tiles:
         return self.table.device
 
     def blank(self) -> Tensor:
-        """int32[1]: a flag while nothing is bad."""
-        return torch.full((1,), kernels.CLEAR, dtype=torch.int32, device=self.device)
+        """int32[2]: a flag while nothing is bad."""
+        return torch.full((2,), kernels.CLEAR, dtype=torch.int32, device=self.device)
 
     def open(self, changes: Changes, section: Section, flag: Tensor, after: Tensor) -> Opened:
         """Check changes on the device. Nothing waits; what is bad raises the flag.
@@ -245,66 +245,42 @@ class Tiles:
             old: Of the same sizes: where those that they replace go.
             flag, sums, gains: See `kernels.tiles_live.predict`.
         """
-        for codes in self.ways[opened.section.item_size]:
-            way = self._way(opened.section.item_size, codes)
-            if lanes := len(opened.places):
-                tiles_live.predict[(-(-lanes // _span(codes)),)](
-                    *self._where(),
-                    opened.tile_of,
-                    opened.places,
-                    new[0],
-                    old[0],
-                    flag,
-                    sums,
-                    gains,
-                    lanes,
-                    LANES=_span(codes),
-                    num_warps=4,
-                    **way,
-                )
-            if len(new[1]):
-                tiles_live.predict_whole[(self._programs(opened, new[1], codes),)](
-                    *self._where(),
-                    opened.whole,
-                    new[1],
-                    old[1],
-                    flag,
-                    sums,
-                    gains,
-                    **self._whole_way(way, opened.section.item_size, codes),
-                )
+        self._over(
+            opened,
+            tiles_live.predict,
+            (opened.tile_of, opened.places, new[0], old[0], flag, sums, gains, len(opened.places)),
+            tiles_live.predict_whole,
+            (opened.whole, new[1], old[1], flag, sums, gains),
+            len(new[1]),
+        )
 
-    def write(
-        self, opened: Opened, new: tuple[Tensor, Tensor], flag: Tensor, gains: Tensor
-    ) -> None:
-        """Write int[N] and int[W] bits of changes, unless the flag is raised.
+    def write(self, opened: Opened, new: tuple[Tensor, Tensor], flag: Tensor) -> None:
+        """Write int[N] and int[W] bits of changes, unless the flag is raised."""
+        self._over(
+            opened,
+            tiles_live.write,
+            (opened.tile_of, opened.places, new[0], flag, len(opened.places)),
+            tiles_live.write_whole,
+            (opened.whole, new[1], flag),
+            len(new[1]),
+        )
 
-        Digests of what is read back are added to int64[ACCUMULATORS].
+    def read_back(self, opened: Opened, num_whole: int, flag: Tensor, gains: Tensor) -> None:
+        """Add the digests of what changes have written to int64[ACCUMULATORS].
+
+        Args:
+            opened: The changes.
+            num_whole: W.
+            flag, gains: As of `predict`; nothing is read if the flag is raised.
         """
-        for codes in self.ways[opened.section.item_size]:
-            way = self._way(opened.section.item_size, codes)
-            if lanes := len(opened.places):
-                tiles_live.write[(-(-lanes // tiles_live.PART),)](
-                    *self._where(),
-                    opened.tile_of,
-                    opened.places,
-                    new[0],
-                    flag,
-                    gains,
-                    lanes,
-                    PART=tiles_live.PART,
-                    num_warps=tiles_live.PART // 32,
-                    **way,
-                )
-            if len(new[1]):
-                tiles_live.write_whole[(self._programs(opened, new[1], codes),)](
-                    *self._where(),
-                    opened.whole,
-                    new[1],
-                    flag,
-                    gains,
-                    **self._whole_way(way, opened.section.item_size, codes),
-                )
+        self._over(
+            opened,
+            tiles_live.read_back,
+            (opened.tile_of, opened.places, flag, gains, len(opened.places)),
+            tiles_live.read_back_whole,
+            (opened.whole, flag, gains),
+            num_whole,
+        )
 
     def warm_up(self, *, is_live: bool) -> None:
         """Compile what opens and writes changes; of live weights, what predicts them too.
@@ -320,7 +296,8 @@ class Tiles:
             opened, bits = self.open(changes, section, flag, after), (changes.values, changes.whole)
             if is_live:
                 self.predict(opened, bits, bits, flag, gains, gains)
-            self.write(opened, bits, flag, gains)
+                self.read_back(opened, len(bits[1]), flag, gains)
+            self.write(opened, bits, flag)
 
     def measure(self, chunks: Ints) -> NDArray[np.uint64]:
         """uint64[n]: the digests of int64[n] chunks of this space, read from memory."""
@@ -349,6 +326,33 @@ class Tiles:
                     )
         return sums.cpu().numpy().view(np.uint64)
 
+    def _over(
+        self,
+        opened: Opened,
+        lanes: Any,
+        of_lanes: Sequence[Any],
+        whole: Any,
+        of_whole: Sequence[Any],
+        num_whole: int,
+    ) -> None:
+        """Launch kernels over the lanes of changes, and over their whole tiles.
+
+        Args:
+            opened: The changes.
+            lanes, whole: The kernels.
+            of_lanes, of_whole: What each takes after `_where`.
+            num_whole: W.
+        """
+        size, num_lanes = opened.section.item_size, len(opened.places)
+        for codes in self.ways[size]:
+            way, span = self._way(size, codes), _span(codes)
+            if num_lanes:
+                grid = (-(-num_lanes // span),)
+                lanes[grid](*self._where(), *of_lanes, LANES=span, num_warps=4, **way)
+            if num_whole:
+                grid = (self._programs(opened, num_whole, codes),)
+                whole[grid](*self._where(), *of_whole, **self._whole_way(way, size, codes))
+
     def _where(self) -> tuple[Tensor, Tensor, Tensor, int]:
         return self.table, self.boxes.table, self.boxes.entries, self.boxes.num
 
@@ -367,10 +371,10 @@ class Tiles:
         aligned = self.aligned[item_size] and codes == IN_RUNS
         return way | {"ALIGNED": aligned, "SPAN": _span(codes), "num_warps": 4}
 
-    def _programs(self, opened: Opened, whole: Tensor, codes: int) -> int:
+    def _programs(self, opened: Opened, num_whole: int, codes: int) -> int:
         """Of a launch over whole tiles, of which the device alone knows how many there are."""
         most = opened.num_tiles * (TILE // _span(codes))
-        return min(most, max(-(-len(whole) // _span(codes)), _LEAST_PROGRAMS))
+        return min(most, max(-(-num_whole // _span(codes)), _LEAST_PROGRAMS))
 
 
 def _span(codes: int) -> int:

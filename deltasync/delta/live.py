@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deltasync.delta.bits import INTEGERS, Live
+from deltasync.delta.bits import Live
 from deltasync.delta.changes import Changes
 from deltasync.delta.codes import Codes, Spread
 from deltasync.delta.kernels import tiles as kernels
@@ -36,6 +36,7 @@ from deltasync.delta.region import Region, paired
 from deltasync.delta.staging import Lane, LiveWeights, Received, Staged
 from deltasync.delta.tiles import CHUNK, Ints, Space
 from deltasync.errors import DigestMismatch, InvalidIndices
+from deltasync.wire.changes import Sizes
 
 _NO_STRIDE = 1 << 62  # of dimensions that a box has not: no position lies so far
 _MOST_NUMEL = (1 << 31) - 1  # of parameters in which kernels count in 32 bits
@@ -203,40 +204,32 @@ class DeviceLane(Lane):
             raise InvalidIndices("tiles of a payload are out of range, unsorted or repeated")
 
     def changes(self, received: Received, tally: Any) -> Iterator[Staged]:
-        """Check changes, and tell what they write. Nothing waits. Their memory is copied.
+        """Check changes, and tell what they write. Nothing waits.
 
-        The tally raises InvalidIndices if they are bad; then nothing of the sync is written.
+        All looks at a copy of them: a sender that has given this receiver up may write there. The
+        tally raises InvalidIndices if they are bad; then nothing of the sync is written.
         """
         assert isinstance(tally, DeviceTally)
-        changes = received.changes
-        tiles, size = self.tiles, changes.sizes.item_size
-        section = self.space.section_of(size)
+        tiles, sizes, memory = self.tiles, received.changes.sizes, received.changes.memory
+        section = self.space.section_of(sizes.item_size)
         assert section is not None
         tally.add()
         with on(tiles.device):
-            here, kept = _taken(changes, tiles.device)
+            # Apart from the rest, the table is not kept.
+            alone = Sizes(sizes.item_size, sizes.tiles, 0, 0)
+            table, kept = (
+                Changes.of(part.to(tiles.device, copy=True), some)
+                for part, some in (
+                    (memory[: alone.num_bytes], alone),
+                    (memory[alone.num_bytes :], replace(sizes, tiles=0)),
+                )
+            )
+            here = replace(kept, sizes=sizes, tiles=table.tiles, counts=table.counts)
             opened = tiles.open(here, section, tally.flag, self._last)
             old = torch.empty_like(here.values), torch.empty_like(here.whole)
             new = here.values, here.whole
             tiles.predict(opened, new, old, tally.flag, tally.sums, tally.predicted)
-        yield DeviceChanges(tiles, tally, opened, kept, new, old)
-
-
-def _taken(changes: Changes, device: torch.device) -> tuple[Changes, int]:
-    """Changes on a device, of which places, values and whole tiles are in memory of their own.
-
-    Also how much memory that is.
-    """
-    sizes = changes.sizes
-    begin = sizes.columns[2][0]
-    kept = changes.memory[begin:].to(device, copy=True)
-    bits = INTEGERS[sizes.item_size]
-    places, values, whole = (
-        kept[at - begin : at - begin + length].view(dtype)
-        for (at, length), dtype in zip(sizes.columns[2:], (torch.int16, bits, bits), strict=True)
-    )
-    tiles, counts = changes.tiles.to(device), changes.counts.to(device)
-    return Changes(sizes, tiles, counts, places, values, whole, kept), kept.nbytes
+        yield DeviceChanges(tiles, tally, opened, kept.num_bytes, new, old)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -264,13 +257,16 @@ class DeviceChanges:
         return self.kept_bytes + sum(one.nbytes for one in others)
 
     def commit(self) -> None:
-        with on(self.tiles.device):
-            self.tiles.write(self.opened, self.new, self.tally.flag, self.tally.written)
+        self._write(self.new, self.tally.written)
 
     def restore(self) -> bool:
-        with on(self.tiles.device):
-            self.tiles.write(self.opened, self.old, self.tally.flag, self.tally.restored)
+        self._write(self.old, self.tally.restored)
         return True
+
+    def _write(self, bits: tuple[Tensor, Tensor], gains: Tensor) -> None:
+        with on(self.tiles.device):
+            self.tiles.write(self.opened, bits, self.tally.flag)
+            self.tiles.read_back(self.opened, len(bits[1]), self.tally.flag, gains)
 
 
 class DeviceTally:
@@ -284,7 +280,7 @@ class DeviceTally:
         sums: int64[chunks]: by how much digests change.
         predicted: int64[2, n]: digests of all bits that are staged, and of those that they replace.
         written, restored: int64[n]: digests of what was read back.
-        flag: int32[n]: the first says what is bad, see `kernels.tiles`.
+        flag: int32[n]: the first two say what is bad, see `kernels.tiles`.
     """
 
     def __init__(self, before: Ledger, device: torch.device) -> None:
@@ -297,7 +293,7 @@ class DeviceTally:
             totals = self._numbers[:_FLAG_AT].view(4, -1)
             self.predicted, self.written, self.restored = totals[:2], totals[2], totals[3]
             self.flag = self._numbers[_FLAG_AT:_SUMS_AT].view(torch.int32)
-            self.flag[:1] = kernels.CLEAR
+            self.flag[:] = kernels.CLEAR
             self.sums = self._numbers[_SUMS_AT:]
 
     @property
@@ -305,7 +301,11 @@ class DeviceTally:
         """The digests that everything that was staged leads to. Waits. Raises InvalidIndices."""
         if self._ledger is None:
             numbers = Numbers(self._numbers).read()
-            if (fault := int(numbers[_FLAG_AT])) != kernels.CLEAR:
+            fault, chunk, *_ = _flag_of(numbers)
+            if fault == kernels.MISPLACED:
+                name = self._before.space.shares[self._before.bounds(chunk)[0]].spec.name
+                raise InvalidIndices(f"{name}: places out of range, unsorted or repeated")
+            if fault != kernels.CLEAR:
                 raise InvalidIndices(_FAULTS[fault])
             self._ledger = self._before.copy()
             self._ledger.sums += numbers[_SUMS_AT:].view(np.uint64)
@@ -333,11 +333,15 @@ class DeviceTally:
         """Digests of bits that are staged, replaced, written, restored; and the flag."""
         numbers = Numbers(self._numbers[:_SUMS_AT]).read()
         digests = numbers[:_FLAG_AT].view(np.uint64).reshape(4, -1).sum(axis=1)
-        return [*digests.tolist(), int(numbers[_FLAG_AT])]
+        return [*digests.tolist(), _flag_of(numbers)[0]]
+
+
+def _flag_of(numbers: NDArray[np.int64]) -> list[int]:
+    """The flag of a tally."""
+    return numbers[_FLAG_AT:_SUMS_AT].view(np.int32).tolist()
 
 
 _FAULTS = {
     kernels.UNSORTED: "tiles of a payload are out of range, unsorted or repeated",
     kernels.MISCOUNTED: "the counts of a payload do not add up to what it has",
-    kernels.MISPLACED: "places in a tile are out of range, unsorted or repeated",
 }

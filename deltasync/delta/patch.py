@@ -10,16 +10,34 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from deltasync.delta.bits import Run, as_bits
+from deltasync.delta.bits import Live, as_bits
 from deltasync.delta.kernels import KERNELS
-from deltasync.errors import InvalidIndices
+from deltasync.errors import InvalidIndices, LayoutMismatch
 
 CHUNK_NUMEL = 1 << 18
 """Elements that are compared at once, and in a chunk of a patch."""
 
 INDEX_BYTES = 4
+_BLOCK = 1 << 17  # indices widened at once: still in the cache when used, and few calls
 MAX_SPARSE_SPAN = (1 << 31) - 1
 """Elements that int32 indices can count: a longer parameter has a list for each chunk."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """New values within one chunk.
+
+    Attributes:
+        start: Flat position of the chunk's first element.
+        numel: Elements in the chunk.
+        indices: int32[nnz], strictly increasing, relative to `start`; None when all are written.
+        values: dtype[nnz] or dtype[numel].
+    """
+
+    start: int
+    numel: int
+    indices: Tensor | None
+    values: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +61,12 @@ class SparsePatch:
         """Changed elements."""
         return len(self.indices)
 
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """One, of all elements."""
+        numel = math.prod(self.shape)
+        return (Chunk(start=0, numel=numel, indices=self.indices, values=self.values),)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DensePatch:
@@ -63,22 +87,10 @@ class DensePatch:
         """Written elements: all."""
         return len(self.values)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """New values within one chunk.
-
-    Attributes:
-        start: Flat position of the chunk's first element.
-        numel: Elements in the chunk.
-        indices: int32[nnz], strictly increasing, relative to `start`; None when all are written.
-        values: dtype[nnz] or dtype[numel].
-    """
-
-    start: int
-    numel: int
-    indices: Tensor | None
-    values: Tensor
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """One, of all elements."""
+        return (Chunk(start=0, numel=math.prod(self.shape), indices=None, values=self.values),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,63 +116,47 @@ class ChunkedPatch:
 Patch: TypeAlias = SparsePatch | ChunkedPatch | DensePatch
 
 
-def patch_from_runs(
-    name: str, shape: tuple[int, ...], runs: list[Run], dtype: torch.dtype
-) -> Patch:
-    """The patch that `runs`, ordered and disjoint, make of one parameter."""
-    whole = len(runs) == 1 and runs[0].span == math.prod(shape)
-    values = [_values(run, dtype) for run in runs]
-    if not whole:
-        chunks = tuple(
-            Chunk(start=run.start, numel=run.span, indices=run.indices, values=value)
-            for run, value in zip(runs, values, strict=True)
+def patch_of(name: str, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> Patch:
+    """The patch of one parameter that has these chunks, ordered and disjoint."""
+    first = chunks[0]
+    if len(chunks) > 1 or first.numel != math.prod(shape):
+        return ChunkedPatch(name=name, shape=shape, chunks=tuple(chunks))
+    if first.indices is None:
+        return DensePatch(name=name, shape=shape, values=first.values)
+    return SparsePatch(name=name, shape=shape, indices=first.indices, values=first.values)
+
+
+def check_patch(patch: Patch, parameter: Tensor) -> None:
+    """Raises LayoutMismatch unless a patch is of such a parameter.
+
+    Raises InvalidIndices unless its chunks are disjoint and ordered, with a value for each index.
+    """
+    name, end = patch.name, 0
+    if tuple(parameter.shape) != tuple(patch.shape):
+        raise LayoutMismatch(
+            f"{name}: patch of shape {patch.shape}, parameter {tuple(parameter.shape)}"
         )
-        return ChunkedPatch(name=name, shape=shape, chunks=chunks)
-    if runs[0].indices is None:
-        return DensePatch(name=name, shape=shape, values=values[0])
-    return SparsePatch(name=name, shape=shape, indices=runs[0].indices, values=values[0])
-
-
-def runs_of(patch: Patch) -> list[Run]:
-    """The runs of a patch, over the same memory."""
-    match patch:
-        case SparsePatch(shape=shape, indices=indices, values=values):
-            return [Run(0, math.prod(shape), indices, as_bits(values))]
-        case DensePatch(shape=shape, values=values):
-            return [Run(0, math.prod(shape), None, as_bits(values))]
-        case ChunkedPatch(chunks=chunks):
-            return [Run(c.start, c.numel, c.indices, as_bits(c.values)) for c in chunks]
-
-
-def values_of(patch: Patch) -> list[Tensor]:
-    """The values of each part of a patch. Not copied."""
-    return [c.values for c in patch.chunks] if isinstance(patch, ChunkedPatch) else [patch.values]
-
-
-def _values(run: Run, dtype: torch.dtype) -> Tensor:
-    if run.bits is None:
-        raise ValueError("the run's values are still in the source")
-    return run.bits.view(dtype)
-
-
-def check_indices(run: Run, *, name: str) -> None:
-    """Raises InvalidIndices unless a sparse run's indices rise strictly within its span."""
-    indices = run.indices
-    if indices is None or KERNELS[indices.device.type].is_increasing(indices, run.span):
-        return
-    raise InvalidIndices(f"{name}: indices out of range, unsorted or repeated")
-
-
-def check_runs(runs: Sequence[Run], *, numel: int, name: str) -> None:
-    """Raises InvalidIndices unless runs are disjoint and ordered, with a value for each index."""
-    end = 0
-    for run in runs:
-        if not end <= run.start <= run.stop <= numel:
+    for chunk in patch.chunks:
+        if chunk.values.dtype != parameter.dtype:
+            raise LayoutMismatch(f"{name}: {chunk.values.dtype} values, {parameter.dtype} weights")
+        if not end <= chunk.start <= chunk.start + chunk.numel <= parameter.numel():
             raise InvalidIndices(f"{name}: chunks overlap, are unsorted or out of range")
-        given = run.indices
+        given, count, end = chunk.indices, chunk.numel, chunk.start + chunk.numel
         if given is not None and (given.dtype, given.dim()) != (torch.int32, 1):
             raise InvalidIndices(f"{name}: indices are {given.dtype}{[*given.shape]}, not int32[n]")
-        if run.bits is None or run.bits.shape != (run.count,):
+        if chunk.values.shape != (count if given is None else len(given),):
             raise InvalidIndices(f"{name}: not one value for each index")
-        check_indices(run, name=name)
-        end = run.stop
+        if given is not None and not KERNELS[given.device.type].is_increasing(given, count):
+            raise InvalidIndices(f"{name}: indices out of range, unsorted or repeated")
+
+
+def write_chunk(chunk: Chunk, live: Live) -> None:
+    """Overwrite what a chunk that was checked speaks of, wherever the two live."""
+    bits, device = as_bits(chunk.values), live.line.device
+    if chunk.indices is None:
+        live.write(chunk.start, bits)
+        return
+    for begin in range(0, len(bits), _BLOCK):
+        block = slice(begin, begin + _BLOCK)
+        positions = chunk.indices[block].to(torch.int64) + chunk.start
+        live.scatter(positions.to(device), bits[block].to(device))

@@ -12,18 +12,22 @@ from deltasync.delta.codecs import codec_of
 from deltasync.delta.host import Table
 from deltasync.delta.staging import LiveWeights, Received
 from deltasync.delta.tiles import Space, space_of
-from deltasync.errors import LimitExceeded
+from deltasync.errors import InvalidIndices, LimitExceeded
 from deltasync.wire.changes import ALIGNMENT
 from deltasync.wire.compression import decompress
 from deltasync.wire.messages import Begin, Bucket
 
-_PLACE_BYTES, _TILE_BYTES, _PAYLOAD_BYTES = 2, 6, 5 * ALIGNMENT
+_MOST_BYTES = 4 * ALIGNMENT  # of the payload of an element alone: all columns but `whole`
 
 
-def most_payload_bytes(space: Space) -> int:
-    """What a sync takes at most: every element once, each tile in a payload of its own."""
-    elements = space.share_numel * (_PLACE_BYTES + space.item_size)
-    return int(elements.sum()) + len(space) * (_TILE_BYTES + _PAYLOAD_BYTES)
+def check_begin(begin: Begin, space: Space) -> None:
+    """Raises LimitExceeded if no sync of a layout, as a space, is as large.
+
+    Ranks may share it out in any way: at most, each element is alone in a payload.
+    """
+    most = _MOST_BYTES * int(space.share_numel.sum())
+    if begin.payload_bytes > most:
+        raise LimitExceeded(f"no sync of this layout takes over {most} bytes")
 
 
 class PayloadReader:
@@ -51,7 +55,7 @@ class PayloadReader:
         table = np.zeros(0, np.uint8) if payload is None else payload.cpu().numpy()
         if (said := table.tobytes()) != self._tables.get(lane):
             specs = [share.spec for share in self._live.space.given]
-            self._lanes[lane] = self._live.lane(space_of(table, specs))
+            self._lanes[lane] = self._live.lane(space_of(np.frombuffer(said, np.uint8), specs))
             self._tables[lane] = said
 
     def read(self, bucket: Bucket, payload: Tensor | None, lane: int = 0) -> Received:
@@ -68,6 +72,8 @@ class PayloadReader:
                 "the sync is larger than its begin declared: begin must count all payloads"
             )
         place = self._lanes[lane]
+        if sizes.num_bytes > place.space.most_bytes:
+            raise InvalidIndices("a payload has more than all tiles of its lane")
         if payload is None:
             payload = torch.empty(0, dtype=torch.uint8, device="cpu")
         if bucket.compression == "gap":

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from deltasync import dtypes
 from deltasync.delta.bits import Flat, Live, as_bits, torch_dtype
 from deltasync.delta.tiles import Ints
 from deltasync.dtypes import Dtype
@@ -50,27 +49,15 @@ class Reader(Protocol):
         ...
 
 
-class Kind(Hashable, Protocol):
-    """What kernels are compiled for: computations of one kind are compiled once."""
-
-    def example(self, device: torch.device) -> Reader:
-        """A reader of a tiny matrix on a device."""
-        ...
-
-
 class Computation(Protocol):
     """How kernels compute what a reader reads: `deltasync.quant` has one.
 
     Attributes:
-        kind: What is compiled for it.
         kept_dtype: Of what kernels read for it; None for codes.
         address: Of the weights that codes are computed from.
         read: A number for each way to read codes; at least `kernels.reads.COMPUTED`.
         source_bytes: Of the weights that one element is computed from.
     """
-
-    @property
-    def kind(self) -> Kind: ...
 
     @property
     def kept_dtype(self) -> Dtype | None: ...
@@ -162,24 +149,26 @@ class WireReader:
 
 
 @dataclass(frozen=True, slots=True)
-class PartReader:
-    """Reads a run of what another one computes.
+class DerivedReader:
+    """Reads a run of what another one computes; bfloat16 as float32, which has all of its values.
 
     Attributes:
         whole: The other one.
+        dtype: What is sent, float32 or the same.
         begin: Where the run begins in it.
         numel: Its elements.
     """
 
     whole: Reader
+    dtype: Dtype
     begin: int
     numel: int
     flat: None = None
-    computation: None = None
 
     @property
-    def dtype(self) -> Dtype:
-        return self.whole.dtype
+    def computation(self) -> Computation | None:
+        """That of the other one, if this is all of it: kernels keep scales as float32."""
+        return self.whole.computation if self.numel == self.whole.numel else None
 
     @property
     def device(self) -> torch.device:
@@ -187,37 +176,8 @@ class PartReader:
 
     def read(self, start: int, stop: int) -> Tensor:
         """int[stop - start]: bits of the wire dtype there; read only."""
-        return self.whole.read(self.begin + start, self.begin + stop)
-
-
-@dataclass(frozen=True, slots=True)
-class WidenedReader:
-    """Reads bfloat16 that another one computes as float32, which has all of its values.
-
-    Attributes:
-        narrow: The other one.
-    """
-
-    narrow: Reader
-    dtype: Dtype = dtypes.BY_NAME["float32"]
-    flat: None = None
-
-    @property
-    def computation(self) -> Computation | None:
-        """That of the other one: kernels keep scales as float32."""
-        return self.narrow.computation
-
-    @property
-    def numel(self) -> int:
-        return self.narrow.numel
-
-    @property
-    def device(self) -> torch.device:
-        return self.narrow.device
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """int[stop - start]: bits of float32; read only."""
-        return self.narrow.read(start, stop).to(torch.int32) << 16
+        bits = self.whole.read(self.begin + start, self.begin + stop)
+        return bits if self.dtype == self.whole.dtype else bits.to(torch.int32) << 16
 
 
 def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -98,11 +98,6 @@ class Region:
         return not self.dims or (len(self.dims) == 1 and self.dims[0][1] == 1)
 
     @property
-    def is_rows(self) -> bool:
-        """Whether the elements are rows of one length, as `rows` has them."""
-        return len(self.dims) < 2 or (len(self.dims) == 2 and self.dims[1][1] == 1)
-
-    @property
     def is_rising(self) -> bool:
         """Whether each element lies after the one before it."""
         reach = 0
@@ -113,10 +108,10 @@ class Region:
         return True
 
     @property
-    def rows(self) -> tuple[int, int]:
+    def rows(self) -> tuple[int, int] | None:
         """(cols, gap) of rows of one length: elements in a row, and between two rows.
 
-        A run is one row, without a gap.
+        A run is one row, without a gap. None if they are no such rows.
         """
         match self.dims:
             case ():
@@ -127,7 +122,7 @@ class Region:
                 return 1, width - 1
             case ((_, width), (cols, 1)):
                 return cols, width - cols
-        raise ValueError(f"{self} is no rows of one length")
+        return None
 
     def view(self, tensor: Tensor) -> Tensor:
         """These elements of a tensor's storage: a view of that shape. Not owned."""
@@ -140,10 +135,6 @@ class Region:
             number, index = divmod(number, size)
             found += index * stride
         return found
-
-    def is_scattered(self, start: int, stop: int) -> bool:
-        """Whether the elements of numbers [start, stop) do not lie one after another."""
-        return self.place(stop - 1) - self.place(start) != stop - 1 - start
 
     def places(self, numbers: Tensor) -> Tensor:
         """int64[n]: where int64[n] elements lie, in memory of their own."""

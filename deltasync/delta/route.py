@@ -16,7 +16,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from deltasync.delta.bits import Flat
+from deltasync.delta.bits import Flat, Live
 from deltasync.delta.region import Region, ordered, paired, unpaired
 from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError
@@ -112,7 +112,7 @@ def covers(live: Tensor, regions: Sequence[Region]) -> bool:
     return bool((Region.of(live).view(seen) == 1).all())
 
 
-class Part:
+class Part(Live):
     """The elements of a checkpoint tensor that a rank keeps, in pieces: see `delta.bits.Live`.
 
     Attributes:
@@ -142,27 +142,12 @@ class Part:
         """One for each piece that is not empty."""
         return [(region, flat.tensor) for region, flat in self._boxes if flat.numel]
 
-    def held(self, start: int, stop: int) -> Tensor:
-        found = [torch.empty(0, dtype=torch.int64, device=self.line.device)]
-        for begin in range(start, stop, _BLOCK):
-            end = min(begin + _BLOCK, stop)
-            positions = torch.arange(begin, end, device=self.line.device)
-            found.append(positions[self.keeps(positions)])
-        return torch.cat(found)
-
     def keeps(self, positions: Tensor) -> Tensor:
         kept = torch.zeros_like(positions, dtype=torch.bool)
         for part, into in zip(_blocks(positions), _blocks(kept), strict=True):
             for region, _ in self._boxes:
                 into |= region.find(part)[0]
         return kept
-
-    def read(self, start: int, stop: int) -> Tensor:
-        return self.gather(self.held(start, stop))
-
-    def write(self, start: int, bits: Tensor) -> None:
-        positions = self.held(start, start + len(bits))
-        self.scatter(positions, bits[positions - start])
 
     def gather(self, positions: Tensor) -> Tensor:
         bits = torch.empty(len(positions), dtype=self.line.dtype, device=self.line.device)

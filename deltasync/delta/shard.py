@@ -50,7 +50,9 @@ class Share:
     gap: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        cols, gap = self.region.rows
+        rows = self.region.rows
+        assert rows is not None, f"{self.region} is no rows of one length"
+        cols, gap = rows
         object.__setattr__(self, "cols", cols)
         object.__setattr__(self, "gap", gap)
 
@@ -172,7 +174,7 @@ def rows_of(box: ShardSpec) -> Iterator[tuple[tuple[int | slice, ...], Region]]:
     dims = list(zip(box.size, strides, strict=True))
     for dim in range(len(dims) + 1):
         inner = Region(0, tuple(dims[dim:]))
-        if inner.is_run or (inner.is_rows and strides[dim] <= MAX_SPARSE_SPAN):
+        if inner.is_run or (inner.rows is not None and strides[dim] <= MAX_SPARSE_SPAN):
             break
     first = sum(map(int.__mul__, box.offset, strides))
     for index in product(*map(range, box.size[:dim])):

@@ -86,7 +86,7 @@ class Detector(Protocol):
         self, groups: Sequence[int], room: int, meanwhile: Callable[[], None]
     ) -> Sequence[Found]: ...
 
-    def advance(self, changes: Changes, *, ahead: bool = False) -> None: ...
+    def advance(self, changes: Changes) -> None: ...
 
     def full(self, tiles: Ints, payload: Tensor) -> None: ...
 
@@ -157,12 +157,8 @@ class Delta(Plan, Protocol):
         ...
 
     @property
-    def changed(self) -> Ints:
-        """int64[n], increasing: places, among what is sent, of the shares that differ."""
-        ...
-
     def counts(self) -> Ints:
-        """int64[n]: elements that differ, of each of `changed`."""
+        """int64[shares]: elements of each that differ, as they were given."""
         ...
 
 
@@ -263,7 +259,7 @@ class Snapshot:
     def overwrite(self, changes: Changes, sums: Tensor) -> None:
         """Write these before they are decided, which changes the digests of the copy by `sums`."""
         self._is_overwriting = True
-        self._detector.advance(changes, ahead=True)
+        self._detector.advance(changes)
         self._sums += sums
         self._is_overwriting = False
 
@@ -276,10 +272,14 @@ class Snapshot:
             self._sums, self._is_overwriting = self._there(ledger), False
         return self._sums
 
-    def decided(self, ledger: Ledger) -> None:
-        """The copy is what receivers hold."""
+    def decided(self, kept: Sequence[Changes], ledger: Ledger) -> None:
+        """Write these. The copy then is what receivers hold. Broken off, it may be called again."""
+        self._is_overwriting = True
+        for changes in kept:
+            self._detector.advance(changes)
         self.ledger, self._sums = ledger, self._there(ledger)
         self._detector.ahead[:] = False
+        self._is_overwriting = False
 
     def _there(self, ledger: Ledger) -> Tensor:
         """int64[chunks]: its sums, in memory of their own, where the detector adds to them."""
@@ -372,14 +372,7 @@ class DeltaPlan:
 
     @property
     def nnz(self) -> int:
-        return int(self._by_share.sum())
-
-    @property
-    def changed(self) -> Ints:
-        return np.flatnonzero(self._by_share)
-
-    def counts(self) -> Ints:
-        return self._by_share[self.changed]
+        return int(self.counts.sum())
 
     def buckets(self) -> Iterator[Bucket]:
         """The payloads."""
@@ -391,14 +384,11 @@ class DeltaPlan:
 
     def decided(self) -> None:
         """Advance the snapshot by what was held."""
-        for changes in self._kept:
-            self._detector.advance(changes)
+        self._snapshot.decided(self._kept, self.ledger)
         self._kept.clear()
-        self._snapshot.decided(self.ledger)
 
     @cached_property
-    def _by_share(self) -> Ints:
-        """int64[shares], as they were given."""
+    def counts(self) -> Ints:
         space = self.space
         counts = np.zeros(len(space.shares), np.int64)
         for one in self._found:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltasync.delta.bits import Flat, dtype_of, torch_dtype
+from deltasync.delta.host import Bits
 from deltasync.delta.kernels import KERNELS
 from deltasync.delta.kernels.host import unsigned
 from deltasync.delta.patch import CHUNK_NUMEL
@@ -96,71 +97,62 @@ def sparsity(
         before, after = held.read(start, stop), reader.read(start, stop)
         positions = changed(after, before, most=stop - start)
         assert positions is not None
-        bits = (one.index_select(0, positions).cpu() for one in (after, before))
-        chunk = _Chunk(held.dtype, before, positions, *bits)
-        total += chunk.measured(exponents=exponents, encodings=encodings)
+        new_bits, old_bits = (
+            unsigned(one.index_select(0, positions).cpu()) for one in (after, before)
+        )
+        steps = _steps(old_bits, new_bits, held.dtype)
+        far = np.minimum(np.abs(steps), MAX_STEP)
+        total += Sparsity(
+            stop - start,
+            len(positions),
+            np.bincount(far, minlength=MAX_STEP + 1),
+            _exponents(before, positions, held.dtype) if exponents else Sparsity().exponents,
+            _encodings(stop - start, positions, new_bits, steps) if encodings else {},
+        )
     return total
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """int[n] old bits; of those that changed int32[k] positions, new and old bits on the host."""
+def _steps(before: Bits, after: Bits, dtype: Dtype) -> Counts:
+    """int[k]: signed distances of unsigned[k] bits in ULPs, cut off where nobody counts them."""
+    old, new = (in_order(bits, dtype) for bits in (before, after))
+    if dtype.item_size < 8:
+        return new - old
+    is_up = new > old
+    distance = np.where(is_up, new - old, old - new).view(np.uint64)  # which may wrap around
+    cut = np.minimum(distance, np.uint64(1 << 32)).astype(np.int64)
+    return np.where(is_up, cut, -cut)
 
-    dtype: Dtype
-    bits: Tensor
-    found: Tensor
-    new: Tensor
-    old: Tensor
 
-    def measured(self, *, exponents: bool, encodings: bool) -> Sparsity:
-        steps = self._steps()
-        far = np.minimum(np.abs(steps), MAX_STEP)
-        return Sparsity(
-            len(self.bits),
-            len(self.found),
-            np.bincount(far, minlength=MAX_STEP + 1),
-            self._exponents() if exponents and self.dtype.is_floating else Sparsity().exponents,
-            self._encodings(steps) if encodings else {},
-        )
+def _exponents(bits: Tensor, changed: Tensor, dtype: Dtype) -> Counts:
+    """int64[2, 256]: of int[n] old bits, and of those at int32[k] positions; 0 without any."""
+    if not dtype.is_floating:
+        return Sparsity().exponents
+    values = bits.view(torch_dtype(dtype)).float()
+    biased = (values.view(torch.int32) >> 23) & (_EXPONENTS - 1)
+    counts = [b.bincount(minlength=_EXPONENTS) for b in (biased, biased[changed])]
+    return torch.stack(counts).cpu().numpy()
 
-    def _steps(self) -> Counts:
-        """int[k]: signed distances in ULPs, cut off where nobody counts them."""
-        old, new = (in_order(unsigned(bits), self.dtype) for bits in (self.old, self.new))
-        if self.dtype.item_size < 8:
-            return new - old
-        is_up = new > old
-        distance = np.where(is_up, new - old, old - new).view(np.uint64)  # which may wrap around
-        cut = np.minimum(distance, np.uint64(1 << 32)).astype(np.int64)
-        return np.where(is_up, cut, -cut)
 
-    def _exponents(self) -> Counts:
-        values = self.bits.view(torch_dtype(self.dtype)).float()
-        biased = (values.view(torch.int32) >> 23) & (_EXPONENTS - 1)
-        counts = [b.bincount(minlength=_EXPONENTS) for b in (biased, biased[self.found])]
-        return torch.stack(counts).cpu().numpy()
-
-    def _encodings(self, steps: Counts) -> dict[str, int]:
-        """Bytes by encoding. Steps in bytes tell new bits from old ones without loss."""
-        positions = self.found.cpu().numpy()
-        values = unsigned(self.new)
-        gaps = np.diff(positions, prepend=-1) - 1
-        zigzag = np.where(steps < 0, -2 * steps - 1, 2 * steps)
-        is_far = zigzag >= _ESCAPE
-        near = np.where(is_far, _ESCAPE, zigzag).astype(np.uint8)
-        plain = positions.tobytes() + values.tobytes()
-        wide = (_gap_bytes(gaps, 2), values.tobytes())
-        small = (_gap_bytes(gaps, 1), near.tobytes(), values[is_far].tobytes())
-        whole = len(self.bits) * self.dtype.item_size
-        return {
-            "dense": whole,
-            "bitmap + value": values.nbytes + (-(-len(self.bits) // 8) if len(values) else 0),
-            "int32 + value": len(plain),
-            "int32 + value, zstd": _compressed(plain),
-            "u16 gap + value": len(b"".join(wide)),
-            "u16 gap + value, zstd": _compressed(*wide),
-            "u8 gap + u8 step": len(b"".join(small)),
-            "u8 gap + u8 step, zstd": _compressed(*small),
-        }
+def _encodings(numel: int, changed: Tensor, values: Bits, steps: Counts) -> dict[str, int]:
+    """Bytes by encoding. Steps in bytes tell new bits from old ones without loss."""
+    positions = changed.cpu().numpy()
+    gaps = np.diff(positions, prepend=-1) - 1
+    zigzag = np.where(steps < 0, -2 * steps - 1, 2 * steps)
+    is_far = zigzag >= _ESCAPE
+    near = np.where(is_far, _ESCAPE, zigzag).astype(np.uint8)
+    plain = positions.tobytes() + values.tobytes()
+    wide = (_gap_bytes(gaps, 2), values.tobytes())
+    small = (_gap_bytes(gaps, 1), near.tobytes(), values[is_far].tobytes())
+    return {
+        "dense": numel * values.itemsize,
+        "bitmap + value": values.nbytes + (-(-numel // 8) if len(values) else 0),
+        "int32 + value": len(plain),
+        "int32 + value, zstd": _compressed(plain),
+        "u16 gap + value": len(b"".join(wide)),
+        "u16 gap + value, zstd": _compressed(*wide),
+        "u8 gap + u8 step": len(b"".join(small)),
+        "u8 gap + u8 step, zstd": _compressed(*small),
+    }
 
 
 def _gap_bytes(gaps: Counts, width: int) -> bytes:

@@ -92,11 +92,11 @@ class LiveWeights:
         if self._device_weights is not None:
             return self._device_weights.measure(chunks)
         found = np.zeros(len(chunks), np.uint64)
-        for n, chunk in enumerate(chunks.tolist()):
-            share, start, stop = self.ledger.bounds(chunk)
-            parameter = int(self.space.parameter[share])
-            if (flat := self.flats.get(parameter)) is None:
-                continue
+        is_held = np.isin(self.space.parameter, list(self.flats))
+        shares = self.space.first_chunk.searchsorted(chunks, "right") - 1
+        for n in np.flatnonzero(is_held[shares]).tolist():
+            share, start, stop = self.ledger.bounds(int(chunks[n]))
+            flat = self.flats[int(self.space.parameter[share])]
             held = flat.held(start, stop)
             if held is None:
                 found[n] = digest_run(self.space, share, start, flat.read(start, stop))
@@ -198,13 +198,13 @@ class Lane:
         if is_simple.all():
             lanes = table.lanes(self._begins).read()
         else:
+            where = torch.from_numpy(table.positions())
             for number, there in table.by_share():
-                where = torch.from_numpy(table.positions()[there])
-                lanes[there] = self._read(number, where)
+                lanes[there] = self._read(number, where[there])
         for run in table.runs():
-            whole[run.there] = self._read(
-                run.share, torch.arange(run.start, run.stop, device="cpu")
-            )
+            for _, low, high in chunks_of(0, run.start, run.stop):
+                there = slice(run.at + low - run.start, run.at + high - run.start)
+                whole[there] = self._run(run.share, low, high)
         return lanes, whole
 
     def span(self, share: int, start: int, stop: int) -> Bits | None:
@@ -220,8 +220,15 @@ class Lane:
                 f"{one.spec.name}: codec class needs all of it, and a part is held here; send with "
                 "compression='gap'"
             )
-        bits = flat.read(one.region.start + start, one.region.start + stop)
-        found: Bits = kernels.unsigned(bits.cpu())
+        return self._run(share, start, stop)
+
+    def _run(self, share: int, start: int, stop: int) -> Bits:
+        """unsigned[stop - start]: live bits of a run of a share; 0 where they are not held."""
+        flat, one = self._flats[share], self.space.shares[share]
+        low, high = one.region.start + start, one.region.start + stop
+        if flat is None or one.gap or flat.held(low, high) is not None:
+            return self._read(share, torch.arange(start, stop, device="cpu"))
+        found: Bits = kernels.unsigned(flat.read(low, high).cpu())
         return found
 
     def _read(self, share: int, where: Tensor) -> Bits:
@@ -240,7 +247,7 @@ class Lane:
         where, new = table.lanes(self._begins), kernels.unsigned(values).copy()
         old = where.read()
         table.pieces(self._elements).account(sums, new, old)
-        yield HostLanes(replace(where, places=where.places.copy()), new, old)
+        yield HostLanes(where, new, old)
 
     def _by_parameter(
         self, table: Table, values: Tensor, sums: NDArray[np.uint64]

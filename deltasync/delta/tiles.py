@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from deltasync.delta.region import Region
 from deltasync.delta.shard import Share
 from deltasync.errors import InvalidIndices, InvalidTable, LimitExceeded
-from deltasync.wire.changes import TILE
+from deltasync.wire.changes import ALIGNMENT, PLACE_BYTES, TILE, Sizes
 from deltasync.wire.digest import GOLDEN_RATIO, MASK, seed
 from deltasync.wire.messages import ParameterSpec
 from deltasync.wire.shares import SHARE
@@ -26,6 +26,7 @@ from deltasync.wire.shares import SHARE
 Ints: TypeAlias = NDArray[np.int64]
 
 MAX_TILES = 1 << 32
+
 
 CHUNK_TILES = 64
 """Tiles whose digests are one number in a ledger."""
@@ -77,9 +78,9 @@ class Space:
         self.seeds: NDArray[np.uint64] = np.array(keys, np.uint64)
         chunks = -(-each // CHUNK_TILES)
         self.first_chunk: Ints = np.concatenate(([0], np.cumsum(chunks)))
-        self.sections = tuple(
-            Section(int(size), *self._bounds(self.item_size == size)) for size in np.unique(sizes)
-        )
+        every, begins = np.unique(self.item_size, return_index=True)
+        bounds = self.first[[*begins, len(shares)]].tolist()
+        self.sections = tuple(map(Section, every.tolist(), bounds[:-1], bounds[1:]))
 
     def __len__(self) -> int:
         return int(self.first[-1])
@@ -136,6 +137,12 @@ class Space:
         return int(self.first_chunk[-1])
 
     @cached_property
+    def most_bytes(self) -> int:
+        """The most that a payload takes: all elements, each with a place of its own."""
+        all_elements = int((self.share_numel * (PLACE_BYTES + self.item_size)).sum())
+        return Sizes(1, len(self), 0, all_elements + ALIGNMENT * (1 + len(self))).num_bytes
+
+    @cached_property
     def gaps(self) -> dict[int, Region]:
         """The shares that are no run in their parameter, and where their elements lie from the
         first one on.
@@ -160,20 +167,14 @@ class Space:
             if start < stop:
                 yield share, start, stop
 
-    def _bounds(self, these: NDArray[np.bool_]) -> tuple[int, int]:
-        """The tiles of shares that stand side by side."""
-        numbers = np.flatnonzero(these)
-        return int(self.first[numbers[0]]), int(self.first[numbers[-1] + 1])
-
 
 def table_of(space: Space) -> NDArray[np.uint8]:
     """uint8[n]: the payload of `Shares`, see `wire.shares`."""
     rows = np.zeros(len(space.given), SHARE)
     for row, share in zip(rows, space.given, strict=True):
-        cols, gap = share.region.rows
-        count = share.numel // cols
         row["parameter"], row["start"] = share.number, share.region.start
-        row["rows"], row["cols"], row["stride"] = count, cols, cols + gap
+        row["rows"], row["cols"] = share.numel // share.cols, share.cols
+        row["stride"] = share.cols + share.gap
     return rows.view(np.uint8)
 
 

@@ -92,7 +92,7 @@ def write_patch(
     frames = one_way_frames(
         plan,
         old.layout,
-        stream_id=f"{digest_text(base.total)}-{digest_text(plan.ledger.total)}",
+        stream_id=digest_text(base.total),  # of the result nothing is known before it is packed
         version=_VERSION,
         digest=base.total,
         compression=codec,
@@ -274,5 +274,5 @@ class _OldFile(HostDetector):
                 checkpoint.release()
         return found
 
-    def advance(self, changes: Changes, *, ahead: bool = False) -> None:
+    def advance(self, changes: Changes) -> None:
         """Do nothing: no second delta is taken against it."""

@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from deltasync.delta.bits import Flat, integer_dtype, torch_dtype
+from deltasync.delta.bits import Flat
 from deltasync.dtypes import BY_NAME, Dtype
 from deltasync.quant import reads
 
 if TYPE_CHECKING:  # imports Triton, which may be absent
     from deltasync.quant.batched import Quantized
-
-_NUMEL = 64  # of an example: as many as other parameters have of which kernels are compiled
 
 Block = tuple[int | None, int | None]
 """Rows and columns that have a scale together; None for all of them."""
@@ -76,10 +74,6 @@ class Computation:
     total: Total | None
 
     @property
-    def kind(self) -> Kind:
-        return Kind(self.weight.dtype, self.form)
-
-    @property
     def kept_dtype(self) -> Dtype | None:
         if self.part == "codes":
             return None
@@ -108,45 +102,3 @@ class Computation:
         from deltasync.quant.batched import Quantized
 
         return Quantized(codes, device)
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """What kernels are compiled for.
-
-    Attributes:
-        dtype: Of the weights.
-        form: What is done with them.
-    """
-
-    dtype: Dtype
-    form: KernelForm
-
-    def example(self, device: torch.device) -> Example:
-        """A reader of a tiny matrix."""
-        codes = reads.codes_of(self.form.number)
-        ones = torch.ones(_NUMEL * codes, dtype=torch_dtype(self.dtype), device=device)
-        weight, scales = Flat.of(ones), Flat.of(torch.ones(_NUMEL, device=device))
-        computation = Computation(
-            weight,
-            (2, _NUMEL * codes // 2),
-            self.form,
-            part="codes",
-            scales=None if self.form.scales is None else scales,
-            total=None if self.form.total is None else Total((weight,)),
-        )
-        return Example(computation, BY_NAME["int32" if codes == 8 else "uint8"], device)
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """Reads codes of a matrix of two rows."""
-
-    computation: Computation
-    dtype: Dtype
-    device: torch.device
-    flat: None = None
-    numel: int = _NUMEL
-
-    def read(self, start: int, stop: int) -> Tensor:
-        return torch.zeros(stop - start, dtype=integer_dtype(self.dtype), device=self.device)

@@ -322,7 +322,7 @@ class StoreReceiver(BaseReceiver):
         if self._layout_hash == layout_hash and self._weights.are_kept():
             return
         self._layout_hash = self._current = None
-        self._weights.bind(run.layout(layout_hash), lanes=1, is_alone=self._world == 1)
+        self._weights.bind(run.layout(layout_hash), lanes=1, world=self._world)
         self._layout_hash = layout_hash
         self._stream = own_stream(self._weights.live.device, self._stream)
 

@@ -120,8 +120,8 @@ class StoreSender:
             their own options.
         url: Where the store of this run is, see `Objects`: a trainer that is started again goes on
             with what is there.
-        options: As of a `WeightSender`; `compression` is "gap" by default. With a `stream_id` the
-            store of a run of another name is refused.
+        options: As of a `WeightSender`; `compression` is "gap" by default, on GPUs "zstd". With a
+            `stream_id` the store of a run of another name is refused.
         store: How the store is reached.
         publishing: When anchors are written.
 
@@ -288,11 +288,12 @@ class StoreSender:
         except ObjectDamaged:
             self._pending = None
             raise
+        if pending.delta is not None:
+            pending.delta.decided()  # broken off, it is settled by the next call
         self._pending, self._holds_head = None, True
         if pending.delta is None:
             self._anchor_is_due, self._is_damaged, self._delta_bytes = False, False, 0
             return published
-        pending.delta.decided()
         self._delta_bytes += pending.manifest.way.num_bytes
         is_its_turn = (published.version - 1) % self.publishing.anchor_every == 0
         self._anchor_is_due |= is_its_turn or self._delta_bytes > self._layout.num_bytes
@@ -404,11 +405,14 @@ class StoreSender:
 
 
 def _weights_of(source: WeightSource | LocalWeights, options: SenderOptions | None) -> LocalWeights:
-    if not isinstance(source, LocalWeights):
-        options = options or SenderOptions()
-        if "compression" not in options.model_fields_set:
-            options = options.model_copy(update={"compression": "gap"})
-    return local_weights(source, options)
+    if isinstance(source, LocalWeights):
+        return local_weights(source, options)
+    options = options or SenderOptions()
+    if "compression" not in options.model_fields_set:  # on a GPU, where there is none, it is zstd
+        return local_weights(source, options.model_copy(update={"compression": "gap"}))
+    weights = local_weights(source, options)
+    weights.check_coding(options)
+    return weights
 
 
 def _digests_of(ledger: Ledger, numbers: Iterable[int]) -> Changed:

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from typing import Literal
 
 from deltasync.errors import ConfigError
 from deltasync.sync.options import ReceiverOptions, SenderOptions
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.source.weights import LocalWeights, OwnWeights
 from deltasync.wire.messages import MAX_ENGINE, is_unicode
-
-
-def check_source(source: object) -> None:
-    """Raises ConfigError unless a sender can read it."""
-    if not hasattr(source, "tensors"):
-        raise ConfigError(f"source is a {_kind(source)}; give ModuleSource(module), or another one")
 
 
 def check_target(target: object) -> None:
@@ -29,21 +24,25 @@ def check_receiver(
 ) -> None:
     """Raises ConfigError for what a receiver cannot be made of."""
     check_target(target)
-    if not _is_name(engine):
+    is_name = isinstance(engine, str) and 0 < len(engine) <= MAX_ENGINE and is_unicode(engine)
+    if not is_name:
         raise ConfigError(f"engine is {str(engine)[:80]!r}: give 1 to {MAX_ENGINE} characters")
     for link in links:
-        check_receive_transport(link)
+        check_transport(link, "Receiver")
     check_options(options, ReceiverOptions)
 
 
-def check_send_transport(transport: object) -> None:
-    """Raises ConfigError unless it is a sender's end of a link."""
-    _check_end(transport, "Sender", "poll")
-
-
-def check_receive_transport(transport: object) -> None:
-    """Raises ConfigError unless it is a receiver's end of a link."""
-    _check_end(transport, "Receiver", "reply")
+def check_transport(transport: object, end: Literal["Sender", "Receiver"]) -> None:
+    """Raises ConfigError unless it is this end of a link."""
+    if isinstance(transport, (str, os.PathLike)):
+        raise ConfigError(
+            f"transport is {os.fspath(transport)!r}, an address: make an end of it, for instance "
+            f"deltasync.transports.shared_memory.{end}({os.fspath(transport)!r})"
+        )
+    if not hasattr(transport, "poll" if end == "Sender" else "reply"):
+        raise ConfigError(
+            f"transport is a {_kind(transport)}; give a {end} of a module of deltasync.transports"
+        )
 
 
 def check_options(options: object, kind: type) -> None:
@@ -52,30 +51,14 @@ def check_options(options: object, kind: type) -> None:
         raise ConfigError(f"options is a {_kind(options)}; give {kind.__name__}(...)")
 
 
-def check_coding(options: SenderOptions | None) -> None:
-    """Raises ConfigError for a codec that links do not take."""
-    if options is not None and options.compression == "class":
+def check_coding(weights: LocalWeights, options: SenderOptions) -> None:
+    """Raises ConfigError for a codec that links do not take, or that is not made of these."""
+    if options.compression == "class":
         raise ConfigError(
             "compression='class' is for stores and patch files: it is coded in host memory, and "
             "receivers of parts cannot read it; for a link use 'gap'"
         )
-
-
-def _check_end(transport: object, end: str, has: str) -> None:
-    if isinstance(transport, (str, os.PathLike)):
-        raise ConfigError(
-            f"transport is {os.fspath(transport)!r}, an address: make an end of it, for instance "
-            f"deltasync.transports.shared_memory.{end}({os.fspath(transport)!r})"
-        )
-    if not hasattr(transport, has):
-        raise ConfigError(
-            f"transport is a {_kind(transport)}; give a {end} of a module of deltasync.transports"
-        )
-
-
-def _is_name(engine: object) -> bool:
-    """Whether messages can carry it."""
-    return isinstance(engine, str) and 0 < len(engine) <= MAX_ENGINE and is_unicode(engine)
+    weights.check_coding(options)
 
 
 def _kind(value: object) -> str:
@@ -87,7 +70,9 @@ def local_weights(
 ) -> LocalWeights:
     """The weights of a source, with these options. Raises ConfigError if they have their own."""
     if not isinstance(source, LocalWeights):
-        check_source(source)
+        if not hasattr(source, "tensors"):
+            kind = _kind(source)
+            raise ConfigError(f"source is a {kind}; give ModuleSource(module), or another one")
         return OwnWeights(source, options or SenderOptions())
     if options is not None:
         raise ConfigError("these weights have options of their own")

@@ -66,7 +66,14 @@ class ModuleSource:
         return tensors if self._name_map is None else _mapped(tensors, self._name_map)
 
     def glance(self, last: list[NamedTensor]) -> Callable[[], bool] | None:
-        """See `GlancedSource`."""
+        """Begin the work of `tensors` in a sync. Returns None if that has to be called at once.
+
+        Otherwise the addresses of `last` may be read, and what is returned is called before what
+        was read there counts: it returns whether `tensors` would return `last`.
+
+        Args:
+            last: What `tensors` returned to the caller. Somebody else may have called it since.
+        """
         if self._watch is None or last is not self._tensors:
             return None
         return self._watch.glance()

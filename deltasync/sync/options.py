@@ -17,6 +17,8 @@ from deltasync.transports.control.connection import LONGEST_S
 from deltasync.wire.frame import MAX_PAYLOAD_BYTES
 from deltasync.wire.messages import StreamId
 
+_TOO_LARGE = 1 << 31  # for a payload: kernels count its elements in 32 bits
+
 
 class SenderOptions(OptionsModel):
     """How a sender sends. Sizes in bytes."""
@@ -24,13 +26,15 @@ class SenderOptions(OptionsModel):
     bucket_bytes: int | None = Field(
         default=None,
         ge=MIN_BUCKET_BYTES,
+        lt=_TOO_LARGE,
         description="largest payload, if one tile takes no more; None for 64 MiB, on GPUs 256 MiB: "
         "there each one costs about a millisecond of waiting for each other",
     )
     max_inflight_bytes: int | None = Field(
         default=None,
         ge=0,
-        description="patches kept until the decision; None for 5 % of the model, at least 1 MiB",
+        description="changes kept until the decision; None for 5 % of the model, at least 1 MiB. "
+        "Others overwrite the snapshot as they are sent",
     )
     compression: Coding = Field(
         default="none",
@@ -100,7 +104,7 @@ class ReceiverOptions(OptionsModel):
         "64 MiB. A sync that needs more is written in place: see `WeightReceiver.stage`",
     )
     max_payload_bytes: int = Field(
-        default=MAX_PAYLOAD_BYTES, ge=1, description="largest bucket accepted"
+        default=MAX_PAYLOAD_BYTES, ge=1, lt=_TOO_LARGE, description="largest bucket accepted"
     )
     stall_timeout_s: float = Field(
         default=60.0,

@@ -15,6 +15,7 @@ from deltasync.delta.modes import plain_mode
 from deltasync.delta.streams import own_stream
 from deltasync.errors import (
     CallOrderError,
+    DeltaSyncError,
     PeerLost,
     SyncAborted,
     TransportClosed,
@@ -90,7 +91,7 @@ class WeightReceiver(BaseReceiver):
         if self._session.state is ReceiverState.COMMITTING:  # nobody listens, and nothing is said
             try:
                 self._links.receive(timeout_s=0)
-            except TransportError as error:
+            except DeltaSyncError as error:
                 return isinstance(error, TransportTimeout)
         return self._session.state is not ReceiverState.OUTSIDE
 
@@ -161,12 +162,16 @@ class WeightReceiver(BaseReceiver):
                 self._greet()
             self._scrub_after_sync()
             while self._session.state is not ReceiverState.COMMITTING:
+                has_begun = self._session.has_begun
                 message = self._take_next()
                 if self._is_in_place:
                     return True
-                if isinstance(message, messages.Abort):  # it may try again, without who failed
-                    self._deadline = time.monotonic() + timeout_s
-                if isinstance(message, messages.Welcome) and self.state != ReceiverState.WAITING:
+                if isinstance(message, messages.Abort) and has_begun:
+                    self._deadline = time.monotonic() + timeout_s  # it may try again
+                elif not isinstance(message, messages.Welcome):
+                    if self._session.awaits_sync and not self._left_s:
+                        raise TransportTimeout("much came in time, and no sync began")
+                elif self.state != ReceiverState.WAITING:
                     logger.info("%s joined at v%d: same digest", self.name, self.version)
                     if subscriptions:
                         self._record.joined()
@@ -323,7 +328,7 @@ class WeightReceiver(BaseReceiver):
     def _bind(self, layout: messages.Layout) -> None:
         """Find the weights of the layout and measure them."""
         weights, session = self._weights, self._session
-        weights.bind(layout.specs(), lanes=session.lanes, is_alone=self._world == 1)
+        weights.bind(layout.specs(), lanes=session.lanes, world=self._world)
         self._stream = own_stream(weights.live.device, self._stream)
         self._reply(weights.held(half_written=session.half_written))
 

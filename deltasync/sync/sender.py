@@ -22,7 +22,7 @@ from deltasync.errors import (
 from deltasync.sync.arguments import (
     check_coding,
     check_options,
-    check_send_transport,
+    check_transport,
     local_weights,
 )
 from deltasync.sync.events import report, subscriptions
@@ -72,7 +72,7 @@ class WeightSender(Closing):
         source: The trainer's parameters; read, never written. Or `StreamedWeights`, which have
             their own options.
         transport: The sender's end of a link. The sender owns it: `close` closes it.
-        options: Sizes, policy, dtypes.
+        options: Sizes, codec, dtypes.
         on_phase: Called by the sending thread when a sync begins, when it is decided and when an
             engine holds it, for engines that must be asked to pause and commit. It must not block.
         admits: Whether an engine with this name may join; all may by default.
@@ -100,16 +100,17 @@ class WeightSender(Closing):
         turns: Turns = all_at_once,
         group: TrainerGroup | None = None,
     ) -> None:
-        check_send_transport(transport)
+        check_transport(transport, "Sender")
         check_options(options, SenderOptions)
         self._on_phase, self._joins, self._turns = on_phase, joins, turns
         own = self._own = local_weights(source, options)
         self.source: WeightSource | None = getattr(own, "source", None)
         self.stream_id = self.options.stream_id or uuid.uuid4().hex
         self._link = SenderLink(transport)
-        check_coding(self.options)
+        check_coding(own, self.options)
         self._lobby = Lobby(self._link, admits, num_lanes=group.world - 1 if group else 0)
-        self._session, self._group = SenderSession(), None if group is None else GroupCalls(group)
+        self._session = SenderSession()
+        self._group = None if group is None else GroupCalls(group, lambda: self.version)
         self._peer_ranks = (
             with_group(own, self._group) if self._group and self._group.world > 1 else None
         )
@@ -149,9 +150,9 @@ class WeightSender(Closing):
     def options(self) -> SenderOptions:
         """May be replaced between two syncs, by options that keep the snapshot and the stream.
 
-        Setting them raises ConfigError if `kernels`, `leave_out`, `snapshot_device`, `stream_id`,
-        `wire_dtypes` or the policy's `chunk_numel` differ: changing these requires a new sender.
-        It raises ConfigError too for `compression="class"`.
+        Setting them raises ConfigError if `kernels`, `leave_out`, `snapshot_device`, `stream_id` or
+        `wire_dtypes` differ: changing these requires a new sender. It raises ConfigError too for a
+        `compression` that a new sender refuses.
         """
         return self._own.options
 
@@ -159,7 +160,7 @@ class WeightSender(Closing):
     def options(self, options: SenderOptions) -> None:
         check_options(options, SenderOptions)
         check_replaceable(self._own.options, options)
-        check_coding(options)
+        check_coding(self._own, options)
         self._own.options = options
 
     @property
@@ -564,8 +565,7 @@ def one_call(sender: WeightSender, limit: CallTimeout) -> Iterator[None]:
         try:
             sender._done, sender._lost, group = None, {}, sender._group
             sender._call = SenderCall(sender.stream_id, sender.version + 1)
-            outcome = lambda: (sender.version, sender._done)  # noqa: E731
-            with group.one_call(outcome, limit) if group else nullcontext():
+            with group.one_call(lambda: sender._done, limit) if group else nullcontext():
                 yield
         except BaseException as error:
             if subscriptions and not is_inner:

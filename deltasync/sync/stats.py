@@ -28,7 +28,6 @@ from deltasync.wire.messages import ParameterSpec
 
 logger = logging.getLogger(__name__)
 
-_NOTHING = np.zeros(0, np.int64)
 _LAYER = re.compile(r"(?P<layer>.*?\.\d+)\.")
 _REMEMBERED, _LEAST = 50, 8  # densities that are compared with, and from how many on
 
@@ -66,7 +65,7 @@ class SyncStats(SyncEvent):
         commit_s: From the decision until every receiver has committed: the pause.
         receiver_commit_s: The longest time in which a receiver wrote and read back.
         total_s: The whole call.
-        sender_bytes: Memory of the sync besides the snapshot: patches held and two buckets.
+        sender_bytes: Memory of the sync besides the snapshot: changes held and two buckets.
         receiver_bytes: The most memory that a receiver used for staging.
         snapshot_bytes: Size of the sender's snapshot.
         wait_s: Of `transfer_s`, the time after everything was sent: receivers stage and predict.
@@ -218,7 +217,6 @@ def stats_of(
     layout, found = weights.layout, synced.delta if synced else None
     assert layout is not None
     result = (synced or joined).result
-    changed, trained = found.changed if found else _NOTHING, weights.trained
     density_by, warnings = watch.look(weights, found, options, version=session.version)
     return SyncStats(
         version=session.version,
@@ -230,7 +228,7 @@ def stats_of(
         lost=dict(call.lost),
         numel=layout.numel,
         nnz=found.nnz if found else layout.numel * bool(joined.full_synced),
-        parameters=coverage_of(trained, changed, full=not found),
+        parameters=_coverage(weights.trained, found),
         payload_bytes=result.sent.payload_bytes,
         dense_bytes=layout.num_bytes,
         joined_bytes=joined.result.sent.payload_bytes if synced else 0,
@@ -261,16 +259,12 @@ def _seconds(phases: Iterable[Phase], of: str = "capture") -> float:
     return sum(end - start for name, start, end in phases if name == of)
 
 
-def coverage_of(trained: NDArray[np.bool_], changed: Ints, *, full: bool) -> dict[str, int]:
-    """How many parameters are "changed", "unchanged", "frozen".
+def _coverage(trained: NDArray[np.bool_], delta: Delta | None) -> dict[str, int]:
+    """How many parameters are "changed", "unchanged", "frozen". All are, without a delta.
 
-    Args:
-        trained: bool[parameters], whether each is trained.
-        changed: int64[n], those that differ.
-        full: Whether all of them count as changed.
+    Args: bool[parameters] `trained`: whether each is.
     """
-    is_changed = np.full(len(trained), full)
-    is_changed[changed] = True
+    is_changed = np.ones(len(trained), np.bool_) if delta is None else delta.counts > 0
     count, unchanged = np.count_nonzero(is_changed), np.count_nonzero(trained & ~is_changed)
     frozen = len(trained) - count - unchanged
     return {"changed": int(count), "unchanged": int(unchanged), "frozen": int(frozen)}
@@ -334,7 +328,7 @@ class DeltaWatch:
         if self._groups is None or self._groups[0] != kind:
             self._groups = _groups(self._specs, kind)
         _, names, group, numel = self._groups
-        counts = np.bincount(group[delta.changed], delta.counts(), len(names))
+        counts = np.bincount(group, delta.counts, len(names))
         return dict(zip(names, (counts / numel).tolist(), strict=True))
 
     def _fit(self, specs: Sequence[ParameterSpec]) -> None:
@@ -362,7 +356,7 @@ class DeltaWatch:
     def _unchanged(self, weights: Weights, delta: Delta, limit: int | None) -> str:
         """Which trained parameters should have changed in so many deltas; each is named once."""
         self._deltas, self._silent = self._deltas + 1, 0
-        self._changed_in[delta.changed] = self._changed_in[~weights.trained] = self._deltas
+        self._changed_in[(delta.counts > 0) | ~weights.trained] = self._deltas
         if limit is None or self._deltas < limit:
             return ""
         due = np.flatnonzero((self._changed_in <= self._deltas - limit) & ~self._is_named)

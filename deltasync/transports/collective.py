@@ -27,6 +27,7 @@ signed with a secret. The payload and the back end's rendezvous need a trusted n
 from __future__ import annotations
 
 import contextlib
+import itertools
 import secrets
 import time
 from collections.abc import Collection, Iterable, Sequence
@@ -42,7 +43,7 @@ from deltasync.errors import (
     TransportTimeout,
     TransportUnavailable,
 )
-from deltasync.transports.base import Capabilities, Frame, SendTransport
+from deltasync.transports.base import Capabilities, Frame
 from deltasync.transports.collective_messages import (
     DEFAULT_MAX_PAYLOAD_BYTES,
     FRAME,
@@ -56,18 +57,14 @@ from deltasync.transports.collective_messages import (
 from deltasync.transports.collective_receiver import Receiver
 from deltasync.transports.control.connection import (
     BrokenProtocol,
-    Gate,
     Kind,
     Pace,
-    busy_s,
     check_frame,
     check_size,
     deadline_in,
-    failure,
     left_s,
     part_of,
 )
-from deltasync.transports.control.endpoints import Server
 from deltasync.transports.control.tcp import check_network, listen_tcp, warn_of_strangers
 from deltasync.transports.process_group import (
     GroupSpec,
@@ -78,6 +75,7 @@ from deltasync.transports.process_group import (
     device_of,
     serve_store,
 )
+from deltasync.transports.sockets import SocketSender
 
 __all__ = ["DEFAULT_MAX_PAYLOAD_BYTES", "Receiver", "Sender"]
 
@@ -97,8 +95,13 @@ class _Job(Protocol):
     def is_done(self) -> bool: ...
 
 
-class Sender(SendTransport):
-    """The sender's end: rank 0 of the group and the server of the control plane."""
+class Sender(SocketSender):
+    """The sender's end: rank 0 of the group and the server of the control plane.
+
+    Attributes:
+        address: Host and port that receivers connect to.
+        backend: The broadcasting library; receivers must use the same.
+    """
 
     def __init__(
         self,
@@ -126,43 +129,25 @@ class Sender(SendTransport):
             store_port: Of the rendezvous store, which receivers reach too; 0 chooses a free port.
         """
         check_network(host, secret)
-        self._backend = backend
+        self.backend = backend
         device = device_of(backend, device)
-        self._capabilities = Capabilities((device.type,), max_payload_bytes)
         listener = listen_tcp(host, port)
         try:
             self._store_port, self._store = serve_store(host, store_port)
         except ConfigError:
             listener.close()
             raise
-        self._host, self._port = listener.getsockname()[:2]
+        self.address: tuple[str, int] = listener.getsockname()[:2]
         if secret is None:
-            warn_of_strangers(self._host, self._port)
-        self._busy_s = busy_s(device.type)
-        self._gate = Gate(self._busy_s)
-        self._server = Server(listener, self._gate, kinds={Kind.REPLY, Kind.READY}, secret=secret)
+            warn_of_strangers(*self.address)
+        capabilities = Capabilities((device.type,), max_payload_bytes)
+        super().__init__(listener, capabilities, Kind.READY, secret=secret)
         self._name = f"deltasync/{secrets.token_hex(8)}"
-        self._tickets = 0
-        self._epoch: tuple[int, ...] = ()
-        self._members: set[int] = set()
+        self._tickets = itertools.count(1)
         self._membership = Membership(device)
         self._slots = PayloadBuffer(device), PayloadBuffer(device)
         self._turn = 0  # the slot of the next payload
         self._announced: tuple[int, int] | None = None  # ticket and bytes of the next payload
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
-
-    @property
-    def address(self) -> tuple[str, int]:
-        """Host and port that receivers connect to."""
-        return self._host, self._port
-
-    @property
-    def backend(self) -> str:
-        """The broadcasting library; receivers must use the same."""
-        return self._backend
 
     def poll(self, *, timeout_s: float) -> list[tuple[int, bytes]]:
         with self._gate.entered():
@@ -172,10 +157,6 @@ class Sender(SendTransport):
                 self._membership.finish(MOMENT_S)
                 self._abandon()
             return greetings
-
-    def is_connected(self, peer: int) -> bool:
-        with self._gate.entered():
-            return self._server.is_connected(peer)
 
     def open_epoch(self, peers: Sequence[int], *, timeout_s: float) -> dict[int, TransportError]:
         """Return at once: the first payload forms the group, and all must be receiving then."""
@@ -207,18 +188,11 @@ class Sender(SendTransport):
         with self._gate.entered():
             if frame.payload is None or frame.payload.numel() == 0:
                 num_bytes = NO_PAYLOAD if frame.payload is None else 0
-                self._announced = None  # to receivers that are to be handed this one first
-                self._write(Kind.FRAME, FRAME.pack(0, num_bytes, 0.0) + frame.header)
+                self._post_header(self._members, frame.header, num_bytes)
                 failures = self._server.flush(self._members, deadline)
             else:
                 failures = self._send_payload(frame.header, frame.payload, deadline)
             self._check(failures)
-
-    def tell(self, peers: Collection[int], header: bytes, *, timeout_s: float) -> None:
-        with self._gate.entered():
-            self._announced = None  # as for every frame without a payload
-            self._server.write(peers, Kind.FRAME, FRAME.pack(0, NO_PAYLOAD, 0.0) + header)
-            self._check(self._server.flush(peers, deadline_in(timeout_s)))
 
     def collect_replies(self, *, timeout_s: float) -> dict[int, bytes | TransportError]:
         deadline = deadline_in(timeout_s)
@@ -230,19 +204,10 @@ class Sender(SendTransport):
             replies = self._server.arrived(self._epoch, Kind.REPLY, early, on_lost=self._remove)
             if missing := [peer for peer in self._epoch if peer not in replies]:
                 self._abandon()
-                replies |= self._server.gather(missing, Kind.REPLY, deadline)
-                self._remove(p for p in missing if not isinstance(replies[p], bytes))
+                replies |= self._checked(self._server.gather(missing, Kind.REPLY, deadline))
             for peer, reply in replies.items():
                 if not isinstance(reply, bytes):
                     replies[peer] = failures.get(peer, reply)
-            return replies
-
-    def some_replies(
-        self, peers: Collection[int], *, timeout_s: float
-    ) -> dict[int, bytes | TransportError]:
-        with self._gate.entered():
-            replies = self._server.some(peers, Kind.REPLY, deadline_in(timeout_s))
-            self._remove(peer for peer, reply in replies.items() if not isinstance(reply, bytes))
             return replies
 
     def drop(self, peer: int) -> None:
@@ -251,13 +216,6 @@ class Sender(SendTransport):
                 self._membership.finish(_FAREWELL_S)
             self._server.drop(peer)
             self._remove([peer])
-
-    def reset(self) -> None:
-        with contextlib.suppress(TransportClosed), self._gate.entered():
-            self._server.reset()
-
-    def close(self) -> None:
-        self._gate.close(self._dispose)
 
     def _dispose(self) -> None:
         self._membership.finish(_FAREWELL_S)
@@ -268,21 +226,18 @@ class Sender(SendTransport):
     def _write(self, kind: Kind, data: bytes) -> None:
         self._server.write(self._members, kind, data)
 
-    def _next_ticket(self) -> int:
-        self._tickets += 1
-        return self._tickets
-
-    def _check(self, failures: dict[int, TransportError]) -> None:
-        """Remove the peers that failed, and raise what they failed with."""
-        self._remove(failures)
-        if failures:
-            raise failure(failures)
+    def _post_header(
+        self, peers: Collection[int], header: bytes, num_bytes: int = NO_PAYLOAD
+    ) -> None:
+        """To receivers that are to be handed this first, whatever was announced."""
+        self._announced = None
+        self._server.write(peers, Kind.FRAME, FRAME.pack(0, num_bytes, 0.0) + header)
 
     def _remove(self, peers: Iterable[int]) -> None:
-        """Remove `peers`; a group with one of them is abandoned."""
+        """A group with one of them is abandoned."""
         gone = self._members & set(peers)
         if gone:
-            self._members -= gone
+            super()._remove(gone)
             self._membership.finish(MOMENT_S)
             self._abandon()
 
@@ -293,7 +248,7 @@ class Sender(SendTransport):
 
     def _abandon(self) -> int:
         """Leave the group, and make all members leave. Returns the ticket of their answers."""
-        ticket = self._next_ticket()
+        ticket = next(self._tickets)
         self._announced = None
         if self._membership.group is not None or self._membership.join is not None:
             self._leave()
@@ -328,15 +283,15 @@ class Sender(SendTransport):
 
     def _announce(self, num_bytes: int, deadline: float) -> tuple[int, int]:
         """Announce a payload to the members. Returns its ticket and size."""
-        ticket = self._next_ticket()
+        ticket = next(self._tickets)
         self._write(Kind.FRAME, FRAME.pack(ticket, num_bytes, bounded(left_s(deadline))))
         return ticket, num_bytes
 
     def _form_group(self, deadline: float) -> dict[int, TransportError]:
         """Form a group with the members of the epoch. Returns the peers that failed, and why."""
-        ticket = self._next_ticket()
+        ticket = next(self._tickets)
         name, size = f"{self._name}/{ticket}", len(self._members) + 1
-        text = f"{self._backend} {name}".encode()
+        text = f"{self.backend} {name}".encode()
         for rank, peer in enumerate(sorted(self._members), start=1):
             timeout_s = bounded(left_s(deadline))
             group = GROUP.pack(ticket, rank, size, self._store_port, timeout_s)
@@ -344,9 +299,9 @@ class Sender(SendTransport):
         if failures := self._round(ticket, deadline):
             return failures
         plan = GroupSpec(
-            backend=self._backend,
+            backend=self.backend,
             stream=self._membership.stream,
-            store_host=self._host,
+            store_host=self.address[0],
             store_port=self._store_port,
             name=name,
             rank=0,

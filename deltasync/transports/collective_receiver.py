@@ -8,7 +8,6 @@ A GPU may still read the payload before: its memory is a third one, which is mad
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import time
 from collections import deque
@@ -17,8 +16,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from deltasync.errors import PeerLost, TransportClosed, TransportTimeout
-from deltasync.transports.base import Capabilities, Frame, ReceiveTransport
+from deltasync.errors import PeerLost, TransportTimeout
+from deltasync.transports.base import Capabilities, Frame
 from deltasync.transports.collective_messages import (
     DEFAULT_MAX_PAYLOAD_BYTES,
     FRAME,
@@ -32,15 +31,12 @@ from deltasync.transports.collective_messages import (
 )
 from deltasync.transports.control.connection import (
     BrokenProtocol,
-    Gate,
     Kind,
     Message,
     Pace,
-    busy_s,
     deadline_in,
     left_s,
 )
-from deltasync.transports.control.endpoints import Client
 from deltasync.transports.control.tcp import check_network, dial_tcp
 from deltasync.transports.process_group import (
     Broadcast,
@@ -51,7 +47,9 @@ from deltasync.transports.process_group import (
     bounded,
     device_of,
 )
+from deltasync.transports.sockets import SocketReceiver
 
+_KINDS = {Kind.FRAME, Kind.GROUP, Kind.PACKED, Kind.START, Kind.ABANDON}
 _ANSWER_TIMEOUT_S = 5.0
 # How long a frame that has arrived is held back for a payload that was announced as packed.
 _LINGER_S = 0.0005
@@ -104,7 +102,7 @@ class _Arrival:
         self.slot.flight, self.deadline = None, deadline_in(_LINGER_S)
 
 
-class Receiver(ReceiveTransport):
+class Receiver(SocketReceiver):
     """A receiver's end: joins the groups that the sender forms, during `receive`."""
 
     def __init__(
@@ -123,16 +121,8 @@ class Receiver(ReceiveTransport):
         check_network(host, secret)
         self._backend = backend
         device = device_of(backend, device)
-        self._capabilities = Capabilities((device.type,), max_payload_bytes)
         self._address = host, port
-        self._busy_s = busy_s(device.type)
-        self._gate = Gate(self._busy_s)
-        self._client = Client(
-            self._dial,
-            self._gate,
-            kinds={Kind.FRAME, Kind.GROUP, Kind.PACKED, Kind.START, Kind.ABANDON},
-            secret=secret,
-        )
+        super().__init__(Capabilities((device.type,), max_payload_bytes), _KINDS, secret=secret)
         self._membership = Membership(device)
         # One to read from, one to arrive in, and one that a GPU has not finished reading.
         self._slots = tuple(PayloadBuffer(device) for _ in range(_NUM_SLOTS))
@@ -142,16 +132,6 @@ class Receiver(ReceiveTransport):
         self._announced: _Announced | None = None
         self._arrivals: deque[_Arrival] = deque()
         self._misses = False  # the payload before the next frame
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
-
-    def connect(self, greeting: bytes, *, timeout_s: float) -> None:
-        """With a secret, waits for the sender to poll."""
-        with self._gate.entered():
-            self._dispose()
-            self._client.connect(greeting, deadline_in(timeout_s))
 
     def receive(self, *, timeout_s: float) -> Frame:
         """What a timeout interrupts, the next call goes on with."""
@@ -182,19 +162,7 @@ class Receiver(ReceiveTransport):
                 self._handle(message)
                 self._advance()
 
-    def reply(self, data: bytes, *, timeout_s: float) -> None:
-        with self._gate.entered():
-            self._client.write(Kind.REPLY, data, deadline_in(timeout_s))
-
-    def disconnect(self) -> None:
-        with contextlib.suppress(TransportClosed), self._gate.entered():
-            self._dispose()
-
-    def close(self) -> None:
-        self._gate.close(self._dispose)
-
-    def _dispose(self) -> None:
-        """Be connected no more, and expect no frame."""
+    def _forget(self) -> None:
         self._client.hang_up()
         self._take_back()
         self._leave()
@@ -232,7 +200,7 @@ class Receiver(ReceiveTransport):
     def _take_back(self) -> None:
         """The payload that was handed out last is the caller's no more."""
         if self._read is not None:
-            self._read.set_mark()
+            self._read.mark.set()
             self._read = None
 
     def _answer(self, ticket: int, complaint: str = "") -> None:
@@ -284,7 +252,7 @@ class Receiver(ReceiveTransport):
                 case Kind.ABANDON:
                     self._on_abandon(message.data)
         except BrokenProtocol:
-            self._dispose()
+            self._forget()
             raise
 
     def _on_frame(self, data: bytes) -> None:
@@ -440,7 +408,7 @@ class Receiver(ReceiveTransport):
         if time.monotonic() >= arrival.deadline and arrival.is_cut_off:
             self._leave()
         elif time.monotonic() >= arrival.deadline:
-            self._dispose()
+            self._forget()
             raise PeerLost(f"a payload did not arrive: {flight.error or 'it took too long'}")
         return False
 

@@ -27,39 +27,26 @@ import os
 import struct
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import ClassVar
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from deltasync.errors import PeerLost, TransportError, TransportTimeout, TransportUnavailable
-from deltasync.transports import forks
-from deltasync.transports.base import Frame
-from deltasync.transports.control.connection import (
-    DEFAULT_MAX_MESSAGE_BYTES,
-    BrokenProtocol,
-    Kind,
-    Message,
-    Pace,
-    busy_s,
-    deadline_in,
-    left_s,
-)
-from deltasync.transports.cuda_runtime import HANDLE_BYTES, UUID_BYTES, Gpu, IpcEvent
-from deltasync.transports.slots import EMPTY_SLOT, NO_SLOT, NUM_SLOTS, Announcement, Slot
-from deltasync.transports.unix_socket import UnixReceiver, UnixSender
+from deltasync.errors import TransportError
+from deltasync.transports.control.connection import BrokenProtocol, deadline_in
+from deltasync.transports.cuda_runtime import HANDLE_BYTES, UUID_BYTES, Gpu
+from deltasync.transports.slots import NUM_SLOTS, Announcement, Slot
+from deltasync.transports.unix_socket import Segment, UnixReceiver, UnixSender
 
 # slot, bytes, UUID of the GPU, handle of the memory, handle of the event
 _SEGMENT = struct.Struct(f"<BxxxxxxxQ{UUID_BYTES}s{HANDLE_BYTES}s{HANDLE_BYTES}s")
 _GRANULE_BYTES = 32 << 20
-_MIN_POLL_S, _MAX_POLL_S = 0.00002, 0.001
-_MAX_WAITING = 256  # frames behind one whose payload is not there yet
-_RELEASE_TIMEOUT_S = 5.0
-_GRACE_S = 1.0  # what closing waits for payloads to be filled, and for receivers to unmap
+_POLL_S = 0.001
+_GRACE_S = 1.0  # what closing waits for receivers to unmap
 
 
 class _Exported:
@@ -104,7 +91,7 @@ class _Exported:
 
 
 # CUDA does not open a handle in the process that exported it, so that receivers look here first.
-_exported: WeakValueDictionary[tuple[bytes, bytes, bytes], _Exported] = WeakValueDictionary()
+_exported: WeakValueDictionary[tuple[bytes, ...], _Exported] = WeakValueDictionary()
 # Given up by slots, but still mapped by a receiver: freeing it now would be undefined.
 _retired: list[_Exported] = []
 _retired_lock = threading.Lock()
@@ -124,29 +111,23 @@ class _Slot(Slot):
     """A buffer from cudaMalloc. It is replaced only when a larger payload comes."""
 
     def __init__(self, index: int, gpu: Gpu) -> None:
-        super().__init__(index, gpu.empty(0))
+        super().__init__(index, gpu.device)
         self._gpu = gpu
         self._current: _Exported | None = None
 
     def open(self, num_bytes: int) -> Tensor:
         _free_unmapped()
-        if self._current is None or self.memory.numel() < num_bytes:
-            self.free()
-            size = -(-num_bytes // _GRANULE_BYTES) * _GRANULE_BYTES
-            self._current = _Exported(self._gpu, size)
-            self.memory = self._current.memory
+        memory = super().open(num_bytes)
         # Another stream may have filled it last, for receivers that were lost since.
-        self._current.mark.wait()
-        return self.memory[:num_bytes]
+        self.mark.wait()
+        return memory
 
-    def filled(self) -> None:
-        assert self._current is not None  # it was opened to be filled
-        self._current.mark.record()
-
-    def settle(self) -> None:
-        deadline = deadline_in(_GRACE_S)
-        while self._current and not self._current.mark.query() and time.monotonic() < deadline:
-            time.sleep(_MIN_POLL_S)
+    def grow(self, num_bytes: int) -> Tensor:
+        self.free()
+        size = -(-num_bytes // _GRANULE_BYTES) * _GRANULE_BYTES
+        self._current = _Exported(self._gpu, size)
+        self.mark = self._current.mark
+        return self._current.memory
 
     @contextmanager
     def announced(self) -> Iterator[tuple[bytes, int]]:
@@ -161,13 +142,15 @@ class _Slot(Slot):
             with _retired_lock:
                 _retired.append(self._current)
         self._current = None
-        self.memory = self._gpu.empty(0)
+        self.memory = self.memory.new_empty(0)
         self.known_to.clear()
         _free_unmapped()
 
 
 class Sender(UnixSender):
     """The sender's end: payloads in the memory of one GPU."""
+
+    gpu_class: ClassVar[type[Gpu]] = Gpu
 
     def __init__(
         self,
@@ -181,41 +164,31 @@ class Sender(UnixSender):
         Payloads from `buffer()` are sent as they are; others, of this or another GPU, are copied.
         Raises TransportUnavailable without CUDA.
         """
-        gpu = self._open_gpu(device)
+        gpu = self.gpu_class(device)
         slots = [_Slot(index, gpu) for index in range(NUM_SLOTS)]
         super().__init__(path, slots, max_payload_bytes=max_payload_bytes)
-
-    @staticmethod
-    def _open_gpu(device: torch.device | str | None) -> Gpu:
-        return Gpu(device)
 
     def _dispose(self) -> None:
         super()._dispose()
         deadline = deadline_in(_GRACE_S)
         while not _free_unmapped() and time.monotonic() < deadline:
-            time.sleep(_MAX_POLL_S)
+            time.sleep(_POLL_S)
 
 
-class _Imported:
-    """Memory of the sender as mapped here, and its event; owns `lease`, a descriptor."""
+class _Imported(Segment):
+    """Memory of the sender as mapped here, and its mark; owns `lease`, a descriptor."""
 
-    def __init__(
-        self, gpu: Gpu, handles: tuple[bytes, bytes, bytes], num_bytes: int, lease: int
-    ) -> None:
+    def __init__(self, gpu: Gpu, handles: tuple[bytes, ...], num_bytes: int, lease: int) -> None:
         """Raises TransportUnavailable, and leaves `lease` to the caller, if it cannot be."""
-        self._gpu = gpu
-        self.memory: Tensor
-        self.mark: IpcEvent
         here = _exported.get(handles)
-        self._is_opened = here is None
         if here is None:
-            self.memory, self.mark = gpu.open(*handles, num_bytes)
+            owner, exported, event = handles
+            super().__init__(*gpu.open(owner, exported, event, num_bytes))
         elif num_bytes <= here.memory.numel():
-            self.memory, self.mark = here.memory[:num_bytes], here.mark
+            super().__init__(here.memory[:num_bytes], here.mark)
         else:
             raise BrokenProtocol("a segment larger than its memory")
-        self._lease = lease
-        forks.inert_in_children(self._forked)
+        self._gpu, self._is_opened, self._lease = gpu, here is None, lease
 
     def _forked(self) -> None:
         """Close the lease, so that the sender does not wait for a child. CUDA is not touched."""
@@ -224,18 +197,21 @@ class _Imported:
             os.close(lease)
 
     def close(self) -> None:
-        """Unmap, after the reads that were enqueued here."""
         try:
-            self._gpu.synchronize(self.memory)
+            if self.memory.is_cuda:
+                torch.cuda.synchronize(self.memory.device)
             if self._is_opened:
                 self._gpu.close(self.memory)
         finally:
-            if self._lease >= 0:
-                os.close(self._lease)
+            self._forked()
 
 
 class Receiver(UnixReceiver):
     """A receiver's end: maps the sender's memory, and reads it in place on the same GPU."""
+
+    gpu_class: ClassVar[type[Gpu]] = Gpu
+    segment = _SEGMENT
+    granule_bytes = _GRANULE_BYTES
 
     def __init__(
         self,
@@ -250,142 +226,20 @@ class Receiver(UnixReceiver):
         its GPU, else a copy. The sender's GPU must be visible to this process.
         Raises TransportUnavailable without CUDA; so does `receive` if IPC is not possible.
         """
-        self._gpu = self._open_gpu(device)
-        super().__init__(path, self._gpu.device.type, max_payload_bytes=max_payload_bytes)
-        self._segments: dict[int, _Imported] = {}
-        self._waiting: deque[Announcement] = deque()  # told of, not handed out yet
-        self._held: Announcement | None = None  # handed out
-        self._releases: deque[tuple[IpcEvent, Announcement]] = (
-            deque()
-        )  # let go of, maybe still read
-        self._copy = self._gpu.empty(0)
+        self._gpu = self.gpu_class(device)
+        super().__init__(path, self._gpu.device, max_payload_bytes=max_payload_bytes)
+        self._copy = torch.empty(0, dtype=torch.uint8, device=self._device)
 
-    @staticmethod
-    def _open_gpu(device: torch.device | str | None) -> Gpu:
-        return Gpu(device)
+    def _mapped(self, num_bytes: int, handles: tuple[bytes, ...], descriptor: int) -> Segment:
+        return _Imported(self._gpu, handles, num_bytes, descriptor)
 
-    def receive(self, *, timeout_s: float) -> Frame:
-        """The payload is the sender's memory if that is of this GPU: no copy is made then.
-
-        What the current stream was given before this call may still read the last payload.
-        """
-        deadline = deadline_in(timeout_s)
-        with self._gate.entered():
-            self._let_go()
-            try:
-                return self._next(deadline)
-            except (PeerLost, TransportUnavailable):
-                self._forget()
-                raise
-
-    def progress(self) -> None:
-        """Release to the sender what nothing on the GPU reads any more."""
-        with self._gate.entered():
-            self._send_releases(deadline_in(_RELEASE_TIMEOUT_S))
-
-    def _next(self, deadline: float) -> Frame:
-        pace = Pace(busy_s("cuda"))
-        while True:
-            self._send_releases(deadline)
-            if (frame := self._take_ready()) is not None:
-                return frame
-            expired = time.monotonic() >= deadline
-            wait_s = left_s(deadline)
-            if self._waiting or self._releases:  # on the GPU, which wakes no socket
-                wait_s = pace.pause_s(deadline)
-            message = self._client.poll(wait_s)
-            if message is not None:
-                self._handle(message)
-            elif expired:
-                raise TransportTimeout("nothing came in time")
-
-    def _let_go(self) -> None:
-        """IpcEvent where the reads of the last payload end on the current stream."""
-        held, self._held = self._held, None
-        if held is not None:
-            self._release_later(held)
-
-    def _release_later(self, told: Announcement) -> None:
-        mark = self._gpu.mark()
-        mark.record()
-        self._releases.append((mark, told))
-
-    def _send_releases(self, deadline: float) -> None:
-        """Release slots whose reads are done."""
-        while self._releases and self._releases[0][0].query():
-            _, told = self._releases.popleft()
-            # A sender that is gone may have sent more, which is still handed out.
-            with contextlib.suppress(PeerLost):
-                self._client.write(Kind.RELEASE, told.release, deadline)
-
-    def _take_ready(self) -> Frame | None:
-        """The oldest waiting frame, if its payload has arrived."""
-        if not self._waiting:
-            return None
-        told = self._waiting[0]
-        if told.slot in self._segments and not self._segments[told.slot].mark.query():
-            return None
-        self._waiting.popleft()
-        if told.slot == NO_SLOT:
-            return Frame(told.header)
-        if told.slot == EMPTY_SLOT:
-            return Frame(told.header, self._gpu.empty(0))
-        memory = self._segments[told.slot].memory
-        payload = memory[told.start : told.start + told.num_bytes]
-        if self._gpu.is_near(memory):
-            self._held = told
-            return Frame(told.header, payload)
-        return Frame(told.header, self._fetch(payload, told))
-
-    def _fetch(self, payload: Tensor, told: Announcement) -> Tensor:
-        """A copy on this GPU. Patches are read several times; this way they cross the bus once."""
+    def _payload(self, told: Announcement) -> Tensor | None:
+        """Of another GPU a copy, once: patches are read several times."""
+        payload = super()._payload(told)
+        if payload is None or payload.device == self._device:
+            return payload
         if self._copy.numel() < payload.numel():
-            self._copy = self._gpu.empty(payload.numel())
+            self._copy = self._copy.new_empty(payload.numel())
         copy = self._copy[: payload.numel()].copy_(payload)
-        self._release_later(told)
+        self._take_back()
         return copy
-
-    def _forget(self) -> None:
-        """Unmap, after the reads that were enqueued, then close the connection."""
-        self._held = None
-        self._waiting.clear()
-        self._releases.clear()
-        try:
-            while self._segments:
-                self._segments.popitem()[1].close()
-        finally:
-            self._client.hang_up()
-
-    def _handle(self, message: Message) -> None:
-        if message.kind is Kind.SEGMENT:
-            self._map(message)
-            return
-        sizes = {index: segment.memory.numel() for index, segment in self._segments.items()}
-        self._waiting.append(Announcement.parse(message.data, sizes))
-        num_bytes = sum(len(told.header) for told in self._waiting)
-        if len(self._waiting) > _MAX_WAITING or num_bytes > DEFAULT_MAX_MESSAGE_BYTES:
-            raise BrokenProtocol("more frames than can wait for a payload")
-
-    def _map(self, message: Message) -> None:
-        if message.descriptor is None:
-            raise BrokenProtocol("a segment without a lease")
-        try:
-            index, num_bytes, handles = self._parse_segment(message.data)
-            if index in self._segments:
-                self._segments.pop(index).close()
-            imported = _Imported(self._gpu, handles, num_bytes, message.descriptor)
-        except BaseException:
-            os.close(message.descriptor)
-            raise
-        self._segments[index] = imported
-
-    def _parse_segment(self, data: bytes) -> tuple[int, int, tuple[bytes, bytes, bytes]]:
-        """Slot, bytes and handles of a SEGMENT message. Raises BrokenProtocol."""
-        if len(data) != _SEGMENT.size:
-            raise BrokenProtocol("a segment message of the wrong size")
-        index, num_bytes, uuid, memory, event = _SEGMENT.unpack(data)
-        self._check_segment(index, num_bytes, _GRANULE_BYTES)
-        in_use = [*self._waiting, *(told for _, told in self._releases)]
-        if any(told.slot == index for told in in_use):
-            raise BrokenProtocol("a segment in place of one that is in use")
-        return index, num_bytes, (uuid, memory, event)

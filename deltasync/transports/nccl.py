@@ -69,7 +69,7 @@ class Communicator:
         self._lock = threading.Lock()  # while NCCL is called: nothing may be called after an abort
         self._comm: ctypes.c_void_p | None = ctypes.c_void_p()
         self._why_aborted = ""
-        self._end: _End | None = None  # of the last broadcast
+        self._last: Flight | None = None
         of, config = _UniqueId.from_buffer_copy(unique), (ctypes.c_uint * len(_CONFIG))(*_CONFIG)
         with torch.cuda.device(device):
             self._call(
@@ -96,14 +96,14 @@ class Communicator:
             if time.monotonic() >= deadline:
                 raise RuntimeError("NCCL did not connect in time")
             time.sleep(pace.pause_s(deadline))
-        if self._end is not None:
-            self._end.mark()
+        if self._last is not None:
+            self._last.mark()
         stream = torch.cuda.current_stream(tensor.device)
         at, count = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.numel())
         on = ctypes.c_void_p(stream.cuda_stream)
         self._call(lambda comm: _library().ncclBroadcast(at, at, count, _UINT8, 0, comm, on))
-        self._end = _End(stream)
-        return Flight(self, self._end)
+        self._last = Flight(self, stream)
+        return self._last
 
     def abort(self, why: str = "was aborted") -> None:
         """End what is under way, soon; nothing follows. From any thread, also again."""
@@ -120,24 +120,20 @@ class Communicator:
             _check(call(self._comm))
 
 
-class _End:
-    """When a broadcast is done: all that `stream` was given before `mark` was first called."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.stream = stream
-        self._event: torch.cuda.Event | None = None
-
-    def mark(self) -> torch.cuda.Event:
-        """Called once the broadcast is launched, and before anything else is."""
-        self._event = self._event or self.stream.record_event()
-        return self._event
-
-
 class Flight:
     """A broadcast on a stream, which NCCL launches on a thread of its own."""
 
-    def __init__(self, communicator: Communicator, end: _End) -> None:
-        self._communicator, self._end = communicator, end
+    def __init__(self, communicator: Communicator, stream: torch.cuda.Stream) -> None:
+        self._communicator, self._stream = communicator, stream
+        self._event: torch.cuda.Event | None = None
+
+    def mark(self) -> torch.cuda.Event:
+        """When it is done: all that the stream was given before the first call of this.
+
+        That is once the broadcast is launched, and before anything else is.
+        """
+        self._event = self._event or self._stream.record_event()
+        return self._event
 
     def is_completed(self) -> bool:
         """Whether the GPU has done with its memory. Aborts the communicator if that has failed."""
@@ -146,12 +142,12 @@ class Flight:
                 return False
         except RuntimeError as error:
             self._communicator.abort(str(error))
-        return bool(self._end.mark().query())  # type: ignore[no-untyped-call]
+        return bool(self.mark().query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         """Let the current stream come after it. Raises RuntimeError if it failed."""
         self._communicator.is_busy()
-        torch.cuda.current_stream(self._end.stream.device).wait_event(self._end.mark())
+        torch.cuda.current_stream(self._stream.device).wait_event(self.mark())
 
 
 def _check(result: int) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from deltasync.transports import forks
 MEMORY_TYPES = ("cpu", "cuda")  # their places are what travels
 logger = logging.getLogger(__name__)
 _warned: set[str] = set()  # of what this process was warned of, once
+_UNREADABLE = "the sender's memory cannot be read"
 _INSTEAD = "or use the collective transport"
 # How often the thread that serves reads looks for work that nothing woke it for. At NIXL's
 # default, 0, it never sleeps.
@@ -105,7 +107,7 @@ class Agent:
             raise TransportUnavailable(
                 f"NIXL cannot use UCX here: {error}; UCX_LOG_LEVEL=info says why, {_INSTEAD}"
             ) from error
-        self._reads: set[Read] = set()
+        self._reads: set[int] = set()
         _warn_of_ports()
 
     def register(self, memory: Tensor) -> object:
@@ -137,71 +139,55 @@ class Agent:
 
     def meet(self, description: bytes) -> str:
         """Take in what `describe` said there. Returns the other agent's name; raises PeerLost."""
-        try:
+        with self._losing("memory that NIXL cannot use"):
             return str(self._native.loadRemoteMD(description).decode())
-        except self._errors as error:
-            raise PeerLost(f"memory that NIXL cannot use: {error}") from error
 
-    def read(self, other: str, place: Place, into: Tensor) -> Read:
-        """Start to read into `into`, uint8[n] of registered memory. Raises PeerLost."""
+    def read(self, other: str, place: Place, into: Tensor) -> int:
+        """Start to read into `into`, uint8[n] of registered memory: see `is_done`.
+
+        Raises PeerLost.
+        """
         here, num_bytes = Place.of(into), into.numel()
         local, remote = self._list(here, num_bytes), self._list(place, num_bytes)
-        try:
-            request = self._native.createXferReq(
+        with self._losing(_UNREADABLE):
+            request: int = self._native.createXferReq(
                 self._nixl.NIXL_READ, local, remote, other, "", [self._ucx]
             )
-        except self._errors as error:
-            raise PeerLost(f"the sender's memory cannot be read: {error}") from error
-        read = Read(self, request)
-        self._reads.add(read)
-        self.post(request)
-        return read
-
-    def post(self, request: int) -> None:
-        """Start a request. Raises PeerLost."""
-        try:
+            self._reads.add(request)
             self._native.postXferReq(request)
-        except self._errors as error:
-            raise PeerLost(f"the sender's memory cannot be read: {error}") from error
+        return request
 
-    def is_done(self, request: int) -> bool:
-        """Whether a request has ended well; works on it. Raises PeerLost if it has failed."""
-        try:
-            return bool(self._native.getXferStatus(request) == self._nixl.NIXL_SUCCESS)
-        except self._errors as error:
-            raise PeerLost(f"the sender's memory cannot be read: {error}") from error
+    def is_done(self, read: int) -> bool:
+        """Whether all bytes are here; works on it. Raises PeerLost if they do not come."""
+        with self._losing(_UNREADABLE):
+            is_done = bool(self._native.getXferStatus(read) == self._nixl.NIXL_SUCCESS)
+        if is_done:
+            self._release(read)
+        return is_done
 
-    def release(self, read: Read) -> None:
-        """Forget a request, or cancel it. Idempotent."""
-        if read in self._reads:
-            self._reads.remove(read)
-            with contextlib.suppress(*self._errors):
-                self._native.releaseXferReq(read.request)
+    def _release(self, read: int) -> None:
+        """Forget a read, or cancel it."""
+        self._reads.remove(read)
+        with contextlib.suppress(*self._errors):
+            self._native.releaseXferReq(read)
 
     def close(self) -> None:
-        """End all requests, connections and registrations: nothing is read or written after it."""
+        """End all reads, connections and registrations: nothing is read or written after it."""
         for read in list(self._reads):
-            self.release(read)
+            self._release(read)
         self._ucx = self._native = None
+
+    @contextlib.contextmanager
+    def _losing(self, what: str) -> Iterator[None]:
+        """Raise PeerLost for errors of the library."""
+        try:
+            yield
+        except self._errors as error:
+            raise PeerLost(f"{what}: {error}") from error
 
     def _list(self, place: Place, num_bytes: int) -> object:
         entry = (place.address, num_bytes, place.device)
         return self._nixl.nixlXferDList(self._types[place.memory_type], [entry])
-
-
-class Read:
-    """One read of another agent's memory, polled."""
-
-    def __init__(self, agent: Agent, request: int) -> None:
-        self._agent = agent
-        self.request = request
-
-    def is_done(self) -> bool:
-        """Whether all bytes are here. Never blocks. Raises PeerLost if they do not come."""
-        is_done = self._agent.is_done(self.request)
-        if is_done:
-            self._agent.release(self)
-        return is_done
 
 
 def _errors_of(library: Any) -> tuple[type[Exception], ...]:

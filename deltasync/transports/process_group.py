@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from deltasync.errors import ConfigError, TransportUnavailable
 from deltasync.transports import forks, nccl
 from deltasync.transports.control.connection import deadline_in, left_s
 from deltasync.transports.control.tcp import listen_tcp
+from deltasync.transports.marks import Mark
 
 Work = dist.Work | nccl.Flight
 
@@ -96,44 +97,6 @@ def serve_store(host: str, port: int) -> tuple[int, TCPStore]:
     return port, forks.kept_in_children(store)
 
 
-class StreamEvent:
-    """A place in the calling thread's current stream; on a CPU it is passed from the start."""
-
-    error: str | None = None
-
-    def __init__(self, device: torch.device) -> None:
-        self._event: Any = None
-        if device.type != "cpu":
-            module = torch.get_device_module(device)
-            self._event = module.Event()
-            self._event.record(module.current_stream(device))
-
-    def is_done(self) -> bool:
-        """Whether everything that was enqueued before it is done. Never blocks."""
-        return self._event is None or bool(self._event.query())
-
-
-class BroadcastStream:
-    """Where broadcasts are launched: on a GPU a stream of their own, on which nothing else runs.
-
-    NCCL orders a broadcast after what the stream that is current at the launch has been given. On
-    the caller's, the next payload would wait for the kernels that read the one before.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._stream: Any = None
-        if device.type != "cpu":
-            self._stream = torch.get_device_module(device).Stream(device)
-
-    def entered(self) -> contextlib.AbstractContextManager[object]:
-        """Makes the stream current."""
-        if self._stream is None:
-            return contextlib.nullcontext()
-        entered = torch.get_device_module(self.device).stream(self._stream)
-        return cast("contextlib.AbstractContextManager[object]", entered)
-
-
 class PayloadBuffer:
     """One of the buffers that an end uses again and again, and keeps.
 
@@ -145,7 +108,7 @@ class PayloadBuffer:
     def __init__(self, device: torch.device) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
         self.flight: Broadcast | None = None
-        self.mark = StreamEvent(device)
+        self.mark = Mark(device)
 
     def fits(self, num_bytes: int) -> bool:
         return self._memory.numel() >= num_bytes
@@ -160,16 +123,12 @@ class PayloadBuffer:
             step = 1 << max(0, num_bytes.bit_length() - _GROWTH_BITS)
             self._memory = self._memory.new_empty(0)
             self._memory = self._memory.new_empty(-(-num_bytes // step) * step)
-            self.set_mark()  # an allocator may hand out what its stream has still to finish with
+            self.mark.set()  # an allocator may hand out what its stream has still to finish with
         return self._memory[:num_bytes]
 
     def holds(self, payload: Tensor) -> bool:
         """Whether `payload`, not empty, lies in its memory."""
         return payload.untyped_storage().data_ptr() == self._memory.untyped_storage().data_ptr()
-
-    def set_mark(self) -> None:
-        """Mark what the current stream has been given so far."""
-        self.mark = StreamEvent(self._memory.device)
 
     def abandon(self) -> None:
         """Give up the memory if a broadcast still reads or writes it."""
@@ -184,7 +143,7 @@ class GroupSpec:
 
     Attributes:
         backend: "gloo" or "nccl".
-        stream: Where broadcasts are launched.
+        stream: See `Membership`.
         store_host: Where the sender serves the rendezvous store.
         store_port: Its port.
         name: Of the group; prefixes its keys.
@@ -195,7 +154,7 @@ class GroupSpec:
     """
 
     backend: str
-    stream: BroadcastStream
+    stream: torch.cuda.Stream | None
     store_host: str
     store_port: int
     name: str
@@ -204,10 +163,12 @@ class GroupSpec:
     timeout_s: float
     own_host: str
 
-    def form(self, begin: Callable[[Group | None], None]) -> Group:
+    def form(self, is_left: Callable[[], bool]) -> Group | None:
         """Form the group and prove it by a first broadcast. Blocks; raises RuntimeError.
 
-        `begin` is told of it before it connects, and before members of NCCL do; it may raise.
+        None if it `is_left` before it begins. Of a communicator that loses a member as it begins,
+        NCCL closes nothing in the others. So rank 0, which hears of losses, does not let it begin
+        once it knows of one.
         """
         deadline, timeout = deadline_in(self.timeout_s), timedelta(seconds=self.timeout_s)
         # A connection of its own: one that waits for keys in vain would block the next plan.
@@ -223,13 +184,17 @@ class GroupSpec:
         group: Group
         if self.backend == "nccl":
             _meet(self, store, timeout)
-            begin(None)
+            if is_left():
+                return None
             group = _nccl_group(self, store)
         else:  # whose members meet as it is made
             group = _gloo_group(self, store, timeout)
-        begin(group)
-        with self.stream.entered():
-            byte = torch.zeros(1, dtype=torch.uint8, device=self.stream.device)
+        if is_left():
+            _abort(group)
+            return None
+        with _current(self.stream):
+            device = self.stream.device if self.stream else torch.device("cpu")
+            byte = torch.zeros(1, dtype=torch.uint8, device=device)
             first = Broadcast(group, byte, self.stream, bounded(left_s(deadline)))
         if not _ends_within(left_s(deadline), [first]) or first.error is not None:
             error = first.error or "the first broadcast did not end in time"
@@ -251,8 +216,7 @@ class Join:
     def __init__(self, plan: GroupSpec) -> None:
         self.group: Group | None = None
         self.error: str | None = None
-        self._begun: Group | None = None
-        self._is_left = self._is_late = self._is_unneeded = False
+        self._is_left = False
         self._thread = threading.Thread(target=self._run, args=(plan,))
         try:
             self._thread.start()
@@ -271,44 +235,15 @@ class Join:
         if self._thread.ident is not None:
             self._thread.join()
 
-    def _begin(self, group: Group | None) -> None:
-        """Before members connect. Raises RuntimeError if they need not, or have no time left.
-
-        Of a communicator that loses a member as it begins, NCCL closes nothing in the others. So
-        rank 0, which hears of losses, does not let it begin once it knows of one.
-        """
-        self._begun = group
-        if self._is_left or self._is_late:
-            self._is_unneeded = self._is_left
-            if group is not None:
-                _abort(group)
-            raise RuntimeError("was aborted")
-
-    def _expire(self) -> None:
-        """Abort what connects: it may wait for ever for a member that died meanwhile."""
-        self._is_late = True
-        if (group := self._begun) is not None:
-            _abort(group)
-
     def _run(self, plan: GroupSpec) -> None:
-        watch = threading.Timer(plan.timeout_s, self._expire)
-        with contextlib.suppress(RuntimeError):  # no thread is left
-            watch.start()
-        error = "the group could not be formed"
+        error: str | None = "the group could not be formed"
         try:
-            self.group = plan.form(self._begin)
+            self.group = plan.form(lambda: self._is_left)
+            error = None
         except RuntimeError as raised:
             error = f"{raised}{_WAY_OUT.get(plan.backend, '')}"
         finally:
-            watch.cancel()
-            if watch.ident is not None:
-                watch.join()
-            self._begun = None
-            if self.group is not None and self._is_late:
-                groups, self.group = [self.group], None
-                _release(groups, None, [])
-            if self.group is None and not self._is_unneeded:
-                self.error = error
+            self.error = error
 
 
 class Broadcast:
@@ -319,7 +254,7 @@ class Broadcast:
     """
 
     def __init__(
-        self, group: Group, tensor: Tensor, stream: BroadcastStream, timeout_s: float
+        self, group: Group, tensor: Tensor, stream: torch.cuda.Stream | None, timeout_s: float
     ) -> None:
         """Start to broadcast uint8[n]; `tensor` stays in use until done, or for good if left."""
         self.error: str | None = None
@@ -332,7 +267,7 @@ class Broadcast:
         options.asyncOp = True
         options.timeout = timedelta(seconds=timeout_s)
         try:
-            with stream.entered():
+            with _current(stream):
                 self._work = group.broadcast([tensor], options)
         except RuntimeError as error:
             self.error = str(error)
@@ -361,10 +296,15 @@ class Membership:
     Attributes:
         group: The group, or None. Hold no other reference: dropping the last one can block.
         join: The group that is being formed.
+        stream: Where broadcasts are launched: on a GPU one of their own, on which nothing else
+            runs. NCCL orders a broadcast after what the stream that is current at the launch has
+            been given: on the caller's, the next payload would wait for the kernels that read the
+            one before.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = BroadcastStream(device)
+        is_gpu = device.type == "cuda"
+        self.stream = torch.cuda.Stream(device) if is_gpu else None  # type: ignore[no-untyped-call]
         self.group: Group | None = None
         self.join: Join | None = None
         self._flights: list[Broadcast] = []
@@ -392,7 +332,7 @@ class Membership:
         join = self.join
         self.group = self.join = None
         self._flights = []
-        if cut_off or join is not None or (groups and self.stream.device.type != "cpu"):
+        if cut_off or join is not None or (groups and self.stream is not None):
             thread = threading.Thread(target=_release, args=(groups, join, cut_off))
             try:
                 thread.start()
@@ -400,6 +340,11 @@ class Membership:
             except RuntimeError:  # none is left, or the interpreter shuts down
                 pass
         _release(groups, join, cut_off)
+
+
+def _current(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
+    """Makes the stream of a GPU current."""
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def _ends_within(limit_s: float, flights: list[Broadcast]) -> bool:
@@ -455,4 +400,5 @@ def _gloo_group(plan: GroupSpec, store: Store, timeout: timedelta) -> Group:
 def _nccl_group(plan: GroupSpec, store: Store) -> Group:
     if plan.rank == 0:
         store.set("id", nccl.unique_id())  # type: ignore[arg-type]  # bytes are taken as they are
+    assert plan.stream is not None
     return nccl.Communicator(store.get("id"), plan.rank, plan.size, plan.stream.device)

@@ -14,34 +14,47 @@ import socket
 import struct
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
-from deltasync.errors import TransportClosed, TransportError
-from deltasync.transports.base import Capabilities, Frame, ReceiveTransport, SendTransport
+from deltasync.errors import (
+    PeerLost,
+    TransportClosed,
+    TransportError,
+    TransportTimeout,
+    TransportUnavailable,
+)
+from deltasync.transports.base import Capabilities, Frame
 from deltasync.transports.control.connection import (
+    DEFAULT_MAX_MESSAGE_BYTES,
     BrokenProtocol,
-    Gate,
     Kind,
-    busy_s,
+    Message,
+    Pace,
     check_frame,
     check_size,
     deadline_in,
-    failure,
     left_s,
 )
-from deltasync.transports.control.endpoints import Client, Server
+from deltasync.transports.marks import Mark
+from deltasync.transports.sockets import SocketReceiver, SocketSender
 
 NUM_SLOTS = 2
 NO_SLOT = 0xFF  # a frame without a payload
 EMPTY_SLOT = 0xFE  # a payload of no bytes
 _FRAME = struct.Struct("<BxxxIQQ")  # slot, sequence, payload start and bytes; the header follows
 _RELEASE = struct.Struct("<BxxxI")  # slot, sequence
+_GRACE_S = 1.0  # what ending connections on purpose waits for payloads on their way
+_POLL_S = 0.0001
+_RELEASE_TIMEOUT_S = 5.0
+_MAX_WAITING = 256  # frames behind one whose payload is not there yet
+_MAX_LATE = 64  # messages that are obeyed after a deadline
 
 
 class Slot(ABC):
@@ -49,6 +62,7 @@ class Slot(ABC):
 
     Attributes:
         memory: uint8[n], owned by the slot; replaced when it grows.
+        mark: What was last sent stands here once it is passed.
         known_to: Peers that were told of this memory.
         readers: Peers that may read what was last sent.
         sequence: Number of the frame that was last sent from here.
@@ -57,27 +71,28 @@ class Slot(ABC):
 
     announcement: ClassVar[Kind] = Kind.SEGMENT
 
-    def __init__(self, index: int, memory: Tensor) -> None:
+    def __init__(self, index: int, device: torch.device) -> None:
         self.index = index
-        self.memory = memory
+        self.memory = torch.empty(0, dtype=torch.uint8, device=device)
+        self.mark = Mark(device)
         self.known_to: set[int] = set()
         self.readers: set[int] = set()
         self.sequence = 0
 
-    @abstractmethod
     def open(self, num_bytes: int) -> Tensor:
-        """uint8[num_bytes] at the start of the memory, to write to; called while nobody reads.
+        """uint8[num_bytes] at the start of the memory, to write to; called while nobody reads."""
+        if self.memory.numel() < num_bytes:
+            self.memory = self.grow(num_bytes)
+            self.known_to.clear()
+        return self.memory[:num_bytes]
 
-        Grows if need be: then the memory is another, of which no peer knows.
-        """
-
-    @abstractmethod
     def filled(self) -> None:
         """What is to be sent stands here, or is on its way here on the current stream."""
+        self.mark.set()
 
     @abstractmethod
-    def settle(self) -> None:
-        """Wait, not for ever, until what was sent from here stands here."""
+    def grow(self, num_bytes: int) -> Tensor:
+        """Other memory, of at least so many bytes."""
 
     @abstractmethod
     def announced(self) -> AbstractContextManager[tuple[bytes, int | None]]:
@@ -94,42 +109,26 @@ class Slot(ABC):
         return start if inside else None
 
 
-class SlotSender(SendTransport):
+class SlotSender(SocketSender):
     """The sender's end, over any stream socket."""
 
     def __init__(
         self,
         listener: socket.socket,
         slots: Sequence[Slot],
-        capabilities: Capabilities,
+        max_payload_bytes: int | None,
         *,
         secret: bytes | None = None,
         admit: Callable[[socket.socket], None] = lambda sock: None,
     ) -> None:
         """Serve on `listener`, with payloads in `slots`; `secret` and `admit` as in `Server`."""
         self._slots = slots
-        self._empty = slots[0].memory[:0]
-        self._capabilities = capabilities
-        self._gate = Gate(busy_s(self._empty.device.type))
-        self._server = Server(
-            listener, self._gate, kinds={Kind.REPLY, Kind.RELEASE}, secret=secret, admit=admit
-        )
+        self._empty = slots[0].memory
+        device_type = self._empty.device.type
+        capabilities = Capabilities((device_type,), max_payload_bytes, outlives_losses=True)
+        super().__init__(listener, capabilities, Kind.RELEASE, secret=secret, admit=admit)
         self._lent: Slot | None = None
         self._sequence = 0
-        self._epoch: tuple[int, ...] = ()
-        self._members: set[int] = set()
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
-
-    def poll(self, *, timeout_s: float) -> list[tuple[int, bytes]]:
-        with self._gate.entered():
-            return self._server.poll(deadline_in(timeout_s))
-
-    def is_connected(self, peer: int) -> bool:
-        with self._gate.entered():
-            return self._server.is_connected(peer)
 
     def open_epoch(self, peers: Sequence[int], *, timeout_s: float) -> dict[int, TransportError]:
         """Never waits."""
@@ -155,44 +154,23 @@ class SlotSender(SendTransport):
         with self._gate.entered():
             failures: dict[int, TransportError] = {}
             if frame.payload is None:
-                self._post(frame.header, NO_SLOT)
+                self._post_header(self._members, frame.header)
             elif frame.payload.numel() == 0:
-                self._post(frame.header, EMPTY_SLOT)
+                self._post_header(self._members, frame.header, EMPTY_SLOT)
             else:
                 failures = self._post_payload(frame.header, frame.payload, deadline)
-            self._raise_losses(self._server.flush(self._members, deadline) | failures)
-
-    def tell(self, peers: Collection[int], header: bytes, *, timeout_s: float) -> None:
-        with self._gate.entered():
-            self._post(header, NO_SLOT, peers=peers)
-            self._raise_losses(self._server.flush(peers, deadline_in(timeout_s)))
+            self._check(self._server.flush(self._members, deadline) | failures)
 
     def collect_replies(self, *, timeout_s: float) -> dict[int, bytes | TransportError]:
         with self._gate.entered():
-            replies = self._server.gather(self._epoch, Kind.REPLY, deadline_in(timeout_s))
-            self._members -= {peer for peer, r in replies.items() if not isinstance(r, bytes)}
-            return replies
-
-    def some_replies(
-        self, peers: Collection[int], *, timeout_s: float
-    ) -> dict[int, bytes | TransportError]:
-        with self._gate.entered():
-            replies = self._server.some(peers, Kind.REPLY, deadline_in(timeout_s))
-            self._members -= {peer for peer, r in replies.items() if not isinstance(r, bytes)}
-            return replies
+            deadline = deadline_in(timeout_s)
+            return self._checked(self._server.gather(self._epoch, Kind.REPLY, deadline))
 
     def drop(self, peer: int) -> None:
         with contextlib.suppress(TransportClosed), self._gate.entered():
             self._settle([slot for slot in self._slots if peer in slot.readers])
             self._members.discard(peer)
             self._server.drop(peer)
-
-    def reset(self) -> None:
-        with contextlib.suppress(TransportClosed), self._gate.entered():
-            self._server.reset()
-
-    def close(self) -> None:
-        self._gate.close(self._dispose)
 
     def _dispose(self) -> None:
         self._settle(self._slots)
@@ -202,8 +180,12 @@ class SlotSender(SendTransport):
 
     def _settle(self, slots: Sequence[Slot]) -> None:
         """Wait, not for ever, until what was sent from `slots` can reach its readers."""
-        for slot in slots:
-            slot.settle()
+        deadline = deadline_in(_GRACE_S)
+        while not all(map(self._is_settled, slots)) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+
+    def _is_settled(self, slot: Slot) -> bool:
+        return slot.mark.is_done()
 
     def _post_payload(
         self, header: bytes, payload: Tensor, deadline: float
@@ -218,7 +200,8 @@ class SlotSender(SendTransport):
         self._lent = None
         failures = self._announce(slot, deadline)
         slot.readers = set(self._members)
-        self._post(header, slot.index, start or 0, payload.numel())
+        place = _FRAME.pack(slot.index, slot.sequence, start or 0, payload.numel())
+        self._server.write(self._members, Kind.FRAME, place + header)
         return failures
 
     def _announce(self, slot: Slot, deadline: float) -> dict[int, TransportError]:
@@ -231,17 +214,8 @@ class SlotSender(SendTransport):
         slot.known_to |= self._members
         return failures
 
-    def _post(
-        self,
-        header: bytes,
-        slot: int,
-        start: int = 0,
-        num_bytes: int = 0,
-        *,
-        peers: Collection[int] | None = None,
-    ) -> None:
-        data = _FRAME.pack(slot, self._sequence, start, num_bytes) + header
-        self._server.write(self._members if peers is None else peers, Kind.FRAME, data)
+    def _post_header(self, peers: Collection[int], header: bytes, slot: int = NO_SLOT) -> None:
+        self._server.write(peers, Kind.FRAME, _FRAME.pack(slot, 0, 0, 0) + header)
 
     def _free_slot(self, deadline: float) -> Slot:
         """A slot that nobody reads. Drops the peers that have not let go by the deadline."""
@@ -250,12 +224,11 @@ class SlotSender(SendTransport):
         while True:
             for slot in self._slots:
                 self._take_releases(slot.readers)
-                slot.readers -= self._server.losses(slot.readers).keys()
                 if not slot.readers:
                     return slot
             before = before or self._held()
             if time.monotonic() >= deadline:
-                self._raise_losses(self._expire_readers(before))
+                self._check(self._expire_readers(before))
             self._server.pump(left_s(deadline))
 
     def _held(self) -> Counter[int]:
@@ -270,26 +243,17 @@ class SlotSender(SendTransport):
         complaint = "did not let go of a payload in time"
         return {peer: self._server.expire(peer, complaint) for peer in late}
 
-    def _take_releases(self, peers: set[int]) -> None:
-        for peer in list(peers):
+    def _take_releases(self, readers: set[int]) -> None:
+        """Take those out that have let go, or are gone."""
+        for peer in list(readers):
             while (data := self._server.take(peer, Kind.RELEASE)) is not None:
-                if not self._release(peer, data):
+                is_whole = len(data) == _RELEASE.size
+                index, sequence = _RELEASE.unpack(data) if is_whole else (NUM_SLOTS, 0)
+                if index < NUM_SLOTS and self._slots[index].sequence == sequence:
+                    self._slots[index].readers.discard(peer)
+                else:
                     self._server.drop(peer, BrokenProtocol("it let go of what it did not hold"))
-
-    def _release(self, peer: int, data: bytes) -> bool:
-        """Note that `peer` let go of a slot; False if it cannot have held it."""
-        if len(data) != _RELEASE.size:
-            return False
-        index, sequence = _RELEASE.unpack(data)
-        if index >= NUM_SLOTS or self._slots[index].sequence != sequence:
-            return False
-        self._slots[index].readers.discard(peer)
-        return True
-
-    def _raise_losses(self, losses: dict[int, TransportError]) -> None:
-        self._members -= losses.keys()
-        if losses:
-            raise failure(losses)
+        readers.difference_update(self._server.losses(readers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,8 +265,7 @@ class Announcement:
         slot: Its slot, or NO_SLOT or EMPTY_SLOT.
         start: Where the payload begins, in bytes.
         num_bytes: Its length.
-        sequence: Number of the last frame with a payload, which this is if it has one.
-        release: The message that lets go of it.
+        sequence: Its number, if it has a payload.
     """
 
     header: bytes
@@ -310,66 +273,123 @@ class Announcement:
     start: int
     num_bytes: int
     sequence: int
-    release: bytes
 
-    @classmethod
-    def parse(cls, data: bytes, segments: Mapping[int, int]) -> Announcement:
-        """Read a FRAME message; `segments` are the bytes in each slot. Raises BrokenProtocol."""
+
+class SlotReceiver(SocketReceiver):
+    """A receiver's end, less its memory and the way to the sender."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        max_payload_bytes: int | None,
+        announcement: Kind,
+        *,
+        secret: bytes | None = None,
+    ) -> None:
+        """Memory is announced in messages of the kind `announcement`."""
+        super().__init__(
+            Capabilities((device.type,), max_payload_bytes),
+            {Kind.FRAME, announcement},
+            secret=secret,
+        )
+        self._device = device
+        self._waiting: deque[Announcement] = deque()  # told of, not handed out yet
+
+    def receive(self, *, timeout_s: float) -> Frame:
+        """What a timeout interrupts, the next call goes on with."""
+        deadline, pace, num_late = deadline_in(timeout_s), Pace(self._busy_s), 0
+        with self._reading():
+            self._take_back()
+            while num_late < _MAX_LATE:
+                self._advance()
+                if self._waiting and (frame := self._hand_out(self._waiting[0])) is not None:
+                    return frame
+                is_late = time.monotonic() >= deadline
+                if not self._take_message(self._pause_s(pace, deadline)) and is_late:
+                    break
+                num_late += is_late
+        raise TransportTimeout("nothing came in time")
+
+    def progress(self) -> None:
+        with self._gate.entered():
+            self._advance()
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Held while frames are read: an end that lost the sender forgets what it had of it."""
+        with self._gate.entered():
+            try:
+                yield
+            except (PeerLost, TransportUnavailable):
+                self._forget()
+                raise
+
+    @abstractmethod
+    def _take_back(self) -> None:
+        """The payload that was handed out last is the caller's no more."""
+
+    @abstractmethod
+    def _advance(self) -> None:
+        """Go on with what no message tells the end of."""
+
+    @abstractmethod
+    def _pause_s(self, pace: Pace, deadline: float) -> float:
+        """How long to wait for a message."""
+
+    @abstractmethod
+    def _payload(self, told: Announcement) -> Tensor | None:
+        """What is told of, for the caller to read from now on; None if it is not here yet."""
+
+    @abstractmethod
+    def _sizes(self) -> Mapping[int, int]:
+        """Bytes of the slots that are known."""
+
+    @abstractmethod
+    def _map(self, message: Message) -> None:
+        """Take in an announcement of memory, and own its descriptor. Raises BrokenProtocol."""
+
+    def _take_message(self, pause_s: float) -> bool:
+        """Obey a message, if one comes. Raises PeerLost."""
+        message = self._poll(pause_s)
+        if message is None:
+            return False
+        if message.kind is not Kind.FRAME:
+            self._map(message)
+            return True
+        self._waiting.append(self._parsed(message.data))
+        num_bytes = sum(len(told.header) for told in self._waiting)
+        if len(self._waiting) > _MAX_WAITING or num_bytes > DEFAULT_MAX_MESSAGE_BYTES:
+            raise BrokenProtocol("more frames than can wait for a payload")
+        return True
+
+    def _poll(self, pause_s: float) -> Message | None:
+        return self._client.poll(pause_s)
+
+    def _parsed(self, data: bytes) -> Announcement:
+        """Read a FRAME message. Raises BrokenProtocol."""
         if len(data) <= _FRAME.size:
             raise BrokenProtocol("a frame without a header")
         slot, sequence, start, num_bytes = _FRAME.unpack_from(data)
         if slot not in (NO_SLOT, EMPTY_SLOT):
-            segment = segments.get(slot)
-            if segment is None or start + num_bytes > segment:
+            limit = self._capabilities.max_payload_bytes
+            if not 0 < num_bytes <= (limit or num_bytes):
+                raise BrokenProtocol(f"a payload of {num_bytes} bytes; this end takes {limit}")
+            if start + num_bytes > self._sizes().get(slot, 0):
                 raise BrokenProtocol(f"{num_bytes} bytes at {start} in segment {slot}")
-        release = _RELEASE.pack(slot, sequence)
-        return cls(data[_FRAME.size :], slot, start, num_bytes, sequence, release)
+        return Announcement(data[_FRAME.size :], slot, start, num_bytes, sequence)
 
+    def _hand_out(self, first: Announcement) -> Frame | None:
+        """The oldest frame, if its payload is here."""
+        payload: Tensor | None = None
+        if first.slot == EMPTY_SLOT:
+            payload = torch.empty(0, dtype=torch.uint8, device=self._device)
+        elif first.slot != NO_SLOT and (payload := self._payload(first)) is None:
+            return None
+        self._waiting.popleft()
+        return Frame(first.header, payload)
 
-class SlotReceiver(ReceiveTransport, ABC):
-    """A receiver's end, less its memory and the way to the sender."""
-
-    def __init__(
-        self, capabilities: Capabilities, announcement: Kind, *, secret: bytes | None = None
-    ) -> None:
-        """Memory is announced in messages of the kind `announcement`."""
-        self._capabilities = capabilities
-        self._gate = Gate(busy_s(capabilities.devices[0]))
-        self._client = Client(
-            self._dial, self._gate, kinds={Kind.FRAME, announcement}, secret=secret
-        )
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
-
-    def connect(self, greeting: bytes, *, timeout_s: float) -> None:
-        with self._gate.entered():
-            self._forget()
-            self._client.connect(greeting, deadline_in(timeout_s))
-
-    def reply(self, data: bytes, *, timeout_s: float) -> None:
-        with self._gate.entered():
-            self._client.write(Kind.REPLY, data, deadline_in(timeout_s))
-
-    def disconnect(self) -> None:
-        with contextlib.suppress(TransportClosed), self._gate.entered():
-            self._forget()
-
-    def close(self) -> None:
-        self._gate.close(self._forget)
-
-    @abstractmethod
-    def _dial(self, timeout_s: float) -> socket.socket:
-        """A connection to the sender. Raises OSError while nobody serves, in so many seconds."""
-
-    @abstractmethod
-    def _forget(self) -> None:
-        """End the connection, which lets go of everything."""
-
-    def _check_segment(self, index: int, num_bytes: int, granule_bytes: int) -> None:
-        """Raise BrokenProtocol for memory that no slot of this transport has."""
-        limit = self._capabilities.max_payload_bytes
-        too_large = limit is not None and num_bytes > limit + granule_bytes
-        if index >= NUM_SLOTS or num_bytes == 0 or too_large:
-            raise BrokenProtocol(f"segment {index} of {num_bytes} bytes")
+    def _release(self, told: Announcement) -> None:
+        """Let go of a slot."""
+        data = _RELEASE.pack(told.slot, told.sequence)
+        with contextlib.suppress(PeerLost):  # of a sender that is gone; what it sent is handed out
+            self._client.write(Kind.RELEASE, data, deadline_in(_RELEASE_TIMEOUT_S))

@@ -7,20 +7,31 @@ with the announcement of a slot's memory (SEGMENT).
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+import struct
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor
 
 from deltasync.transports import forks
-from deltasync.transports.base import Capabilities, Frame
-from deltasync.transports.control.connection import Kind
+from deltasync.transports.control.connection import BrokenProtocol, Kind, Message, Pace, left_s
 from deltasync.transports.control.socket_file import check_user, listen, private_path
-from deltasync.transports.slots import Slot, SlotReceiver, SlotSender
+from deltasync.transports.marks import Mark
+from deltasync.transports.slots import NUM_SLOTS, Announcement, Slot, SlotReceiver, SlotSender
 
 
 class UnixSender(SlotSender):
-    """The sender's end: listens on a unix socket that only its own user may connect to."""
+    """The sender's end: listens on a unix socket that only its own user may connect to.
+
+    Attributes:
+        path: The socket that receivers connect to.
+    """
 
     def __init__(
         self, path: str | Path | None, slots: Sequence[Slot], *, max_payload_bytes: int | None
@@ -31,45 +42,55 @@ class UnixSender(SlotSender):
         file of a sender that is dead is replaced. Raises ConfigError if another sender listens
         there or `path` is something else.
         """
-        capabilities = Capabilities(
-            (slots[0].memory.device.type,), max_payload_bytes, outlives_losses=True
-        )
-        self._path = private_path() if path is None else Path(path)
-        listener, self._inode = listen(self._path)
-        super().__init__(listener, slots, capabilities, admit=check_user)
-
-    @property
-    def path(self) -> Path:
-        """The socket that receivers connect to."""
-        return self._path
-
-    def close(self) -> None:
-        """Removes the socket file."""
-        super().close()
+        self.path = private_path() if path is None else Path(path)
+        listener, self._inode = listen(self.path)
+        super().__init__(listener, slots, max_payload_bytes, admit=check_user)
 
     def _dispose(self) -> None:
         super()._dispose()
         with contextlib.suppress(FileNotFoundError):
-            if self._path.lstat().st_ino == self._inode:
-                self._path.unlink()
+            if self.path.lstat().st_ino == self._inode:
+                self.path.unlink()
 
 
-class UnixReceiver(SlotReceiver, ABC):
-    """A receiver's end, less its memory."""
+class Segment:
+    """Memory of the sender as it is mapped here: uint8[n], and the mark of what stands there."""
+
+    def __init__(self, memory: Tensor, mark: Mark) -> None:
+        self.memory, self.mark = memory, mark
+        forks.inert_in_children(self._forked)
+
+    def _forked(self) -> None:
+        """The memory lasts no longer for a child."""
+        self.memory = self.memory.new_empty(0)
+
+    def close(self) -> None:
+        """Unmap, after the reads that were enqueued here."""
+
+
+class UnixReceiver(SlotReceiver):
+    """A receiver's end, less what maps memory.
+
+    Attributes:
+        segment: Of a SEGMENT message: slot, bytes, and the handles of its memory.
+        granule_bytes: How much larger than a payload a slot may be.
+    """
+
+    segment: ClassVar[struct.Struct]
+    granule_bytes: ClassVar[int]
 
     def __init__(
-        self, path: str | Path, device_type: str, *, max_payload_bytes: int | None
+        self, path: str | Path, device: torch.device, *, max_payload_bytes: int | None
     ) -> None:
         """Connect to a sender that listens on `path`; larger segments are refused.
 
         So is a sender of another user, unless that is root.
         """
         self._path = Path(path)
-        super().__init__(Capabilities((device_type,), max_payload_bytes), Kind.SEGMENT)
-
-    @abstractmethod
-    def receive(self, *, timeout_s: float) -> Frame:
-        """The payload is the sender's memory, where it can be."""
+        super().__init__(device, max_payload_bytes, Kind.SEGMENT)
+        self._segments: dict[int, Segment] = {}
+        self._held: Announcement | None = None  # handed out
+        self._releases: deque[tuple[Mark, Announcement]] = deque()  # let go of, maybe still read
 
     def _dial(self, timeout_s: float) -> socket.socket:
         sock = forks.new_socket(socket.AF_UNIX)
@@ -81,3 +102,66 @@ class UnixReceiver(SlotReceiver, ABC):
             sock.close()
             raise
         return sock
+
+    def _forget(self) -> None:
+        """Unmap, after the reads that were enqueued, then close the connection."""
+        self._held = None
+        self._waiting.clear()
+        self._releases.clear()
+        try:
+            while self._segments:
+                self._segments.popitem()[1].close()
+        finally:
+            self._client.hang_up()
+
+    def _take_back(self) -> None:
+        """Mark where the reads of the last payload end on the current stream."""
+        held, self._held = self._held, None
+        if held is not None:
+            self._releases.append((self._new_mark().set(), held))
+
+    def _new_mark(self) -> Mark:
+        return Mark(self._device)
+
+    def _advance(self) -> None:
+        """Release to the sender what nothing reads any more."""
+        while self._releases and self._releases[0][0].is_done():
+            self._release(self._releases.popleft()[1])
+
+    def _pause_s(self, pace: Pace, deadline: float) -> float:
+        is_on_gpu = bool(self._waiting or self._releases)  # which wakes no socket
+        return pace.pause_s(deadline) if is_on_gpu else left_s(deadline)
+
+    def _payload(self, told: Announcement) -> Tensor | None:
+        segment = self._segments[told.slot]
+        if not segment.mark.is_done():
+            return None
+        self._held = told
+        return segment.memory[told.start : told.start + told.num_bytes]
+
+    def _sizes(self) -> Mapping[int, int]:
+        return {index: segment.memory.numel() for index, segment in self._segments.items()}
+
+    def _map(self, message: Message) -> None:
+        assert message.descriptor is not None  # without one it is no SEGMENT
+        try:
+            if len(message.data) != self.segment.size:
+                raise BrokenProtocol("a segment message of the wrong size")
+            index, num_bytes, *handles = self.segment.unpack(message.data)
+            limit = self._capabilities.max_payload_bytes
+            most = num_bytes if limit is None else limit + self.granule_bytes
+            if index >= NUM_SLOTS or not 0 < num_bytes <= most:
+                raise BrokenProtocol(f"segment {index} of {num_bytes} bytes")
+            in_use = [*self._waiting, *(told for _, told in self._releases)]
+            if any(told.slot == index for told in in_use):
+                raise BrokenProtocol("a segment in place of one that is in use")
+            if index in self._segments:
+                self._segments.pop(index).close()
+            self._segments[index] = self._mapped(num_bytes, tuple(handles), message.descriptor)
+        except BaseException:
+            os.close(message.descriptor)
+            raise
+
+    @abstractmethod
+    def _mapped(self, num_bytes: int, handles: tuple[bytes, ...], descriptor: int) -> Segment:
+        """Map memory, and own `descriptor`. Raises BrokenProtocol, TransportUnavailable."""

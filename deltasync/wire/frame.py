@@ -133,7 +133,8 @@ def message_bytes_of(view: bytes | memoryview) -> int:
         raise BadMagic(f"magic {bytes(magic)!r} is not {MAGIC!r}: not a deltasync frame")
     if version != FORMAT_VERSION or flags != 0:
         raise UnsupportedVersion(
-            f"format version {version}, flags {flags}; this build reads version {FORMAT_VERSION}"
+            f"format version {version}, flags {flags}; this build reads version {FORMAT_VERSION}: "
+            "install one release at all ends"
         )
     if message_bytes > MAX_MESSAGE_BYTES:
         raise LimitExceeded(f"message of {message_bytes} bytes, {MAX_MESSAGE_BYTES} are accepted")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pty
 import resource
 import subprocess
 import sys
@@ -128,3 +129,24 @@ def wait_until_gone(process: int) -> None:
         while status.read_text().rpartition(")")[2].split()[0] != "Z":
             assert time.monotonic() < give_up
             time.sleep(0.05)
+
+
+def in_terminal(*words: str | Path, is_error: bool = False, **environment: str) -> str:
+    """What a command writes to a terminal of 80 columns that is its stdout, or its stderr."""
+    leader, follower = pty.openpty()
+    given = ENVIRONMENT | {"TERM": "dumb", "COLUMNS": "80", "NO_COLOR": "1"} | environment
+    out, err = (subprocess.DEVNULL, follower) if is_error else (follower, subprocess.DEVNULL)
+    with subprocess.Popen([*COMMAND, *words], env=given, stdout=out, stderr=err) as process:
+        os.close(follower)
+        data = b""
+        while True:
+            try:
+                part = os.read(leader, 1 << 16)
+            except OSError:  # the other end was closed
+                break
+            if not part:
+                break
+            data += part
+        process.wait(timeout=100)
+    os.close(leader)
+    return data.decode()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import pty
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ import torch
 from deltasync.files.checkpoint import Checkpoint
 from deltasync.files.patch_file import write_patch
 from deltasync.observe.units import size
-from tests.cli.command import COMMAND, ENVIRONMENT, call, output, refused
+from tests.cli.command import call, in_terminal, output, refused
 from tests.files.saved import holds, model, save, save_sharded, stepped
 
 UP = "model.layers.0.up.weight"
@@ -106,6 +104,22 @@ def test_verify_says_what_of_a_patch_file_is_damaged_and_where(patch: Path) -> N
     assert 0 < int(where[1].replace(",", "")) < len(data)
 
 
+def test_patches_of_both_codecs_are_read_by_a_process_that_wrote_none(tmp_path: Path) -> None:
+    """Tiles that go whole lie between others."""
+    tensor = torch.randn(5 * 4096).bfloat16()
+    other = tensor.clone()
+    other[::3] *= 2
+    other[4096 : 2 * 4096] *= 2
+    old, new = (save({"w": one}, tmp_path / n) for n, one in (("old", tensor), ("new", other)))
+    for codec in ("gap", "class"):
+        patch = tmp_path / codec
+        write_patch(Checkpoint(old), Checkpoint(new), patch, codec=codec)
+        assert codec.encode() in patch.read_bytes()
+        assert "sound frames" in output("verify", patch)
+        output("apply", patch, old, "--out", tmp_path / f"{codec}-made")
+        assert (tmp_path / f"{codec}-made").read_bytes() == new.read_bytes()
+
+
 def test_bad_input_gets_one_line_and_a_code(
     old: Path, new: Path, patch: Path, tmp_path: Path
 ) -> None:
@@ -123,28 +137,6 @@ def test_bad_input_gets_one_line_and_a_code(
     assert "not a regular file" in refused("verify", tmp_path / "pipe")
     assert "safetensors.torch.save_file(torch.load(" in refused("diff", old, tmp_path / "w.pt")
     assert not out.exists()
-
-
-def in_terminal(*words: str | Path) -> str:
-    """What a command writes to a terminal of 80 columns, without its escapes."""
-    leader, follower = pty.openpty()
-    environment = ENVIRONMENT | {"TERM": "dumb", "COLUMNS": "80", "NO_COLOR": "1"}
-    with subprocess.Popen(
-        [*COMMAND, *words], env=environment, stdout=follower, stderr=subprocess.DEVNULL
-    ) as process:
-        os.close(follower)
-        data = b""
-        while True:
-            try:
-                part = os.read(leader, 1 << 16)
-            except OSError:  # the other end was closed
-                break
-            if not part:
-                break
-            data += part
-        process.wait(timeout=100)
-    os.close(leader)
-    return data.decode()
 
 
 ODD = {  # and how they are shown

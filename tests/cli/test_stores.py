@@ -15,7 +15,7 @@ import pytest
 from torch import Tensor
 
 from deltasync.files.checkpoint import Checkpoint
-from tests.cli.command import call, output, refused, start
+from tests.cli.command import call, in_terminal, output, refused, start
 from tests.worlds.faults import faulty
 from tests.worlds.programs import completed
 from tests.worlds.published import RUN, Publisher
@@ -51,6 +51,13 @@ def test_versions_are_fetched_bit_for_bit_also_from_a_checkpoint(
     text = output("fetch", url, "--base", tmp_path / "v2", "--out", tmp_path / "newest")
     assert_is(tmp_path / "newest", trainer.states[5])
     assert "; fetched 3 delta, " in text
+
+
+def test_progress_is_drawn_in_terminals_alone(trainer: Publisher, tmp_path: Path) -> None:
+    words = "fetch", trainer.place.url, "--out"
+    drawn = in_terminal(*words, tmp_path / "drawn", is_error=True, TERM="xterm")
+    assert re.search(r"fetch.*/[\d.]+ [kM]?B", drawn), drawn
+    assert call(*words, tmp_path / "piped").stderr == ""
 
 
 def test_nothing_is_left_of_what_failed(trainer: Publisher, tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ from deltasync import dtypes
 from deltasync.delta.bits import as_bits
 from deltasync.delta.coding import Coding
 from deltasync.delta.ledger import Ledger
-from deltasync.delta.shard import share_out
+from deltasync.delta.shard import ShardSpec, share_out
 from deltasync.delta.snapshot import MIN_BUCKET_BYTES, DeltaPlan, Plan
+from deltasync.delta.tiles import CHUNK
 from deltasync.errors import DigestMismatch, LimitExceeded, SourceChanged
 from deltasync.wire.changes import TILE
 from deltasync.wire.digest import MASK
@@ -91,7 +92,7 @@ def check_sync(
 def changed_by(plans: list[Plan]) -> set[int]:
     """Numbers of the layout's parameters that ranks send some of."""
     deltas = [plan for plan in plans if isinstance(plan, DeltaPlan)]
-    return {one.space.given[share].number for one in deltas for share in one.changed.tolist()}
+    return {one.space.given[share].number for one in deltas for share in np.flatnonzero(one.counts)}
 
 
 @pytest.mark.promise("All or nothing", "Staging writes nothing.")
@@ -182,9 +183,7 @@ def test_what_a_plan_says_is_what_differs(model: Model, data: st.DataObject) -> 
     masks = [(as_bits(new[name]) != as_bits(old)).reshape(-1) for name, old in before.items()]
     counts = [int(mask.sum()) for mask in masks]
     assert plan.nnz == sum(counts)
-    changed = [plan.space.given[share].number for share in plan.changed.tolist()]
-    assert changed == [n for n, count in enumerate(counts) if count]
-    assert plan.counts().tolist() == [count for count in counts if count]
+    assert plan.counts.tolist() == [counts[share.number] for share in plan.space.given]
     expected = list[tuple[int, int, int]]()
     for number in (share.number for share in plan.space.shares):
         size = before[list(before)[number]].element_size()
@@ -200,6 +199,35 @@ def test_what_a_plan_says_is_what_differs(model: Model, data: st.DataObject) -> 
     assert plan.payload_bytes == sum(one.num_bytes for one in sizes)
     dense = sum(t.nbytes for t in model.values())
     assert plan.payload_bytes <= dense + len(plan.space) * (6 + 5 * 16)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "stepped"])
+def test_tiles_of_a_share_that_lie_in_two_chunks_count_in_both(layout: own.Layout) -> None:
+    """A tile of the second rank begins 904 elements before a chunk ends."""
+    numel, cut = CHUNK + 2 * TILE, CHUNK - TILE - 904
+    model = {"w": torch.zeros(numel, dtype=torch.int16)}
+    held = [
+        {"w": ShardSpec((numel,), (low,), (high - low,))} for low, high in ((0, cut), (cut, numel))
+    ]
+    ranks = [Rank(specs_of(model), boxes, copies(parts(model, boxes))) for boxes in held]
+    receiver = Receiver(model, layout=layout)
+    for first, stop in ((-1, 1), (-2, 0), (0, 1), (-904, -903), (-TILE, TILE), (904 - CHUNK, 100)):
+        before = copies(receiver.live)
+        model["w"][CHUNK + first : CHUNK + stop] += 1
+        for rank, boxes in zip(ranks, held, strict=True):
+            rank.write(parts(model, boxes))
+        plans = [rank.delta() for rank in ranks]
+        staging = receiver.stage(plans)
+        assert np.array_equal(staging.ledger.sums, receiver.expected(model))
+        staging.commit()
+        assert equal(receiver.live, model)
+        staging.undo()
+        assert equal(receiver.live, before)
+        assert staging.commit() == sum(plan.ledger.total for plan in plans) & MASK
+        assert np.array_equal(receiver.measured(), staging.ledger.sums)
+        receiver.weights.ledger = staging.ledger
+        for plan in plans:
+            plan.decided()
 
 
 # Memory, and what is sent again
@@ -298,6 +326,43 @@ def test_a_snapshot_that_is_ahead_when_packing_breaks_off_is_known_to_be(
     assert np.array_equal(snapshot.ledger.sums, sender.measured())
 
 
+@pytest.mark.parametrize("broken", ["advance", "advance_whole", "advance_lanes"])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_snapshot_of_which_a_decision_breaks_off_is_known_to_be_mixed(
+    broken: str, is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the second payload. The next delta is decided, and receivers get all of that version."""
+    sender, model = changed_ends()
+    sender.held["w2"].fill_(3)
+    receiver, plan, detector = (
+        Receiver(model),
+        sender.delta(1 << 30, SMALL),
+        sender.snapshot._detector,
+    )
+    inner, calls = getattr(detector, broken), iter([False, True])
+
+    def stopping(*args: object) -> None:
+        stops = next(calls)
+        if is_late or not stops:
+            inner(*args)
+        if stops:
+            raise Stop
+
+    aborted(plan, 1 << 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(detector, broken, stopping)
+        with pytest.raises(Stop):
+            plan.decided()
+    sender.held["w1"].zero_()
+    again = sender.delta()
+    aborted(again, 1 << 20)
+    again.decided()
+    assert np.array_equal(sender.snapshot.ledger.sums, sender.measured())
+    full = sender.snapshot.full(bucket_bytes=1 << 20)
+    assert receiver.sync([full]) == full.ledger.total
+    assert equal(receiver.live, sender.held)
+
+
 @given(model=own.models(), data=st.data(), lie=st.integers(1, 1 << 20))
 def test_a_sync_larger_than_declared_is_refused_before_any_write(
     model: Model, data: st.DataObject, lie: int
@@ -313,6 +378,18 @@ def test_a_sync_larger_than_declared_is_refused_before_any_write(
         with pytest.raises(LimitExceeded, match="larger than its begin"):
             staged(receiver.weights, [plan])
     assert equal(receiver.live, before)
+
+
+@pytest.mark.parametrize("numel", [8, TILE])
+def test_whole_tiles_beside_few_lanes_take_no_more_than_was_declared(numel: int) -> None:
+    model = {f"w{n}": torch.zeros(numel, dtype=torch.int16) for n in range(100)}
+    model["few"] = torch.zeros(TILE, dtype=torch.int16)
+    sender, receiver = sole(model), Receiver(model, layout="contiguous")
+    for name, weights in sender.held.items():
+        weights[: 1 if name == "few" else None] = 1
+    plan = sender.delta()
+    assert receiver.sync([plan]) == plan.ledger.total
+    assert equal(receiver.live, sender.held)
 
 
 def test_padding_is_zero() -> None:

@@ -12,15 +12,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deltasync.delta import gap
-from deltasync.delta.bits import as_bits
+from deltasync.delta.bits import Flat, as_bits
 from deltasync.delta.changes import Changes
 from deltasync.delta.coding import Coder, Coding
+from deltasync.delta.payloads import PayloadReader
+from deltasync.delta.shard import whole
 from deltasync.delta.snapshot import Bucket
-from deltasync.errors import ConfigError
+from deltasync.delta.staging import LiveWeights
+from deltasync.delta.tiles import CHUNK, Space
 from deltasync.wire.changes import TILE, Sizes
-from tests.delta.ends import Receiver, aborted, equal, packed, sole
+from tests.delta.ends import Receiver, aborted, announced, equal, packed, sole
 from tests.wire import reference
-from tests.worlds.payloads import POISON
+from tests.worlds.bits import specs_of
+from tests.worlds.payloads import POISON, begin_of
 
 
 def changes_of(codes: list[int]) -> Changes:
@@ -159,10 +163,35 @@ def test_gaps_are_not_made_by_bits_that_receivers_do_not_have() -> None:
     assert [packed(bucket, "gap")[1] for bucket in sender.delta().buckets()] == ["gap"]
 
 
-def test_codecs_of_hosts_are_refused_where_payloads_are_elsewhere() -> None:
+def test_old_bits_of_whole_tiles_are_read_a_chunk_at_a_time() -> None:
+    """Where they are not side by side: positions take 8 bytes each."""
+
+    class Scattered(Flat):
+        def held(self, start: int, stop: int) -> Tensor:
+            return torch.arange(start, stop)
+
+        def gather(self, positions: Tensor) -> Tensor:
+            most.append(len(positions))
+            return super().gather(positions)
+
+    model, most = {"w": torch.arange(3 * CHUNK + 7, dtype=torch.int32)}, list[int]()
+    line = Flat.of(model["w"])
+    flat = Scattered(line.tensor, line.dtype, line.line, line.numel, is_contiguous=True)
+    sender, live = sole(model), LiveWeights({0: flat}, Space(whole(specs_of(model))))
+    sender.held["w"] += 1
+    [bucket] = sender.delta(bucket_bytes=1 << 24).buckets()
+    payload, compression = packed(bucket, "gap")
+    reader = PayloadReader(live)
+    reader.begin(begin_of(payload_bytes=bucket.sizes.num_bytes, places=0))
+    received = reader.read(announced(bucket, compression), payload)
+    assert (compression, received.changes.sizes.places) == ("gap", 0)
+    assert torch.equal(received.changes.whole[: len(model["w"])], sender.held["w"])
+    assert max(most) <= CHUNK
+
+
+def test_changes_of_which_no_host_has_the_old_bits_are_compressed() -> None:
+    """Those of a GPU. A sender that is asked for more there is refused when it is made."""
     sender = sole(sparse_model())
     sender.held["w"][::20] = 1
     [bucket] = sender.delta().buckets()
-    for one in (bucket, replace(bucket, old=None)):
-        with pytest.raises(ConfigError, match="take 'none'"):
-            Coder("gap").coded(torch.empty(64, dtype=torch.uint8, device="meta"), one)
+    assert [packed(one, "gap")[1] for one in (bucket, replace(bucket, old=None))] == ["gap", "zstd"]

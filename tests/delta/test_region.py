@@ -60,7 +60,7 @@ def test_a_region_has_the_elements_that_its_dimensions_say(start: int, dims: Dim
         inside, numbers = region.find(torch.arange(60))
         assert inside.tolist() == [place in places for place in range(60)]
         assert numbers[inside].tolist() == list(range(sum(place < 60 for place in places)))
-    if region.is_rows and region.is_rising:
+    if region.rows is not None and region.is_rising:
         per_row, gap = region.rows
         assert [start + n + n // per_row * gap for n in range(region.numel)] == places
 

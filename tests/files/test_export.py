@@ -143,7 +143,7 @@ def bound_for_another_layout(receiver: WeightReceiver, target: CopiedTarget) -> 
     with receiver._lock:
         other = random_model({"a": (200,)}, seed=0)
         specs = source_specs([NamedTensor(("a",), other.get_parameter("a"))])
-        receiver._weights.bind(specs, lanes=1, is_alone=True)
+        receiver._weights.bind(specs, lanes=1, world=1)
     yield
 
 

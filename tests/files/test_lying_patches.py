@@ -13,6 +13,7 @@ from deltasync.delta.bits import as_bits
 from deltasync.errors import (
     DeltaSyncError,
     DigestMismatch,
+    LimitExceeded,
     ProtocolViolation,
     SyncError,
     TruncatedFrame,
@@ -146,6 +147,7 @@ def others() -> dict[str, tuple[list[Said], type[DeltaSyncError]]]:
     ]
     for number, (n, other, error) in enumerate(of_others):
         found[f"w22 {number}"] = [*right[:n], other, *right[n + 1 :]], error
+    found["more than its layout"] = [right[0], begin(payload_bytes=1 << 40)], LimitExceeded
     found["w23 made from others"] = [layout(), *right[1:]], DigestMismatch
     found["w24 another result"] = [*right[:3], prepare(digest="0" * 16)], DigestMismatch
     found["w21 a byte behind"] = [*right, Frame(b"\0")], WireError

@@ -18,11 +18,13 @@ from deltasync.delta.coding import Coding
 from deltasync.errors import ConfigError, DeltaSyncError, DigestMismatch, LayoutMismatch
 from deltasync.files import patch_file
 from deltasync.files.checkpoint import Checkpoint
+from deltasync.files.classes import codec as class_codec
 from deltasync.files.comparing import compare_checkpoints, measure_digests
 from deltasync.files.frame_check import FrameCheck
 from deltasync.files.frame_file import FrameFile
 from deltasync.files.patch_file import PatchFile, apply_patch_file, write_patch
-from deltasync.store.classes import codec as class_codec
+from deltasync.wire.frame import decode
+from deltasync.wire.messages import Layout
 from tests.files.saved import holds, model, save, save_sharded, stepped
 from tests.worlds.strategies import models, mutations
 
@@ -79,6 +81,9 @@ def test_diff_then_apply_is_the_new_version_bit_for_bit(
         assert summary.digest == digest == measure_digests(Checkpoint(second)).total
         assert summary.num_bytes == (folder / "patch").stat().st_size
         assert FrameCheck(folder / "patch").fault is None
+        layout, _ = decode(next(iter(FrameFile(patch))).header)
+        assert isinstance(layout, Layout)
+        assert layout.stream_id == layout.digest == f"{summary.base:016x}"
 
 
 def test_a_folder_keeps_its_sharding_and_its_other_files(tmp_path: Path) -> None:

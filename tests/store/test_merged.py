@@ -20,8 +20,8 @@ from deltasync.delta.readers import WireReader
 from deltasync.delta.shard import whole
 from deltasync.delta.snapshot import Plan, snapshot_of
 from deltasync.errors import DeltaSyncError
+from deltasync.files.classes import codec as class_codec
 from deltasync.store import merged
-from deltasync.store.classes import codec as class_codec
 from deltasync.store.merged import Merged, Overlay, plan_of_anchor, plan_of_deltas
 from deltasync.sync.protocol.one_way import OneWayReader, one_way_frames
 from deltasync.transports.base import Frame

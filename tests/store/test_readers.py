@@ -29,8 +29,8 @@ from deltasync.errors import (
     TransportTimeout,
     VersionMissing,
 )
+from deltasync.files.classes import codec as class_codec
 from deltasync.store.catalogue import Published, Run
-from deltasync.store.classes import codec as class_codec
 from deltasync.store.receiver import StoreReceiver
 from deltasync.store.routes import find_route
 from tests.store.raw import Stored

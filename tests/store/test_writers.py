@@ -6,10 +6,12 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from deltasync import SenderOptions
+from deltasync.delta.detector import HostDetector
 from deltasync.errors import (
     ObjectDamaged,
     StoreError,
@@ -186,6 +188,29 @@ def test_s03_streamed_weights_are_all_sent_after_a_manifest_without_an_answer(li
         link.faults.choose = lambda method, path: None
     assert trainer.stats[4].kind == "anchor"
     assert_published(trainer, link.near)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_s03_an_interrupt_while_the_snapshot_takes_a_version_over_is_made_up_for(
+    place: Place, is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, inner = Publisher(place), HostDetector.advance
+    trainer.publish(2)
+
+    def interrupted(*args: Any) -> None:
+        if is_late:
+            inner(*args)
+        raise KeyboardInterrupt
+
+    change(trainer.model)
+    trainer.states[3] = state_of(trainer.model)
+    with monkeypatch.context() as patch:
+        patch.setattr(HostDetector, "advance", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.put()
+    trainer.model.load_state_dict(trainer.states[2])  # back to what the snapshot may still have
+    assert trainer.put().version == 4
+    assert_published(trainer)
 
 
 @pytest.mark.parametrize(

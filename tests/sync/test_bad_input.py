@@ -27,6 +27,7 @@ from deltasync.errors import (
     WrongStream,
 )
 from deltasync.sync.protocol.receiver_session import ReceiverState
+from deltasync.testing.links import PROMPT_S, within
 from deltasync.transports.base import Frame
 from deltasync.wire import messages
 from deltasync.wire.compression import compress
@@ -35,10 +36,15 @@ from deltasync.wire.messages import (
     Abort,
     Failed,
     Finish,
+    Message,
+    Shares,
+    Upcoming,
     entries,
 )
 from tests.golden.make_golden import MESSAGES
+from tests.wire import reference
 from tests.worlds.lies import header_of
+from tests.worlds.links import ThroughReceiver
 from tests.worlds.peers import (
     BASE,
     DENSE,
@@ -55,6 +61,7 @@ from tests.worlds.peers import (
     begin,
     bucket,
     commit,
+    frame,
     layout,
     prepare,
     said,
@@ -63,6 +70,7 @@ from tests.worlds.peers import (
     zipped,
 )
 
+SHARES = frame(Shares(version=NEXT, num_shares=1), reference.SHARE.pack(0, 0, 0, 1, 40, 40))
 IN_PLACE = OPTIONS.model_copy(update={"max_staged_bytes": 0})
 CASES: dict[str, tuple[list[Said], type[DeltaSyncError]]] = {
     "payload that was not declared": (
@@ -88,6 +96,10 @@ CASES: dict[str, tuple[list[Said], type[DeltaSyncError]]] = {
         [layout(parameters=entries((replace(SPECS[0], shape=(1 << 61,)), *SPECS[1:])))],
         LayoutMismatch,
     ),
+    "layout of a gigantic parameter that is not held": (
+        [layout(parameters=entries((*SPECS, replace(SPECS[0], names=("d",), shape=(1 << 37,)))))],
+        LayoutMismatch,
+    ),
     "layout of another dtype": (
         [layout(parameters=entries((replace(SPECS[0], dtype=SPECS[1].dtype), *SPECS[1:])))],
         LayoutMismatch,
@@ -106,6 +118,8 @@ CASES: dict[str, tuple[list[Said], type[DeltaSyncError]]] = {
         [*JOINED, begin(), bucket(SPARSE, version=NEXT + 1)],
         ProtocolViolation,
     ),
+    "shares twice": ([*JOINED, begin(), SHARES, SHARES], ProtocolViolation),
+    "shares after a bucket": ([*STAGED, SHARES], ProtocolViolation),
     "bucket repeated": ([*STAGED, bucket(SPARSE, DENSE)], ProtocolViolation),
     "bucket skipped": ([*JOINED, begin(), bucket(SPARSE, sequence=1)], ProtocolViolation),
     "buckets reordered": (
@@ -224,6 +238,27 @@ def test_in_place_an_earlier_bucket_is_written_and_the_receiver_refuses_to_serve
     hand.serve_honestly()
 
 
+class Repacked(ThroughReceiver):
+    """Of a sender that gives the receiver up, and packs where the payload is that it looks at."""
+
+    def receive(self, *, timeout_s: float) -> Frame:
+        self.frame = super().receive(timeout_s=timeout_s)
+        return self.frame
+
+    def progress(self) -> None:
+        if self.frame.payload is not None:
+            self.frame.payload.fill_(0x7F)
+
+
+def test_a_payload_that_changes_while_it_is_looked_at_is_not_written_elsewhere() -> None:
+    hand = Hand(IN_PLACE, wrap=Repacked)
+    hand.say([*JOINED, begin(), bucket(SPARSE)])
+    now = [as_bits(parameter.data) for parameter in hand.module.parameters()]
+    expected = [bits.clone() for bits in hand.before]
+    expected[0].view(-1)[list(SPARSE.places or ())] = 0x7F7F
+    assert all(torch.equal(a, b) for a, b in zip(expected, now, strict=True))
+
+
 @pytest.mark.promise(
     "All or nothing",
     "If the sender dies between commit and finish, a rank that does not know what the others "
@@ -235,6 +270,28 @@ def test_a_rank_that_never_hears_whether_its_engine_committed_must_not_serve() -
     assert type(error) is ProtocolViolation
     with pytest.raises(DirtyReceiver):
         hand.receiver.check_serving()
+
+
+class Chatty(ThroughReceiver):
+    """Of a sender that says the same again and again."""
+
+    says: Message | None = None
+
+    def receive(self, *, timeout_s: float) -> Frame:
+        if self.says is None:
+            return super().receive(timeout_s=timeout_s)
+        return Frame(encode(self.says))
+
+
+@pytest.mark.parametrize("says", [Upcoming(version=NEXT), Abort(version=NEXT, reason="")])
+def test_no_talk_makes_a_wait_for_a_sync_longer(says: Message) -> None:
+    links: list[Chatty] = []
+    hand = Hand(wrap=lambda link: links.append(Chatty(link)) or links[-1])
+    assert type(hand.say(JOINED)) is TransportTimeout
+    links[0].says = says
+    with within(PROMPT_S), pytest.raises(TransportTimeout):
+        hand.receiver.stage(timeout_s=0.1)
+    assert hand.receiver.state is ReceiverState.READY
 
 
 @pytest.mark.promise("Errors", "`Refused` says why.")

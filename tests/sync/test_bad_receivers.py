@@ -55,7 +55,11 @@ WRONG = "0123456789abcdef"
 
 LIES: dict[str, tuple[str, Tamper, str]] = {
     "garbage hello": ("hello", lambda _: [b"garbage"], "TruncatedFrame"),
-    "hello of a format to come": ("hello", with_(format_versions=[99]), "speaks format"),
+    "hello of a format to come": (
+        "hello",
+        with_(format_versions=[99]),
+        "format 2, the receiver [99]",
+    ),
     "no hello": (
         "hello",
         lambda _: [Held(digest=WRONG, parts=(), half_written=False, max_staged_bytes=0)],

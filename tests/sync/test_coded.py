@@ -4,12 +4,22 @@ wrong bases do. Kernels are interpreted where there is no GPU."""
 from __future__ import annotations
 
 from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from deltasync import ModuleSource, ReceiverOptions, SenderOptions, TrainerRank, WeightSender
+from deltasync import (
+    ModuleSource,
+    ReceiverOptions,
+    SenderOptions,
+    StoreSender,
+    TrainerRank,
+    WeightSender,
+)
 from deltasync.delta.choice import Kernels
 from deltasync.delta.coding import Coding
 from deltasync.delta.kernels import triton_base
@@ -192,6 +202,23 @@ def test_class_is_refused_on_links() -> None:
         with pytest.raises(ConfigError, match="for stores and patch files"):
             sender.options = options
         assert sender.options.compression == "gap"
+
+
+def test_codecs_of_changes_are_refused_where_kernels_compare_on_a_gpu(tmp_path: Path) -> None:
+    there = SimpleNamespace(device=torch.device("cuda", 0), numel=lambda: 4)
+    source: Any = SimpleNamespace(tensors=lambda: [SimpleNamespace(tensor=there)])
+    gap, link = SenderOptions(compression="gap"), inprocess.Sender()
+    with pytest.raises(ConfigError, match="made on hosts"):
+        WeightSender(source, link, options=gap)
+    with pytest.raises(ConfigError, match="made on hosts"):
+        TrainerRank(source, link, link.receiver(), rank=1, world=2, options=gap)
+    with pytest.raises(ConfigError, match="made on hosts"):
+        StoreSender(source, tmp_path, options=SenderOptions(compression="class"))
+    StoreSender(source, tmp_path)
+    with WeightSender(source, link) as sender:
+        with pytest.raises(ConfigError, match="made on hosts"):
+            sender.options = gap
+        sender.options = SenderOptions(compression="zstd")
 
 
 @interpreted

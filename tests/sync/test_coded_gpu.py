@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
-from deltasync import ReceiverOptions, SenderOptions
+from deltasync import (
+    ModuleSource,
+    ModuleTarget,
+    ReceiverOptions,
+    SenderOptions,
+    StoreReceiver,
+    StoreSender,
+    WeightSender,
+)
 from deltasync.delta.bits import as_bits
 from deltasync.errors import ConfigError, SyncAborted
 from deltasync.transports import inprocess
@@ -40,15 +50,25 @@ def test_payloads_of_a_gpu_are_compressed(link: str, snapshot_device: str | None
         assert bits_equal(source, replica)
 
 
-def test_codecs_of_changes_are_refused_on_a_gpu() -> None:
-    source, replica = (model(torch.bfloat16, 0) for _ in range(2))
-    with fleet(source, options=SenderOptions(compression="gap")) as here:
-        here.add(replica)
-        here.wait(1)
-        here.sender.send_weights()
-        nudged(source.get_parameter("matrix").data, 0.01)
-        with pytest.raises(ConfigError, match="made on hosts"):
-            here.sender.send_weights(timeout_s=20)
+def test_codecs_of_changes_are_refused_on_a_gpu(tmp_path: Path) -> None:
+    source, gap = ModuleSource(model(torch.bfloat16, 0)), SenderOptions(compression="gap")
+    with inprocess.Sender() as link, pytest.raises(ConfigError, match="made on hosts"):
+        WeightSender(source, link, options=gap)
+    with pytest.raises(ConfigError, match="made on hosts"):
+        StoreSender(source, tmp_path, options=SenderOptions(compression="class"))
+
+
+def test_a_store_has_deltas_of_a_gpu_compressed(tmp_path: Path) -> None:
+    source, replica = (model(torch.bfloat16, seed) for seed in range(2))
+    trainer, engine = (
+        StoreSender(ModuleSource(source), tmp_path),
+        StoreReceiver(ModuleTarget(replica), tmp_path),
+    )
+    for version in (1, 2, 3):
+        nudged(source.get_parameter("matrix").data, 0.003)
+        assert trainer.publish().version == version
+        assert engine.fetch() == version
+        assert bits_equal(source, replica)
 
 
 def test_a_host_codes_for_a_gpu() -> None:

@@ -61,6 +61,14 @@ def as_any(value: object) -> Any:
 
 MISTAKES |= {
     "a value": (lambda: SenderOptions(bucket_bytes=3), "SenderOptions: bucket_bytes is 3, and"),
+    "a payload in which 32 bits do not count": (
+        lambda: SenderOptions(bucket_bytes=1 << 31),
+        "bucket_bytes is 2147483648, and should be less than",
+    ),
+    "such a payload accepted": (
+        lambda: ReceiverOptions(max_payload_bytes=1 << 31),
+        "max_payload_bytes is 2147483648, and should be less than",
+    ),
     "a name": (lambda: SenderOptions(**as_any({"bucket_byte": 3})), "did you mean bucket_bytes?"),
     "no name": (
         lambda: SenderOptions(**as_any({"x": 3})),

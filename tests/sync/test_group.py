@@ -19,9 +19,10 @@ from torch.utils._pytree import tree_leaves
 from deltasync import SenderOptions, SyncStats
 from deltasync.delta.shard import ShardSpec, placed
 from deltasync.engines.routed import RoutedTarget
-from deltasync.errors import PeerLost, SyncAborted, TransportTimeout
+from deltasync.errors import ConfigError, PeerLost, SyncAborted, TransportTimeout
 from deltasync.sync.group import orders
 from deltasync.sync.group.rank import TrainerRank
+from deltasync.sync.protocol.receiver_session import ReceiverState
 from deltasync.testing.links import PROMPT_S, within
 from deltasync.transports.base import Frame, ReceiveTransport, SendTransport
 from tests.delta.shards import placements
@@ -332,6 +333,16 @@ def test_ranks_that_leave_something_out_are_refused() -> None:
         assert all("'q' among them, are not whole together" in str(one) for one in outcomes)
 
 
+def test_ranks_may_share_out_what_is_tiny() -> None:
+    shapes = {f"bias{n}": (16,) for n in range(20)}
+    source, target = (random_model(shapes, n).bfloat16() for n in (1, 2))
+    with trainer_of(source, rows_of(source, 8)) as here:
+        here.add(target)
+        here.wait(1)
+        assert here.send(timeout_s=30).full_synced == 1
+        assert bits_equal(source, target)
+
+
 @pytest.mark.promise(
     "Engines and trainers of several ranks",
     "A receiver needs a lane to each rank.",
@@ -341,11 +352,25 @@ def test_receivers_need_a_lane_to_each_rank() -> None:
     with trainer_of(source, rows_of(source, 3)) as here:
         here.links.pop()
         serving = here.add(model(1))
-        give_up = time.monotonic() + 10
+        give_up = time.monotonic() + 60
         while not serving.errors and time.monotonic() < give_up:
             with pytest.raises(TransportTimeout):
                 here.sender.wait_for_receivers(1, timeout_s=0.1)
         assert any("1 lanes, this trainer sends on 2" in str(error) for error in serving.errors)
+
+
+def test_an_engine_that_sat_a_sync_out_is_told_again_what_each_rank_sends() -> None:
+    source, target = model(1), model(1)
+    with trainer_of(source, rows_of(source, 2)) as here:
+        receiver = here.add(target).receiver
+        here.wait(1)
+        assert here.send().full_synced == 0
+        until(lambda: receiver.state is ReceiverState.READY)
+        receiver.detach()
+        change(here, 1)
+        assert [type(error) for error in here.outcomes()] == [ConfigError, SyncAborted]
+        receiver.attach()
+        assert (here.send().kind, bits_equal(source, target)) == ("delta", True)
 
 
 def test_who_joins_later_is_known_by_the_digests_of_all_ranks() -> None:
@@ -372,7 +397,7 @@ def test_who_joins_later_is_known_by_the_digests_of_all_ranks() -> None:
 ORDERS = [  # the first ones come in a first sync alone
     [orders.Declare],
     [orders.Capture],
-    [orders.Ask, orders.Compare, orders.Send, orders.Decide, orders.Done],
+    [orders.Ask, orders.Compare, orders.Send, orders.Done],
 ]
 
 
@@ -428,9 +453,9 @@ def test_a_rank_that_is_lost_after_the_decision_takes_no_version_from_engines(di
         assert isinstance(lost, TrainerRank)
 
         def strike(order: orders.Said) -> None:
-            if isinstance(order, orders.Decide) and dies:
+            if isinstance(order, orders.Done) and dies:
                 lost._link.disconnect()
-            elif isinstance(order, orders.Decide):
+            elif isinstance(order, orders.Done):
                 here.hub.drop(here.calls._peers[1])
 
         here.hub.before = strike

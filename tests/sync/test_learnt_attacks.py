@@ -19,7 +19,7 @@ from deltasync.engines.routed import RoutedTarget
 from deltasync.errors import ConfigError, DeltaSyncError, EngineFailed, SyncAborted, TargetMoved
 from tests.delta.lacks import LACKS
 from tests.engines.checkpoints import Weights
-from tests.worlds.links import Fleet, fleet
+from tests.worlds.links import Fleet, fleet, until
 from tests.worlds.repacking_engines import (
     Fused,
     Kernel,
@@ -175,7 +175,7 @@ def test_a_result_that_was_replaced_is_named_and_refused_when_the_receiver_rejoi
             it.here.wait(1)
             with pytest.raises(SyncAborted):
                 it.here.sender.send_weights(timeout_s=20)
-        assert any("has replaced 'layers.1.alpha'" in str(one) for one in it.serving.errors)
+        until(lambda: any("has replaced 'layers.1.alpha'" in str(e) for e in it.serving.errors))
 
 
 def test_an_engine_that_lays_out_its_parameters_in_another_way_is_refused() -> None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 
-from tests.worlds.links import Watched, fleet, random_model, until
+from deltasync import ModuleSource, ModuleTarget, StagingThread, WeightReceiver, WeightSender
+from deltasync.transports import shared_memory
+from tests.worlds.links import Watched, bits_equal, fleet, random_model, until
 
 SHAPES = {"a": (8, 4), "b": (6,)}
 INFO, WARNING = logging.INFO, logging.WARNING
@@ -71,3 +75,24 @@ def test_losses_and_second_tries_are_warned_of(caplog: pytest.LogCaptureFixture)
 
 def test_the_library_installs_no_handler() -> None:
     assert logging.getLogger("deltasync").handlers == []
+
+
+@pytest.mark.timeout(120)
+def test_an_engine_rejoins_only_after_it_had_joined(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, engine, where = random_model(SHAPES, 0), random_model(SHAPES, 1), tmp_path / "socket"
+    with (
+        WeightReceiver(ModuleTarget(engine), shared_memory.Receiver(where)) as receiver,
+        StagingThread(receiver, pause=nullcontext),
+    ):
+        until(lambda: len(lines(caplog, WARNING, "staging_thread")) == 1)  # nobody is there yet
+        with WeightSender(ModuleSource(source), shared_memory.Sender(where)) as sender:
+            sender.wait_for_receivers(1)
+            sender.send_weights()
+            until(lambda: bits_equal(source, engine))
+        until(lambda: len(lines(caplog, WARNING, "staging_thread")) > 1)
+        receiver.close()
+    first, second, *_ = lines(caplog, WARNING, "staging_thread")
+    assert first.startswith("engine[0/1] has not joined yet: ")
+    assert second.startswith("engine[0/1] rejoins, after a sync that failed: ")

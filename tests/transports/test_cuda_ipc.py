@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import pytest
 import torch
@@ -32,10 +32,11 @@ from deltasync.testing.links import (
 )
 from deltasync.testing.processes import Child
 from deltasync.testing.transport import TransportContract
-from deltasync.transports import cuda_ipc
+from deltasync.transports import cuda_ipc, slots
 from deltasync.transports.base import Frame, ReceiveTransport
 from deltasync.transports.control.connection import Connection, Kind
-from deltasync.transports.cuda_runtime import Gpu, IpcEvent
+from deltasync.transports.cuda_runtime import Gpu
+from deltasync.transports.marks import Mark
 from tests.transports.slot_contract import (
     FRAME,
     MEMORY_BYTES,
@@ -50,7 +51,7 @@ GRANULE_BYTES = 32 << 20
 # Host memory in the place of a GPU: a handle is the path of a memfd
 
 
-class HostMark(IpcEvent):
+class HostMark(Mark):
     """One byte of shared memory: 1 when the stream has come to the mark."""
 
     is_stuck: ClassVar[bool] = False  # whether streams of this process stand still
@@ -58,13 +59,14 @@ class HostMark(IpcEvent):
     def __init__(self, flag: Tensor) -> None:
         self.flag = flag
 
-    def record(self) -> None:
+    def set(self) -> Self:
         self.flag.fill_(0 if HostMark.is_stuck else 1)
+        return self
 
     def wait(self) -> None:
         pass
 
-    def query(self) -> bool:
+    def is_done(self) -> bool:
         return bool(self.flag.item())
 
 
@@ -74,7 +76,7 @@ class HostGpu(Gpu):
     num_allocated: ClassVar[int] = 0
     num_mapped: ClassVar[int] = 0
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | str | None = None) -> None:
         self.device = torch.device("cpu")
         self.uuid = b"host memory here"
         self._descriptors: dict[int, int] = {}
@@ -95,10 +97,7 @@ class HostGpu(Gpu):
         descriptor = self._descriptors[memory.data_ptr()]
         return f"/proc/{os.getpid()}/fd/{descriptor}".encode().ljust(64, b"\0")
 
-    def mark(self) -> IpcEvent:
-        return HostMark(torch.ones(1, dtype=torch.uint8))
-
-    def exported_mark(self) -> tuple[IpcEvent, bytes]:
+    def exported_mark(self) -> tuple[Mark, bytes]:
         descriptor = os.memfd_create("mark", os.MFD_CLOEXEC)  # never closed: marks are few
         os.ftruncate(descriptor, 1)
         mark = HostMark(mapped(descriptor, 1).fill_(1))
@@ -106,7 +105,7 @@ class HostGpu(Gpu):
 
     def open(
         self, owner: bytes, memory: bytes, event: bytes, num_bytes: int
-    ) -> tuple[Tensor, IpcEvent]:
+    ) -> tuple[Tensor, Mark]:
         if owner != self.uuid:
             raise TransportUnavailable("that GPU is not here; walk around it")
         try:
@@ -119,18 +118,13 @@ class HostGpu(Gpu):
     def close(self, memory: Tensor) -> None:
         HostGpu.num_mapped -= 1
 
-    def is_near(self, memory: Tensor) -> bool:
-        return True
-
-    def synchronize(self, memory: Tensor) -> None:
-        pass
-
 
 class FarGpu(HostGpu):
-    """Sees all memory as that of another GPU."""
+    """All memory is that of another GPU."""
 
-    def is_near(self, memory: Tensor) -> bool:
-        return False
+    def __init__(self, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.device = torch.device("cpu", 0)  # tensors have no index
 
 
 def mapped(descriptor: int, num_bytes: int) -> Tensor:
@@ -149,21 +143,18 @@ def opened_at(handle: bytes, num_bytes: int) -> Tensor:
 
 
 class HostSender(cuda_ipc.Sender):
-    @staticmethod
-    def _open_gpu(device: torch.device | str | None) -> Gpu:
-        return HostGpu()
+    gpu_class = HostGpu
 
 
 class HostReceiver(cuda_ipc.Receiver):
-    @staticmethod
-    def _open_gpu(device: torch.device | str | None) -> Gpu:
-        return HostGpu()
+    gpu_class = HostGpu
+
+    def _new_mark(self) -> Mark:
+        return HostMark(torch.ones(1, dtype=torch.uint8))
 
 
-class FarReceiver(cuda_ipc.Receiver):
-    @staticmethod
-    def _open_gpu(device: torch.device | str | None) -> Gpu:
-        return FarGpu()
+class FarReceiver(HostReceiver):
+    gpu_class = FarGpu
 
 
 class Exported:
@@ -271,7 +262,8 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def stuck(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """Lets streams stand still, or run again."""
-    monkeypatch.setattr(cuda_ipc, "_GRACE_S", 0.1)
+    for module in (cuda_ipc, slots):
+        monkeypatch.setattr(module, "_GRACE_S", 0.1)
 
     def set_stuck(is_stuck: bool) -> None:
         monkeypatch.setattr(HostMark, "is_stuck", is_stuck)
@@ -371,8 +363,13 @@ def test_a_slot_is_given_back_when_its_reads_are_done(
     link.add(1)
     link.open()
     reads = HostMark(torch.zeros(1, dtype=torch.uint8))
-    monkeypatch.setattr(HostGpu, "mark", lambda _: reads)
-    monkeypatch.setattr(HostMark, "record", lambda mark: mark.flag.fill_(mark is not reads))
+
+    def set_all_but_reads(mark: HostMark) -> HostMark:
+        mark.flag.fill_(mark is not reads)
+        return mark
+
+    monkeypatch.setattr(HostReceiver, "_new_mark", lambda _: reads)
+    monkeypatch.setattr(HostMark, "set", set_all_but_reads)
     link.exchange(Frame(b"1", payload_of(100)))
     # The next one arrives although the first is still being read.
     link.exchange(Frame(b"2", payload_of(100)))
@@ -392,8 +389,7 @@ def test_a_slot_is_given_back_when_its_reads_are_done(
 def run_streams(link: Link) -> None:
     """What the sender's streams were given is done."""
     for slot in link.sender._slots:  # type: ignore[attr-defined]
-        if slot._current is not None:
-            slot._current.mark.record()
+        slot.mark.set()
 
 
 # Where it cannot work

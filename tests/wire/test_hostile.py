@@ -336,6 +336,30 @@ def test_w27_w28_w29_coded_changes_that_lie_are_refused_or_within_bounds(
     check_changes(received.changes, one.space)
 
 
+@pytest.mark.promise("Security", "Arbitrary bytes cause a typed error, in bounded memory.")
+@pytest.mark.parametrize("nth", range(4))
+def test_w27_w28_streams_as_long_as_they_may_be_take_memory_in_proportion(nth: int) -> None:
+    """Some kilobytes, packed: gaps that are too many or mostly escapes, and too many tiles."""
+    numel = 1 << 18
+    space = Space(whole((m.ParameterSpec(("a",), (numel,), dtypes.BY_NAME["int8"]),)))
+    numbers = {"item_size": 1, "tiles": len(space), "places": numel, "whole": 0}
+    room = Sizes(*numbers.values()).num_bytes
+    fill = 4 * room - 9 & ~1
+    escapes = b"\xff" * (fill // 2 - numel) + bytes(numel)
+    streams = [
+        [b"", struct.pack("<BQ", 1, 0) + bytes(fill), b"", b""],
+        [b"", struct.pack("<BQ", 1, 0) + b"\xff" * (fill - numel) + bytes(numel), b"", b""],
+        [b"", struct.pack("<BQ", 2, 0) + escapes * 2, b"", b""],
+        [bytes(fill & ~3), b"", b"", b""],
+    ]
+    payload = reference.coded(streams[nth], compress)
+    assert len(payload) < 4096
+    bomb = Sent(space, LiveWeights({}, space), numbers | {"compression": "gap"}, payload)
+    with pytest.raises(WireError):
+        bomb.read(bomb.reader())
+    assert peak_of(partial(bomb.read, bomb.reader())) < 20 * room
+
+
 @given(sent(), st.booleans(), st.integers(0, 1 << 32))
 def test_w27_what_is_coded_comes_as_it_was_sent(
     case: tuple[Sent, list[Tile]], is_near: bool, seed: int
@@ -378,6 +402,7 @@ def test_any_payload_with_any_numbers(raw: bytes, data: st.DataObject | None) ->
         one = Sent(space, LiveWeights({}, space), numbers, raw)
         reader = one.reader()
         room = min(1 << 20, Sizes(8, *(numbers[name] for name in NUMBERS[1:])).num_bytes)
+        room = min(room, space.most_bytes)
         assert peak_of(partial(one.read, reader)) < 10 * room + SLACK
 
 

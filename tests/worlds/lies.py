@@ -419,6 +419,9 @@ GAP = {
     "w27 half a number of a whole tile": stream(TruncatedFrame, NUMBERS_OF_WHOLE, less(1)),
     "w27 no whole tile": stream(InvalidIndices, NUMBERS_OF_WHOLE, becomes()),
     "w27 a whole tile more": stream(InvalidIndices, NUMBERS_OF_WHOLE, more(2, 0, 0, 0)),
+    "w27 whole tiles out of order": Lie(
+        InvalidIndices, [gap([struct.pack("<2I", 1, 0), b"", b"", bytes(72)], places=0, whole=72)]
+    ),
     "w27 more tiles than it has": Lie(InvalidIndices, [gap(tiles=3)]),
     "w27 fewer tiles than it has": Lie(InvalidIndices, [gap(tiles=1)]),
     "w11 a coded tile goes whole and has places": stream(
@@ -439,6 +442,7 @@ GAP = {
     "w14 a coded place beyond its tile": stream(
         InvalidIndices, GAPS, becomes(reference.gaps([1, 4, 40], 1))
     ),
+    "w28 a first gap": stream(InvalidIndices, GAPS, byte(9, 1)),
     "w28 width 0": stream(WireError, GAPS, byte(0, 0)),
     "w28 width 3": stream(WireError, GAPS, byte(0, 3)),
     "w28 nothing": stream(WireError, GAPS, becomes()),

@@ -40,7 +40,7 @@ from deltasync.wire.messages import (
 )
 from tests.wire import reference
 from tests.wire.reference import Tile
-from tests.worlds.links import Model, Serving, bits_equal
+from tests.worlds.links import Model, Serving, Wrap, bits_equal
 
 SPECS = (
     ParameterSpec(("a",), (8, 5), dtypes.BY_NAME["bfloat16"]),
@@ -162,13 +162,18 @@ class Hand:
     """A sender by hand, and the receiver that hears it in the same thread."""
 
     def __init__(
-        self, options: ReceiverOptions = OPTIONS, *, world: int = 1, device: str = "cpu"
+        self,
+        options: ReceiverOptions = OPTIONS,
+        *,
+        world: int = 1,
+        device: str = "cpu",
+        wrap: Wrap = lambda link: link,
     ) -> None:
         self.transport = inprocess.Sender()
         self.module = model().to(device)
         self.before = [as_bits(parameter.data).clone() for parameter in self.module.parameters()]
         self.receiver = WeightReceiver(
-            ModuleTarget(self.module), self.transport.receiver(), options=options, world=world
+            ModuleTarget(self.module), wrap(self.transport.receiver()), options=options, world=world
         )
         self.peer = -1
 

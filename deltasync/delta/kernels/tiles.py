@@ -50,7 +50,7 @@ CLEAR = (1 << 31) - 1
 
 UNSORTED, MISCOUNTED, MISPLACED = 0, 1, 2
 """Tiles are out of range, unsorted or repeated; counts do not add up to what the payload has;
-places are out of range, unsorted or repeated.
+places are out of range, unsorted or repeated: the flag's second number says in which chunk.
 """
 
 TILE = tl.constexpr(4096)
@@ -359,7 +359,7 @@ def unpack(
     Args:
         tiles, counts: Columns of the payload.
         plan: int64[3, num_rows]: the last three rows of that of `compare`.
-        flag: int32[1]: what is bad, see `CLEAR`.
+        flag: int32[2]: what is bad, see `CLEAR`.
         after: int32[1]: the last tile of the payload before.
         first, stop: Tiles that may come.
         EACH: Elements in 16 bytes.
@@ -423,5 +423,8 @@ def expand(
         before = tl.where(step > 0, before & 0xFFFF, -1)
         bad = there & ((place <= before) | (place >= numel[:, None]))
         raise_flag(flag, bad, _MISPLACED)
+        if tl.max(bad.to(tl.int32)) > 0:
+            one = tl.min(tl.where(bad, tiles_of, 0x7FFFFFFF)).to(tl.int64)
+            tl.atomic_min(flag + 1, tl.load(table + one * WIDTH + 3).to(tl.int32), sem="relaxed")
         tl.store(tile_of + lane, tiles_of, mask=there)
         done += LANES

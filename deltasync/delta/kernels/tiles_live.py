@@ -34,9 +34,6 @@ from deltasync.delta.kernels.tiles import (
 )
 from deltasync.delta.kernels.triton_base import GOLDEN, add_up, mix
 
-PART = 256
-"""Lanes that one program writes and reads back: one a thread, or it would wait for each in turn."""
-
 ACCUMULATORS = 64
 """Over how many places sums of all programs are spread, to keep atomics apart."""
 
@@ -117,7 +114,6 @@ def _is_here(row, DIMS: tl.constexpr, CODES: tl.constexpr):
 @triton.jit
 def _get(
     weights, box, num_boxes, there, TYPE: tl.constexpr, DIMS: tl.constexpr, CODES: tl.constexpr,
-    VOLATILE: tl.constexpr,
 ):  # fmt: skip
     """Bits of elements: at pointers, or with CODES at places from their boxes' addresses on."""
     if CODES:
@@ -126,11 +122,11 @@ def _get(
         for code in tl.static_range(CODES):
             apart = tl.load(box + (2 + 3 * DIMS + code) * num_boxes, mask=there, other=0)
             place = weights + apart
-            word = tl.load(words + (place >> 3), mask=there, other=0, volatile=VOLATILE)
+            word = tl.load(words + (place >> 3), mask=there, other=0)
             own = (word >> ((place & 7) * 4).to(tl.uint32)) & 15
             bits |= own.to(TYPE) << (4 * code)
     else:
-        bits = tl.load(weights, mask=there, other=0, volatile=VOLATILE)
+        bits = tl.load(weights, mask=there, other=0)
     return bits
 
 
@@ -141,7 +137,7 @@ def _put(
 ):  # fmt: skip
     """Overwrite elements, as `_get` takes them."""
     if CODES:
-        old = _get(weights, box, num_boxes, there, TYPE, DIMS, CODES, True)
+        old = _get(weights, box, num_boxes, there, TYPE, DIMS, CODES)
         words = tl.load(box, mask=there, other=0).to(tl.pointer_type(tl.int32))
         for code in tl.static_range(CODES):
             apart = tl.load(box + (2 + 3 * DIMS + code) * num_boxes, mask=there, other=0)
@@ -153,7 +149,6 @@ def _put(
             tl.atomic_add(words + (place >> 3), change, mask=there & (change != 0), sem="relaxed")
     else:
         tl.store(weights, new, mask=there)
-    tl.debug_barrier()  # before they are read back: another thread may do that
 
 
 @triton.jit
@@ -216,7 +211,7 @@ def digest(
             table, boxes, entries, num_boxes, tile, row, offset, numel,
             TYPE, DIMS, CODES, ODD, ALIGNED, WIDTH, SMALL,
         )  # fmt: skip
-        bits = _get(weights, box, num_boxes, there, TYPE, DIMS, CODES, False)
+        bits = _get(weights, box, num_boxes, there, TYPE, DIMS, CODES)
         add_up(sums, tl.load(places + item), tl.where(there, mix(seeds, bits), 0))
 
 
@@ -250,7 +245,7 @@ def predict(
             is_any = tl.max(there.to(tl.int32)) > 0
         if is_any:
             new = tl.load(values + lane, mask=there, other=0).to(TYPE, bitcast=True)
-            old = _get(weights, box, num_boxes, there, TYPE, DIMS, CODES, False)
+            old = _get(weights, box, num_boxes, there, TYPE, DIMS, CODES)
             bits = old.to(old_values.dtype.element_ty, bitcast=True)
             tl.store(old_values + lane, bits, mask=there)
             seed = seeds_of(row, far, there)
@@ -274,7 +269,7 @@ def predict_whole(
                     TYPE, DIMS, CODES, ODD, ALIGNED, WIDTH, SMALL,
                 )  # fmt: skip
                 new = tl.load(values + begin + offset, mask=there, other=0).to(TYPE, bitcast=True)
-                old = _get(weights, box, num_boxes, there, TYPE, DIMS, CODES, False)
+                old = _get(weights, box, num_boxes, there, TYPE, DIMS, CODES)
                 bits = old.to(old_values.dtype.element_ty, bitcast=True)
                 tl.store(old_values + begin + offset, bits, mask=there)
                 of = rows if ODD else row
@@ -284,13 +279,63 @@ def predict_whole(
 
 @triton.jit(do_not_specialize=["num_boxes", "num_lanes"])
 def write(
-    table, boxes, entries, num_boxes, tile_of, places, values, flag, gains, num_lanes,
+    table, boxes, entries, num_boxes, tile_of, places, values, flag, num_lanes,
     TYPE: tl.constexpr, DIMS: tl.constexpr, CODES: tl.constexpr, ODD: tl.constexpr,
-    WIDTH: tl.constexpr, SMALL: tl.constexpr, PART: tl.constexpr,
+    WIDTH: tl.constexpr, SMALL: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Write lanes, unless the flag is raised, and add up the digests of what is read back."""
+    """Write lanes, unless the flag is raised."""
     if tl.load(flag) == _CLEAR:
-        lane = tl.program_id(0) * PART + tl.arange(0, PART)
+        lane = tl.program_id(0) * LANES + tl.arange(0, LANES)
+        there = lane < num_lanes
+        tile, place = lane_at(tile_of, places, lane, there)
+        row = table + tile.to(tl.int64) * WIDTH
+        at = place
+        if ODD == _PARAMETERS or DIMS > 0:
+            at = far_from(row, place, there, ODD)
+        weights, box, there = _found(
+            row, boxes, entries, num_boxes, at, there, TYPE, DIMS, CODES, SMALL
+        )
+        is_any = True
+        if DIMS > 0:
+            is_any = tl.max(there.to(tl.int32)) > 0
+        if is_any:
+            new = tl.load(values + lane, mask=there, other=0).to(TYPE, bitcast=True)
+            _put(weights, box, num_boxes, there, new, TYPE, DIMS, CODES)
+
+
+@triton.jit(do_not_specialize=["num_boxes"])
+def write_whole(
+    table, boxes, entries, num_boxes, whole, values, flag,
+    TYPE: tl.constexpr, DIMS: tl.constexpr, CODES: tl.constexpr, ODD: tl.constexpr,
+    ALIGNED: tl.constexpr, WIDTH: tl.constexpr, SMALL: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """The same of whole tiles."""
+    if tl.load(flag) == _CLEAR:
+        item, last = tl.program_id(0), tl.load(whole) * (4096 // SPAN)
+        while item < last:
+            tile, row, offset, numel, begin = whole_at(table, whole, item, WIDTH, ALIGNED, SPAN)
+            if _is_here(row, DIMS, CODES):
+                weights, box, there, _, _, _ = _tile(
+                    table, boxes, entries, num_boxes, tile, row, offset, numel,
+                    TYPE, DIMS, CODES, ODD, ALIGNED, WIDTH, SMALL,
+                )  # fmt: skip
+                new = tl.load(values + begin + offset, mask=there, other=0).to(TYPE, bitcast=True)
+                _put(weights, box, num_boxes, there, new, TYPE, DIMS, CODES)
+            item += tl.num_programs(0)
+
+
+@triton.jit(do_not_specialize=["num_boxes", "num_lanes"])
+def read_back(
+    table, boxes, entries, num_boxes, tile_of, places, flag, gains, num_lanes,
+    TYPE: tl.constexpr, DIMS: tl.constexpr, CODES: tl.constexpr, ODD: tl.constexpr,
+    WIDTH: tl.constexpr, SMALL: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Add up the digests of what is there now at lanes, unless the flag is raised.
+
+    gains: int64[ACCUMULATORS].
+    """
+    if tl.load(flag) == _CLEAR:
+        lane = tl.program_id(0) * LANES + tl.arange(0, LANES)
         there = lane < num_lanes
         tile, place = lane_at(tile_of, places, lane, there)
         row = table + tile.to(tl.int64) * WIDTH
@@ -303,17 +348,14 @@ def write(
         if DIMS > 0:
             is_any = tl.max(there.to(tl.int32)) > 0
         if is_any:
-            new = tl.load(values + lane, mask=there, other=0).to(TYPE, bitcast=True)
-            _put(weights, box, num_boxes, there, new, TYPE, DIMS, CODES)
-            found = _get(weights, box, num_boxes, there, TYPE, DIMS, CODES, True)
-            seed = seeds_of(row, far, there)
-            gained = tl.where(there, mix(seed, found), 0)
+            found = _get(weights, box, num_boxes, there, TYPE, DIMS, CODES)
+            gained = tl.where(there, mix(seeds_of(row, far, there), found), 0)
             add_up(gains, tl.program_id(0) % _ACCUMULATORS, gained)
 
 
 @triton.jit(do_not_specialize=["num_boxes"])
-def write_whole(
-    table, boxes, entries, num_boxes, whole, values, flag, gains,
+def read_back_whole(
+    table, boxes, entries, num_boxes, whole, flag, gains,
     TYPE: tl.constexpr, DIMS: tl.constexpr, CODES: tl.constexpr, ODD: tl.constexpr,
     ALIGNED: tl.constexpr, WIDTH: tl.constexpr, SMALL: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
@@ -321,15 +363,13 @@ def write_whole(
     if tl.load(flag) == _CLEAR:
         item, last = tl.program_id(0), tl.load(whole) * (4096 // SPAN)
         while item < last:
-            tile, row, offset, numel, begin = whole_at(table, whole, item, WIDTH, ALIGNED, SPAN)
+            tile, row, offset, numel, _ = whole_at(table, whole, item, WIDTH, ALIGNED, SPAN)
             if _is_here(row, DIMS, CODES):
                 weights, box, there, _, _, seed = _tile(
                     table, boxes, entries, num_boxes, tile, row, offset, numel,
                     TYPE, DIMS, CODES, ODD, ALIGNED, WIDTH, SMALL,
                 )  # fmt: skip
-                new = tl.load(values + begin + offset, mask=there, other=0).to(TYPE, bitcast=True)
-                _put(weights, box, num_boxes, there, new, TYPE, DIMS, CODES)
-                found = _get(weights, box, num_boxes, there, TYPE, DIMS, CODES, True)
+                found = _get(weights, box, num_boxes, there, TYPE, DIMS, CODES)
                 gained = tl.where(there, mix(seed, found), 0)
                 add_up(gains, tl.program_id(0) % _ACCUMULATORS, gained)
             item += tl.num_programs(0)

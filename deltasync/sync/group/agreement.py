@@ -1,11 +1,8 @@
-"""What ranks agree on before they send: largest magnitudes, and what several of them hold alike.
+"""What ranks agree on before they send: largest magnitudes.
 
 Blocks of which several ranks hold parts are quantized by the largest magnitudes of all. Magnitudes
 of bfloat16 are ordered as their bits are, with NaN above infinity, so that ranks take the largest
 of 16-bit words.
-
-What ranks hold alike is sent in parts, each by one of them: engines would get a mixture if ranks
-drifted apart.
 """
 
 from __future__ import annotations
@@ -20,22 +17,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deltasync.delta.host import digest_run
-from deltasync.delta.ledger import Ledger, digest_text
-from deltasync.delta.tiles import CHUNK, Space
 from deltasync.errors import ConfigError, MalformedMessage, SourceChanged
-from deltasync.sync.group import orders
-from deltasync.sync.group.model import Declaration, share_of_rank
 from deltasync.sync.source.tensors import Maxima, Place
-from deltasync.sync.source.weights import Agree, OwnWeights, SourceLayout
-from deltasync.wire.digest import MASK
 
 Words: TypeAlias = NDArray[np.uint16]
 """Bits of bfloat16 that are not negative."""
 
 NOTHING = np.zeros(0, np.uint16)
-
-_CHUNKS_AT_ONCE = 256  # about, of a warm sync
 
 
 class Agreement:
@@ -117,50 +105,6 @@ class Agreement:
             if (one := now.get(name)) is not None:
                 begin = start + one.place.begin
                 one.agree(there[one.device][begin : begin + one.place.count])
-
-
-class Replicas:
-    """What a rank has captured, and what others hold of the same parameters.
-
-    Args:
-        weights: What the rank compares and sends; captured here.
-        order: Of the capture.
-        rank: Which rank this is.
-        declared: What it holds.
-        agreement: Given what all have agreed on before anything is read.
-    """
-
-    def __init__(
-        self,
-        weights: OwnWeights,
-        order: orders.Capture,
-        rank: int,
-        declared: Declaration,
-        agreement: Agreement,
-    ) -> None:
-        specs, boxes = share_of_rank(order, rank, declared)
-        agreed = words_of(order.agreed)
-        agree: Agree = lambda now: agreement.give(agreed, now)  # noqa: E731
-        self._sent = weights.capture_as(specs, boxes, agree)
-        numbers = np.flatnonzero(orders.copies_of(order.alike[rank]))
-        alike = {name: declared.boxes[name] for name in (specs[n].name for n in numbers)}
-        self._alike = SourceLayout(weights.source, specs, alike, agree)
-        self._ledger = Ledger(Space(self._alike.sent))
-        chunks = sum(-(-spec.numel // CHUNK) for spec in specs)  # the same on all ranks
-        self._parts = -(-chunks // _CHUNKS_AT_ONCE)
-
-    def digests(self, part: int | None = None) -> orders.Alike:
-        """Of what was looked up last: of all, or of a part that is another one for each `part`."""
-        self._alike.read(self._sent.tensors)
-        ledger, found = self._ledger, Counter[str]()
-        space, chunks = ledger.space, np.arange(ledger.space.num_chunks)
-        nth = chunks - space.first_chunk[ledger.share]
-        turns = ledger.parameter_of(chunks) + nth - (part or 0)
-        for chunk in np.flatnonzero(turns % (1 if part is None else self._parts) == 0).tolist():
-            share, start, stop = ledger.bounds(chunk)
-            bits = self._alike.readers[int(space.order[share])].read(start, stop)
-            found[space.shares[share].spec.name] += digest_run(space, share, start, bits)
-        return tuple((name, digest_text(digest & MASK)) for name, digest in found.items())
 
 
 def text_of(words: Words) -> str:

@@ -49,6 +49,7 @@ class GroupCalls:
 
     Args:
         group: The ranks.
+        version: Returns the version that receivers hold.
 
     Attributes:
         exchanged_bytes: Bytes of the messages among ranks in the last call, both ways.
@@ -56,8 +57,8 @@ class GroupCalls:
         addresses: By rank, the address that it sends from, if its transport has one.
     """
 
-    def __init__(self, group: TrainerGroup) -> None:
-        self.world, self.exchanged_bytes = group.world, 0
+    def __init__(self, group: TrainerGroup, version: Callable[[], int]) -> None:
+        self.world, self.exchanged_bytes, self._version = group.world, 0, version
         self._link = group.link
         self._limit = CallTimeout(60.0)
         self.captures: dict[int, str | None] = {}
@@ -68,25 +69,20 @@ class GroupCalls:
         self._call = 1
         self._is_owed = False  # whether there are answers that were not read
 
-    @property
-    def call(self) -> int:
-        """Which call of `send_weights` this is, or the next one."""
-        return self._call
-
     @contextmanager
     def one_call(
-        self, outcome: Callable[[], tuple[int, SyncStats | None]], limit: CallTimeout
+        self, outcome: Callable[[], SyncStats | None], limit: CallTimeout
     ) -> Iterator[None]:
         """The context of one call of `send_weights`, in which all ranks take part.
 
         A call inside another one is part of the outer one.
 
         Args:
-            outcome: Called at the end: returns the version that receivers hold, and the stats. The
-                other ranks return those stats, or raise what this rank raises.
+            outcome: Called at the end: returns the stats. The other ranks return those stats, or
+                raise what this rank raises.
             limit: How long it may wait for the other ranks.
 
-        Raises SyncAborted if a rank does not come, or is gone as the call ends.
+        Raises SyncAborted if a rank does not come.
         """
         if self._is_called:
             yield
@@ -102,15 +98,14 @@ class GroupCalls:
         try:
             yield
         except BaseException as error:
-            with suppress(SyncAborted):  # a rank that is gone finds out when it reconnects
-                self._end_call(outcome()[0], None, f"{type(error).__name__}: {error}")
+            self._end_call(None, f"{type(error).__name__}: {error}")
             raise
-        self._end_call(*outcome(), "")
+        self._end_call(outcome(), "")
 
-    def _end_call(self, version: int, stats: SyncStats | None, why: str) -> None:
+    def _end_call(self, stats: SyncStats | None, why: str) -> None:
         try:
-            done = orders.Done(call=self._call, version=version, stats=stats, error=as_text(why))
-            self.order(done)
+            with suppress(SyncAborted):  # a rank that is gone finds out when it reconnects
+                self.order(orders.Done(stats=stats, error=as_text(why)))
         finally:
             self._call, self._is_called = self._call + 1, False
 
@@ -134,18 +129,24 @@ class GroupCalls:
         if peers != self._epoch:
             self._open(peers)
 
-    def order(self, order: orders.Order) -> None:
-        """Send an order to all ranks. Raises SyncAborted if one is gone."""
+    def order(self, order: orders.Order) -> orders.Order:
+        """Send an order to all ranks, and return it as they get it.
+
+        Raises SyncAborted if one is gone.
+        """
         if self._is_owed:  # answers to an abandoned order
             self._answers()
+        stamp = {"call": self._call, "version": self._version()}
+        order = order.model_copy(update=stamp)
         header = encode(order)
         self.exchanged_bytes += len(header) * (self.world - 1)
-        self._is_owed = not isinstance(order, orders.Decide | orders.Done)
+        self._is_owed = not isinstance(order, orders.Done)
         try:
             self._link.send(Frame(header), timeout_s=self._limit.wait_s)
         except TransportError as error:
             self._send_away()  # ranks that received the order would answer it
             raise SyncAborted(f"a rank of the trainer is gone: {error}") from error
+        return order
 
     def answers(self, kind: type[A]) -> dict[int, A]:
         """Return each rank's answer. Raises SyncAborted if one failed or does not answer."""

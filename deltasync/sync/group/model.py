@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,7 +13,6 @@ from deltasync.delta.shard import ShardSpec, share_out
 from deltasync.delta.snapshot import Digests
 from deltasync.errors import ReplicasDiffer
 from deltasync.sync.group import orders
-from deltasync.sync.protocol.round import SentBuckets
 from deltasync.sync.protocol.sender_session import Copies
 from deltasync.sync.source.layout import source_specs
 from deltasync.sync.source.tensors import NamedTensor, Place, held_of, maxima_of
@@ -77,18 +76,15 @@ def capture_order(
     declarations: Sequence[Declaration],
     specs: tuple[ParameterSpec, ...],
     *,
-    call: int,
     name: str,
     agreed: str = "",
-) -> tuple[dict[str, ShardSpec], orders.Capture]:
+) -> orders.Capture:
     """Share out what ranks hold, so that each element is sent once.
 
     Args:
         declarations: Of all ranks.
         specs: The layout.
-        call, name, agreed: Of the order.
-
-    Returns what rank 0 sends, by canonical name, and the order to the others.
+        name, agreed: Of the order.
     """
     boxes = [declaration.boxes for declaration in declarations]
     shares = share_out(boxes, {spec.name: spec.dtype.item_size for spec in specs})
@@ -102,15 +98,13 @@ def capture_order(
     for rank, (own, share) in enumerate(zip(boxes, shares, strict=True)):
         alike[rank, [numbers[box[0]] for box in own.items() if holders[box] > 1]] = 1
         alike[rank, [numbers[name] for name in own.keys() - share.keys()]] = 2
-    order = orders.Capture(
-        call=call,
+    return orders.Capture(
         capture=name,
         parameters=entries(specs),
         shares=parts,
         alike=tuple(map(orders.runs_of, alike)),
         agreed=agreed,
     )
-    return shares[0], order
 
 
 def share_of_rank(
@@ -142,7 +136,7 @@ def refuse_drifted(declared: Sequence[Declaration], found: Sequence[orders.Alike
         )
 
 
-def digests_told(held: Digests, asked: Sequence[orders.CopyRuns]) -> tuple[str, ...]:
+def digests_told(held: Digests, asked: Sequence[orders.CopyRuns] = ()) -> tuple[str, ...]:
     """A rank's answer: the digest of all that it holds, then the digests that were asked for."""
     copies = [None, *map(orders.copies_of, asked)]
     return tuple(digest_text(held.digest_of(one)) for one in copies)
@@ -169,58 +163,22 @@ class GroupDigests:
         return (self.own.digest_of(copies) + self.others[key(copies)]) & MASK
 
 
-class OtherRanks:
-    """What ranks 1 and up have reported of what they hold and send.
-
-    Attributes:
-        asked: Copies of parameters whose digests they report; the first, None, is the whole model.
-        snapshots: The state of each snapshot, by rank.
-        digests: Digests of all their snapshots together, by `key` of the copies.
-        sent: The same for what they have sent last; it becomes `digests` when that is decided.
-    """
-
-    def __init__(self) -> None:
-        self.asked: list[Copies | None] = [None]
-        self.snapshots: Mapping[int, orders.SnapshotState] = {}
-        self.digests: dict[bytes, int] = {}
-        self.sent: dict[bytes, int] = {}
-
-    def asked_with(self, kinds: Iterable[Copies | None]) -> list[Copies | None]:
-        """The copies to ask for, so that digests of these kinds become known too."""
-        return list({key(copies): copies for copies in (*self.asked, *kinds)}.values())
-
-    def hold(self, asked: list[Copies | None], answers: Mapping[int, orders.SnapshotState]) -> None:
-        """Take the answers about their snapshots."""
-        self.asked, self.snapshots = asked, answers
-        self.digests = _added(asked, answers.values())
-
-    def have_sent(self, answers: Mapping[int, orders.Sent]) -> SentBuckets:
-        """Take the answers about what they have sent. Returns the sum of it."""
-        sent = SentBuckets()
-        for rank, said in answers.items():
-            found = said.buckets
-            lost = {name: f"rank {rank} of the trainer: {why}" for name, why in found.lost.items()}
-            sent += replace(found, lost=lost)
-        self.sent = {} if sent.lost else _added(self.asked, answers.values())
-        return sent
-
-
 def key(copies: Copies | None) -> bytes:
     """The key of copies in a dictionary."""
     return b"" if copies is None else copies.tobytes()
 
 
-def runs_of(asked: Iterable[Copies | None]) -> tuple[orders.CopyRuns, ...]:
+def runs_of(asked: Iterable[Copies]) -> tuple[orders.CopyRuns, ...]:
     """What is asked for besides the whole model, as an order has it."""
-    return tuple(orders.runs_of(copies) for copies in asked if copies is not None)
+    return tuple(map(orders.runs_of, asked))
 
 
-def _added(
-    asked: Sequence[Copies | None],
+def digests_added(
+    asked: Iterable[Copies],
     answers: Collection[orders.SnapshotState] | Collection[orders.Sent],
 ) -> dict[bytes, int]:
-    """The sums of the digests that ranks have reported, by `key`."""
+    """The sums of the digests that ranks have reported of all, and of these copies, by `key`."""
     return {
         key(copies): sum(int(answer.digests[place], 16) for answer in answers) & MASK
-        for place, copies in enumerate(asked)
+        for place, copies in enumerate([None, *asked])
     }

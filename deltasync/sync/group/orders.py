@@ -46,7 +46,12 @@ class Here(_Said):
 
 
 class _Order(_Said):
-    call: Count  # number of the call of `send_weights`; every rank counts them
+    """Rank 0's link sets the number of the call of `send_weights`, which every rank counts, and the
+    version that receivers hold: what was sent last is decided if it leads there.
+    """
+
+    call: Count = 0
+    version: Version = 0
 
 
 class Declare(_Order):
@@ -126,10 +131,9 @@ class SnapshotState(_Said):
 
 
 class Compare(_Order):
-    """Compare the weights with a version."""
+    """Compare the weights with the version that receivers hold."""
 
     kind: Literal["compare"] = "compare"
-    base_version: Version
     agreed: str
 
 
@@ -148,7 +152,7 @@ class Compared(_Said):
 
 
 class Send(_Order):
-    """Send what differs, or all of the snapshot if `base_version` is None, to these receivers.
+    """Send what differs, as the next version, or all of the snapshot, to these receivers.
 
     They are told of its shares first, `with_shares`, if a decided version has not told them. The
     answer reports the digests that receivers will have, for `copies` as in `Ask`.
@@ -156,8 +160,7 @@ class Send(_Order):
 
     kind: Literal["send"] = "send"
     attempt: Count
-    version: Version
-    base_version: Version | None
+    is_delta: bool
     receivers: tuple[ConnectionId, ...]
     with_shares: bool
     timeout_s: Seconds
@@ -175,18 +178,10 @@ class Sent(_Said):
     buckets: SentBuckets
 
 
-class Decide(_Order):
-    """Receivers hold what was sent last, as this version. Not answered."""
-
-    kind: Literal["decide"] = "decide"
-    version: Version
-
-
 class Done(_Order):
     """The call has ended. Not answered. If `stats` is None, `error` says why."""
 
     kind: Literal["done"] = "done"
-    version: Version
     stats: SyncStats | None
     error: Text
 
@@ -199,7 +194,7 @@ class Failed(_Said):
     reason: Text
 
 
-Order = Declare | Measure | Capture | Ask | Compare | Send | Decide | Done
+Order = Declare | Measure | Capture | Ask | Compare | Send | Done
 Answer = Declared | Measured | SnapshotState | Compared | Sent | Failed
 Said = Here | Order | Answer
 _SAID: TypeAdapter[Said] = TypeAdapter(Annotated[Said, Field(discriminator="kind")])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-
-import numpy as np
+from functools import partial
+from typing import TypeVar
 
 from deltasync.delta.modes import plain_mode
-from deltasync.delta.snapshot import Delta, Plan
+from deltasync.delta.snapshot import Plan
 from deltasync.errors import (
     DeltaSyncError,
     MalformedMessage,
@@ -21,19 +21,21 @@ from deltasync.errors import (
 )
 from deltasync.sync.arguments import check_coding
 from deltasync.sync.group import orders
-from deltasync.sync.group.agreement import Agreement, Replicas, text_of, words_of
 from deltasync.sync.group.lane_sender import LaneSender
-from deltasync.sync.group.model import Declaration, digests_told
+from deltasync.sync.group.model import digests_told
+from deltasync.sync.group.work import RankWork
 from deltasync.sync.options import SenderOptions
 from deltasync.sync.protocol.links import CallTimeout, OneCaller, check_seconds
-from deltasync.sync.source.tensors import WeightSource, maxima_of
+from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.source.weights import OwnWeights
 from deltasync.sync.stats import SyncStats
 from deltasync.transports.address import Address
 from deltasync.transports.base import Closing, ReceiveTransport, SendTransport
-from deltasync.transports.control.connection import LONGEST_S, deadline_in, left_s
+from deltasync.transports.control.connection import LONGEST_S, left_s
 from deltasync.wire.frame import encode
 from deltasync.wire.messages import as_text
+
+T = TypeVar("T")
 
 _REPLY_TIMEOUT_S = 30.0
 _TURN_S = 0.2
@@ -76,9 +78,10 @@ class TrainerRank(Closing):
     ) -> None:
         self.version = 0
         self.world, options = world, options or SenderOptions()
-        check_coding(options)
         self._rank = rank
         self._weights = OwnWeights(source, options)
+        check_coding(self._weights, options)
+        self._work = RankWork(self._weights, rank, world)
         self.source = self._weights.source
         self._lanes = LaneSender(transport)
         self._address = Address.of(transport)
@@ -86,12 +89,6 @@ class TrainerRank(Closing):
         self._is_connected = False
         self._call = 0
         self._next: orders.Order | None = None  # of a later call, and already received
-        self._declared: Declaration | None = None
-        self._agreement = Agreement()
-        self._captured: str | None = None
-        self._replicas: Replicas  # once it has captured
-        self._base: int | None = None  # version of the snapshot; None right after a capture
-        self._delta: tuple[int, Delta] | None = None  # (version, delta), not known to be decided
         self._trains_meanwhile = False
         refusal = "a sync is under way; a TrainerRank is used by one thread"
         self._caller = OneCaller(refusal, self._start_over)
@@ -140,7 +137,7 @@ class TrainerRank(Closing):
                 error = None
                 while not isinstance(order := self._receive(limit.wait_s), orders.Done):
                     error = self._carry_out(order) or error
-                self._resolve(order.version)
+                self._work.undecided = None
         except _PROBLEMS as problem:
             if not isinstance(problem, SyncAborted):  # rank 0 was not told
                 self._start_over()
@@ -156,21 +153,30 @@ class TrainerRank(Closing):
     def _receive(self, patience_s: float) -> orders.Order:
         """The next order of this call. Raises SyncAborted if none comes within `patience_s`."""
         while True:
-            order, self._next = self._next or self._hear(deadline_in(patience_s)), None
+            order, self._next = self._next or self._hear(time.monotonic() + patience_s), None
+            self._work.resolve(order.version)
             if order.call == self._call:
                 return order
             if order.call > self._call:
                 self._next = order
                 raise SyncAborted("rank 0 has given this sync up")
-            if not isinstance(order, orders.Decide | orders.Done):
+            if not isinstance(order, orders.Done):
                 self._answer(orders.Failed(error="SyncAborted", reason="has left this sync"))
 
     def _hear(self, deadline: float) -> orders.Order:
         try:
             if not self._is_connected:
-                self._connect(deadline)
+                here = orders.Here(
+                    rank=self._rank,
+                    world=self.world,
+                    capture=self._work.captured,
+                    address=self._address,
+                )
+                connect = partial(self._link.connect, encode(here))
+                self._in_turns(lambda s: connect(timeout_s=s), _CONNECT_S, deadline)
                 self._is_connected = True
-            order = orders.decode(self._heard(deadline))
+            frame = self._in_turns(lambda s: self._link.receive(timeout_s=s), _TURN_S, deadline)
+            order = orders.decode(frame.header)
         except TransportTimeout as error:
             raise SyncAborted(f"rank 0 of the trainer says nothing: {error}") from error
         except PeerLost as error:
@@ -180,81 +186,41 @@ class TrainerRank(Closing):
             raise MalformedMessage(f"{order.kind} is no order")
         return order
 
-    def _connect(self, deadline: float) -> None:
-        """Connect to rank 0, which lets ranks in when it sends, and may wait for receivers before.
+    def _in_turns(self, call: Callable[[float], T], turn_s: float, deadline: float) -> T:
+        """Wait in a call for seconds that it is given, again and again until the deadline.
 
-        These connect their lanes first: accepts them meanwhile.
-        """
-        here = orders.Here(
-            rank=self._rank, world=self.world, capture=self._captured, address=self._address
-        )
-        while True:
-            self._lanes.listen()
-            try:
-                timeout_s = min(_CONNECT_S, left_s(deadline))
-                self._link.connect(encode(here), timeout_s=timeout_s)
-                return
-            except TransportTimeout:
-                if time.monotonic() >= deadline:
-                    raise
-
-    def _heard(self, deadline: float) -> bytes:
-        """The next header from rank 0. Accepts lanes meanwhile: receivers connect them before they
-        greet rank 0.
+        Accepts lanes meanwhile: receivers connect them before they greet rank 0, which lets ranks
+        in when it sends, and may wait for receivers before.
         """
         while True:
             self._lanes.listen()
             try:
-                return self._link.receive(timeout_s=min(_TURN_S, left_s(deadline))).header
+                return call(min(turn_s, left_s(deadline)))
             except TransportTimeout:
                 if time.monotonic() >= deadline:
                     raise
 
     def _carry_out(self, order: orders.Order) -> Exception | None:
         """Answer an order. Returns what went wrong here, after rank 0 was told."""
-        answer: orders.Answer | None
+        answer: orders.Answer
         problem: Exception | None = None
         try:
-            answer = self._answer_to(order)
+            if not self._may(order):
+                raise SyncAborted("training goes on meanwhile; the next sync covers this one")
+            if isinstance(order, orders.Send):
+                answer = self._send(order)
+            else:
+                answer = self._work.answer(order)
         except _PROBLEMS as error:
-            if isinstance(order, orders.Decide):
-                raise
             problem, answer = error, _failed(error)
         except Exception as error:  # of the source's own
-            if not isinstance(order, orders.Decide):
-                with suppress(SyncAborted):
-                    self._answer(_failed(error))
+            with suppress(SyncAborted):
+                self._answer(_failed(error))
             raise
-        if answer is not None:
-            self._answer(answer)
+        self._answer(answer)
         if isinstance(problem, VersionGap):  # rank 0 has to see that this snapshot is of no use
             self._start_over()
         return problem
-
-    def _answer_to(self, order: orders.Order) -> orders.Answer | None:
-        if not self._may(order):
-            raise SyncAborted("training goes on meanwhile; the next sync covers this one")
-        match order:
-            case orders.Declare():
-                self._declared = Declaration.of(self._weights.source.tensors())
-                self._agreement = Agreement()
-                return self._declared.said()
-            case orders.Measure():
-                return self._measure(order)
-            case orders.Capture():
-                self._capture(order)
-                return self._holding(())
-            case orders.Ask():
-                return self._holding(order.copies)
-            case orders.Compare():
-                if self._agreement.runs:
-                    self._agreement.give(words_of(order.agreed), self._weights.maxima())
-                return self._compare(order.base_version)
-            case orders.Send():
-                return self._send(order)
-            case orders.Decide():
-                self._resolve(order.version)
-        return None
 
     def _may(self, order: orders.Order) -> bool:
         """Whether the source may still be read, or looked up, as the order needs it."""
@@ -267,64 +233,17 @@ class TrainerRank(Closing):
                 return not self._weights.is_released
         return True
 
-    def _measure(self, order: orders.Measure) -> orders.Measured:
-        if self._declared is None or (order.maxima is None and self._captured is None):
-            raise SyncAborted("this rank was restarted, and has not declared what it holds")
-        if order.maxima is None:
-            now = self._weights.maxima()
-        else:
-            self._agreement = Agreement(order.maxima)
-            now = maxima_of(self._weights.source.tensors())
-        return orders.Measured(found=text_of(self._agreement.found(self._declared.maxima, now)))
-
-    def _capture(self, order: orders.Capture) -> None:
-        if self._declared is None:
-            raise SyncAborted("this rank was restarted, and has not declared what it holds")
-        self._captured = self._delta = self._base = None
-        self._replicas = Replicas(self._weights, order, self._rank, self._declared, self._agreement)
-        self._captured = order.capture
-
-    def _holding(self, copies: Sequence[orders.CopyRuns]) -> orders.SnapshotState:
-        plan = self._weights.full(ways=self.world)
-        return orders.SnapshotState(
-            digests=digests_told(self._weights.digests, copies),
-            payload_bytes=plan.payload_bytes,
-            places=plan.places,
-            snapshot_bytes=self._weights.snapshot_bytes,
-            alike=() if copies else self._replicas.digests(),  # once, after the capture
-        )
-
-    def _compare(self, base_version: int) -> orders.Compared:
-        self._resolve(base_version)
-        if self._base is None:
-            self._base = base_version
-        if self._base != base_version:
-            raise VersionGap(held=self._base, base=base_version, offered=base_version + 1)
-        self._delta = (base_version + 1, self._weights.delta(base_version))
-        delta = self._delta[1]
-        counts = self._weights.counts_by(delta).astype(np.uint64)
-        if self._weights.options.report_density is None:
-            counts = np.minimum(counts, 1)
-        return orders.Compared(
-            payload_bytes=delta.payload_bytes,
-            places=delta.places,
-            held_bytes=delta.held_bytes,
-            nnz=delta.nnz,
-            changed=orders.runs_of(counts),
-            alike=self._replicas.digests(self._call),
-        )
-
     def _send(self, order: orders.Send) -> orders.Sent:
         plan: Plan
-        if order.base_version is None:
-            plan = self._weights.full(ways=self.world)
+        if order.is_delta:
+            assert self._work.undecided is not None
+            plan = self._work.undecided[1]
         else:
-            assert self._delta is not None
-            plan = self._delta[1]
+            plan = self._weights.full(ways=self.world)
         buckets = self._lanes.send(
             plan,
             attempt=order.attempt,
-            version=order.version,
+            version=order.version + order.is_delta,
             receivers=order.receivers,
             compression=self._weights.options.compression,
             with_shares=order.with_shares,
@@ -335,13 +254,6 @@ class TrainerRank(Closing):
             digests=() if buckets.lost else digests_told(plan.ledger, order.copies),
             buckets=buckets,
         )
-
-    def _resolve(self, version: int) -> None:
-        """Record that receivers hold this version: the one sent last, or an earlier one."""
-        sent, self._delta = self._delta, None
-        if sent is not None and sent[0] == version:
-            sent[1].decided()
-            self._base = version
 
     def _answer(self, answer: orders.Answer) -> None:
         """Reply to rank 0. Raises SyncAborted if it is gone."""
@@ -358,7 +270,7 @@ class TrainerRank(Closing):
     def _start_over(self) -> None:
         """Give the snapshot up. Rank 0 sees this when this rank reconnects; receivers rejoin."""
         self._lose()
-        self._captured = None
+        self._work.captured = None
         with suppress(TransportError):
             self._link.disconnect()
             self._lanes.reset()

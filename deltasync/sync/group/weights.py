@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,22 +13,23 @@ from deltasync.delta.snapshot import Bucket, Delta, Digests, Plan
 from deltasync.delta.tiles import Ints
 from deltasync.errors import ConfigError, SourceChanged, SyncAborted
 from deltasync.sync.group import orders
-from deltasync.sync.group.agreement import NOTHING, Agreement, Replicas, Words, text_of, words_of
-from deltasync.sync.group.group import GroupCalls
+from deltasync.sync.group.agreement import NOTHING, Agreement, Words, text_of, words_of
+from deltasync.sync.group.group import A, GroupCalls
 from deltasync.sync.group.model import (
     Declaration,
     GroupDigests,
-    OtherRanks,
     all_specs,
     capture_order,
+    digests_added,
+    key,
     refuse_drifted,
     runs_of,
 )
+from deltasync.sync.group.work import RankWork
 from deltasync.sync.protocol.links import CallTimeout
 from deltasync.sync.protocol.round import SentBuckets
-from deltasync.sync.protocol.sender_session import Copies
+from deltasync.sync.protocol.sender_session import Copies, Member, digest_checks
 from deltasync.sync.source.layout import SentLayout, specs_of, with_elements
-from deltasync.sync.source.tensors import Maxima, maxima_of
 from deltasync.sync.source.weights import LocalWeights, OwnWeights
 from deltasync.wire.messages import ParameterSpec
 
@@ -38,62 +39,49 @@ class GroupPlan:
 
     Args:
         own: The part of rank 0.
-        others: What the other ranks have reported.
-        found: What each of them has to send.
-        decide: Called when the version is final.
+        weights: Of all ranks.
+        found: What each has to send.
     """
 
     def __init__(
         self,
         own: Plan,
-        others: OtherRanks,
+        weights: GroupWeights,
         found: Collection[orders.SnapshotState | orders.Compared],
-        decide: Callable[[], None],
     ) -> None:
-        self._own, self._others, self._decide = own, others, decide
+        self._own, self._weights = own, weights
         self.base_version = own.base_version
         self.space = own.space
-        self.payload_bytes = own.payload_bytes + sum(one.payload_bytes for one in found)
-        self.places = own.places + sum(one.places for one in found)
+        self.payload_bytes = sum(one.payload_bytes for one in found)
+        self.places = sum(one.places for one in found)
 
     @property
     def ledger(self) -> Digests:
-        return GroupDigests(self._own.ledger, self._others.sent)
+        return GroupDigests(self._own.ledger, self._weights.digests_sent)
 
     def buckets(self) -> Iterator[Bucket]:
         """The payloads of this rank."""
         return self._own.buckets()
 
     def decided(self) -> None:
-        """Advance the snapshots of all ranks."""
-        self._own.decided()
-        self._decide()
+        """Advance the snapshot. The other ranks do so when they hear of the next version."""
+        self._weights.decided(self.base_version)
 
 
 class GroupDelta(GroupPlan):
-    """What differs on all ranks; on rank 0 `counts` elements of each parameter do.
+    """What differs on all ranks.
 
-    Counts of the other ranks are 1 unless `report_density` asks for them.
+    A parameter counts once for each rank where it does, unless `report_density` asks for more.
     """
 
     def __init__(
-        self,
-        own: Delta,
-        counts: Ints,
-        others: OtherRanks,
-        found: Collection[orders.Compared],
-        decide: Callable[[], None],
+        self, own: Delta, weights: GroupWeights, found: Collection[orders.Compared]
     ) -> None:
-        super().__init__(own, others, found, decide)
-        self.nnz = own.nnz + sum(one.nnz for one in found)
-        self.held_bytes = max([own.held_bytes, *(one.held_bytes for one in found)])
-        total = counts + sum(orders.copies_of(one.changed).astype(np.int64) for one in found)
-        self.changed = np.flatnonzero(total)
-        self._counts = total[self.changed]
-
-    def counts(self) -> Ints:
-        """int64[n]: elements that differ, of each of `changed`."""
-        return self._counts
+        super().__init__(own, weights, found)
+        self.nnz = sum(one.nnz for one in found)
+        self.held_bytes = max(one.held_bytes for one in found)
+        counts = [orders.copies_of(one.changed).astype(np.int64) for one in found]
+        self.counts: Ints = np.sum(counts, axis=0)
 
 
 class GroupWeights:
@@ -105,19 +93,23 @@ class GroupWeights:
     Args:
         own: What this rank compares and sends itself.
         group: The other ranks.
+
+    Attributes:
+        digests_held: Digests of the snapshots of all other ranks together, by `key` of the copies.
+        digests_sent: The same of what they have sent last, which become those when it is decided.
     """
 
-    _replicas: Replicas  # once it has captured
-
     def __init__(self, own: OwnWeights, group: GroupCalls) -> None:
-        self._own, self._group = own, group
+        self._own, self._group, self._work = own, group, RankWork(own, 0, group.world)
         self._layout: SentLayout | None = None
         self._declared: list[Declaration] = []
         self._positions: list[NDArray[np.int64]] = []
         self._capture = ""
         self._trained = np.zeros(0, np.bool_)
-        self._offered = 0
-        self._others = OtherRanks()
+        self._snapshots: list[orders.SnapshotState] = []
+        self._asked: list[Copies] = []  # by the last order to send
+        self.digests_held: dict[bytes, int] = {}
+        self.digests_sent: dict[bytes, int] = {}
         self._agreement = Agreement()
 
     @property
@@ -131,22 +123,19 @@ class GroupWeights:
 
     @property
     def digests(self) -> Digests:
-        return GroupDigests(self._own.digests, self._others.digests)
+        return GroupDigests(self._own.digests, self.digests_held)
 
     @property
     def snapshot_bytes(self) -> int:
-        others = (held.snapshot_bytes for held in self._others.snapshots.values())
-        return max([self._own.snapshot_bytes, *others])
+        return max((held.snapshot_bytes for held in self._snapshots), default=0)
 
     def declared(self, *, timeout_s: float = 60.0) -> tuple[ParameterSpec, ...]:
         """The parameters of all ranks, asked for once: in this call, or else in the next one."""
         if not self._declared:
             self._group.gather(CallTimeout(timeout_s))
-            self._group.order(orders.Declare(call=self._group.call))
-            own = Declaration.of(self._own.source.tensors())
-            said = self._group.answers(orders.Declared)
-            others = (Declaration.told(said[rank]) for rank in range(1, self._group.world))
-            self._declared = [own, *others]
+            self._declared = list(
+                map(Declaration.told, self._all(orders.Declare(), orders.Declared))
+            )
             self._agreement = Agreement.of([one.maxima for one in self._declared])
             positions = self._agreement.positions
             self._positions = [positions(one.maxima) for one in self._declared]
@@ -162,70 +151,58 @@ class GroupWeights:
         except (SourceChanged, SyncAborted):  # a rank may have been replaced since it declared
             self._declared = []
             raise
-        self._group.captures = dict.fromkeys(self._others.snapshots, self._capture)
+        self._group.captures = dict.fromkeys(range(1, self._group.world), self._capture)
         self._layout = SentLayout(specs)
         trained = frozenset().union(*(declaration.trained for declaration in self._declared))
         self._trained = np.array([spec.name in trained for spec in specs])
 
     def _take(self, specs: tuple[ParameterSpec, ...]) -> None:
         """Have all ranks take their snapshots."""
-        source = self._own.source
-        agreed = self._agreed(lambda: maxima_of(source.tensors()), self._agreement.runs)
-        _, order = capture_order(
-            self._declared,
-            specs,
-            call=self._group.call,
-            name=self._capture,
-            agreed=text_of(agreed),
-        )
-        self._group.order(order)
-        self._replicas = Replicas(self._own, order, 0, self._declared[0], self._agreement)
-        alike, said = self._replicas.digests(), self._group.answers(orders.SnapshotState)
-        self._others.hold([None], said)
-        refuse_drifted(self._declared, [alike, *(said[r].alike for r in sorted(said))])
+        agreed = text_of(self._agreed(self._agreement.runs))
+        order = capture_order(self._declared, specs, name=self._capture, agreed=agreed)
+        said = self._all(order, orders.SnapshotState)
+        self._snapshots, self.digests_held = said, digests_added([], said[1:])
+        refuse_drifted(self._declared, [one.alike for one in said])
 
     def learn_digests(self, kinds: Collection[Copies | None]) -> None:
-        """Ask the other ranks for digests of these copies, now and in each later answer."""
-        asked = self._others.asked_with(kinds)
-        if len(asked) > len(self._others.asked):
-            self._group.order(orders.Ask(call=self._group.call, copies=runs_of(asked)))
-            self._others.hold(asked, self._group.answers(orders.SnapshotState))
+        """Ask the other ranks for digests of these copies, unless they are known."""
+        asked = [one for one in kinds if one is not None and key(one) not in self.digests_held]
+        if asked:
+            said = self._all(orders.Ask(copies=runs_of(asked)), orders.SnapshotState)
+            self.digests_held |= digests_added(asked, said[1:])
 
     def delta(self, base_version: int) -> Delta:
-        agreed = self._agreed(self._own.maxima)
-        compare = orders.Compare(
-            call=self._group.call, base_version=base_version, agreed=text_of(agreed)
-        )
-        self._group.order(compare)
-        if self._agreement.runs:
-            self._agreement.give(agreed, self._own.maxima())
-        own = self._own.delta(base_version)
-        counts = self._own.counts_by(own)
-        alike = self._replicas.digests(self._group.call)
-        said = self._group.answers(orders.Compared)
-        refuse_drifted(self._declared, [alike, *(said[r].alike for r in sorted(said))])
-        return GroupDelta(own, counts, self._others, said.values(), self._decided)
+        said = self._all(orders.Compare(agreed=text_of(self._agreed())), orders.Compared)
+        refuse_drifted(self._declared, [one.alike for one in said])
+        assert self._work.undecided is not None
+        return GroupDelta(self._work.undecided[1], self, said)
 
-    def _agreed(
-        self,
-        own: Callable[[], Mapping[str, Maxima]],
-        runs: tuple[tuple[str, int], ...] | None = None,
-    ) -> Words:
-        """The maxima of all ranks' weights as they are now; `own` gives those of this rank.
+    def decided(self, base_version: int | None) -> None:
+        """What all have sent is decided: what differs from this version, or all of it."""
+        if base_version is not None:
+            self._work.resolve(base_version + 1)
+        self.digests_held = self.digests_sent
+
+    def _all(self, order: orders.Order, kind: type[A]) -> list[A]:
+        """What each rank answers to an order, which this rank carries out as well."""
+        own = self._work.answer(self._group.order(order))
+        assert isinstance(own, kind)
+        said = self._group.answers(kind)
+        return [own, *(said[rank] for rank in range(1, self._group.world))]
+
+    def _agreed(self, runs: tuple[tuple[str, int], ...] | None = None) -> Words:
+        """The maxima of all ranks' weights as they are now.
 
         Ranks are asked for these `runs`, or for what they were asked for the last time.
         """
         if not self._agreement.runs:
             return NOTHING
-        self._group.order(orders.Measure(call=self._group.call, maxima=runs))
-        found = [self._agreement.found(self._declared[0].maxima, own())]
-        said = self._group.answers(orders.Measured)
-        found += (words_of(said[rank].found) for rank in range(1, self._group.world))
-        return self._agreement.largest(self._positions, found)
+        said = self._all(orders.Measure(maxima=runs), orders.Measured)
+        return self._agreement.largest(self._positions, [words_of(one.found) for one in said])
 
     def full(self) -> Plan:
         own = self._own.full(ways=self._group.world)
-        return GroupPlan(own, self._others, self._others.snapshots.values(), self._decided)
+        return GroupPlan(own, self, self._snapshots)
 
     @property
     def trained(self) -> NDArray[np.bool_]:
@@ -236,42 +213,37 @@ class GroupWeights:
 
     def start(
         self,
+        members: Collection[Member],
         attempt: int,
-        receivers: Sequence[str],
-        version: int,
-        base_version: int | None,
         *,
+        is_delta: bool,
         with_shares: bool,
         timeout_s: float,
     ) -> None:
         """See `round.PeerRanks`."""
-        self._offered = version
+        assert self._layout is not None
+        checks = digest_checks(members, len(self._layout.specs))
+        self._asked = list({key(one): one for _, one in checks if one is not None}.values())
         self._group.order(
             orders.Send(
-                call=self._group.call,
                 attempt=attempt,
-                version=version,
-                base_version=base_version,
-                receivers=tuple(receivers),
+                is_delta=is_delta,
+                receivers=tuple(member.connection for member in members),
                 with_shares=with_shares,
                 timeout_s=timeout_s,
-                copies=runs_of(self._others.asked),
+                copies=runs_of(self._asked),
             )
         )
 
     def sent(self) -> SentBuckets:
         """See `round.PeerRanks`."""
-        return self._others.have_sent(self._group.answers(orders.Sent))
-
-    def _decided(self) -> None:
-        """Record that what was sent last is decided: engines keep it, whatever happens to a rank.
-
-        One that misses this learns it from the next comparison, or has lost its snapshot: `is_lost`
-        is then true, and receivers rejoin.
-        """
-        self._others.digests = self._others.sent
-        with suppress(SyncAborted):
-            self._group.order(orders.Decide(call=self._group.call, version=self._offered))
+        said, total = self._group.answers(orders.Sent), SentBuckets()
+        for rank, one in said.items():
+            lost = one.buckets.lost
+            told = {name: f"rank {rank} of the trainer: {why}" for name, why in lost.items()}
+            total += replace(one.buckets, lost=told)
+        self.digests_sent = {} if total.lost else digests_added(self._asked, said.values())
+        return total
 
 
 def with_group(own: LocalWeights, group: GroupCalls) -> GroupWeights:

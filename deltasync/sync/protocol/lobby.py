@@ -102,7 +102,9 @@ class Lobby:
         elif not isinstance(hello, Hello):
             self.refuse(peer, hello if isinstance(hello, WireError) else WireError("no hello"))
         elif FORMAT_VERSION not in hello.format_versions:
-            self.refuse(peer, UnsupportedVersion(f"this sender speaks format {FORMAT_VERSION}"))
+            theirs = f"the receiver {list(hello.format_versions[:9])}: upgrade one of them"
+            error = UnsupportedVersion(f"this sender speaks format {FORMAT_VERSION}, {theirs}")
+            self.refuse(peer, error)
         elif not self.admits(hello.engine):
             self.refuse(peer, ConfigError("this sender has let other engines connect"))
         elif hello.lanes != self._num_lanes:

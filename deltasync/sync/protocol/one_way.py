@@ -15,7 +15,7 @@ from torch import Tensor
 from deltasync.delta.bits import Live
 from deltasync.delta.coding import Coding
 from deltasync.delta.ledger import digest_text
-from deltasync.delta.payloads import PayloadReader
+from deltasync.delta.payloads import PayloadReader, check_begin
 from deltasync.delta.shard import whole
 from deltasync.delta.snapshot import Plan
 from deltasync.delta.staging import LiveWeights, Received
@@ -134,6 +134,7 @@ class OneWayReader:
                 full = () if message.base_version is not None else (session.engine,)
                 session.on(Welcome(full_sync=full))
                 session.on(message)
+                check_begin(message, self.live.space)
                 self._payloads.begin(message)
                 self.begin = message
             case Bucket():

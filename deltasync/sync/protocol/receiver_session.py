@@ -113,6 +113,7 @@ class ReceiverSession:
     _has_written: bool = False  # since Begin
     _next_bucket: list[int] = field(default_factory=list)
     _ended: frozenset[int] = frozenset()
+    _told: frozenset[int] = frozenset()  # lanes whose shares this sync has said
 
     def on(self, what: Message | Event, *, lane: int = 0) -> None:
         """Follow the table, or raise and leave everything as it was.
@@ -152,6 +153,16 @@ class ReceiverSession:
         is_delta = begun is not None and begun.base_version is not None
         has_come = self._has_ended and not self.incomplete
         return is_delta and has_come and not any(self._next_bucket)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a sync is under way, or sat out."""
+        return self.begun is not None or self.declined is not None
+
+    @property
+    def awaits_sync(self) -> bool:
+        """Whether it is a member and takes part in none."""
+        return self.state in (ReceiverState.WAITING, ReceiverState.READY)
 
     @property
     def awaits_abort(self) -> bool:
@@ -220,7 +231,12 @@ class ReceiverSession:
                 raise VersionGap(held=self.version, base=begin.base_version, offered=begin.version)
             if begin.version <= begin.base_version:
                 raise ProtocolViolation(f"v{begin.version} does not follow v{begin.base_version}")
-        self.begun, self._next_bucket, self._ended = begin, [0] * self.lanes, frozenset()
+        self.begun, self._next_bucket = begin, [0] * self.lanes
+        self._ended = self._told = frozenset()
+
+    def _tell(self, shares: Shares, lane: int) -> None:
+        """Notes that they have come."""
+        self._told |= {lane}
 
     def _count(self, bucket: Bucket, lane: int) -> None:
         """Refuses a bucket that is not the next one of its connection."""
@@ -272,8 +288,8 @@ _DECLINED = When(
     lambda r, message, lane: message.version == r.declined,
 )
 _FIRST = When(
-    "No bucket of the sync has come on this connection",
-    lambda r, shares, lane: not r._next_bucket[lane] and lane not in r._ended,
+    "Nothing of the sync has come on this connection",
+    lambda r, shares, lane: not r._next_bucket[lane] and lane not in r._ended | r._told,
 )
 _LAST_LANE = When(
     "It has come on every other connection, and no payload was lost",
@@ -312,7 +328,7 @@ def _rules() -> list[Rule[ReceiverState]]:
         Rule((ready,), Bucket, when=_DECLINED),
         Rule((ready,), Prepare, when=_DECLINED),
         Rule((ready, waiting), Abort, sets={"declined": None}),
-        Rule((staging,), Shares, when=_FIRST),
+        Rule((staging,), Shares, when=_FIRST, do=r._tell),
         Rule((staging,), Bucket, do=r._count),
         Rule((staging,), "cut off", sets={"incomplete": True}),
         Rule((staging,), Prepare, prepared, _LAST_LANE, r._end_lane),

@@ -241,15 +241,14 @@ class PeerRanks(Protocol):
 
     def start(
         self,
+        members: Collection[Member],
         attempt: int,
-        receivers: Sequence[str],
-        version: int,
-        base_version: int | None,
         *,
+        is_delta: bool,
         with_shares: bool,
         timeout_s: float,
     ) -> None:
-        """Let them begin; receivers by their connections. The rest is as in `begin`."""
+        """Let them send to these, which they know by their connections."""
         ...
 
     def sent(self) -> SentBuckets:
@@ -361,10 +360,9 @@ class Round:
         with_shares = ranks is not None and not self._link.knows(plan.space)
         if ranks is not None:
             ranks.start(
+                session.participants.values(),
                 session.attempt,
-                [member.connection for member in session.participants.values()],
-                self._version,
-                plan.base_version,
+                is_delta=plan.base_version is not None,
                 with_shares=with_shares,
                 timeout_s=self._link.timeout_s,
             )

@@ -9,7 +9,6 @@ from itertools import zip_longest
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from deltasync.delta.bits import Flat, check_plain, dtype_of, torch_dtype
@@ -117,10 +116,6 @@ class StreamedWeights(LocalWeights):
 
     def full(self) -> Plan:
         return self.snapshot.full(bucket_bytes=self._bucket_bytes(self.snapshot))
-
-    @property
-    def trained(self) -> NDArray[np.bool_]:
-        return np.ones(len(self._specs), np.bool_)
 
     @property
     def _specs(self) -> tuple[ParameterSpec, ...]:
@@ -282,13 +277,7 @@ class _Taken:
         return int(self._counts.sum())
 
     @property
-    def changed(self) -> Ints:
-        return np.flatnonzero(self._by_share())
-
     def counts(self) -> Ints:
-        return self._by_share()[self.changed]
-
-    def _by_share(self) -> Ints:
         found: Ints = self._counts[self._place]
         return found
 
@@ -298,10 +287,8 @@ class _Taken:
 
     def decided(self) -> None:
         """Advance the snapshot by what was kept."""
-        for group in self._groups:
-            if group.changes is not None:
-                self._detector.advance(group.changes)
-        self._snapshot.decided(self._ledger)
+        kept = [group.changes for group in self._groups if group.changes is not None]
+        self._snapshot.decided(kept, self._ledger)
         self.is_decided = True
         self._groups.clear()  # their memory
         self._buckets.clear()

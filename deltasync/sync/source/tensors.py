@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from operator import attrgetter
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from deltasync.delta.bits import check_plain, dtype_of
-from deltasync.delta.readers import PartReader, Reader, WidenedReader
+from deltasync.delta.readers import DerivedReader, Reader
 from deltasync.delta.shard import ShardSpec, is_sharded, local_of, narrowed, overlap, shard_of
 from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError
@@ -131,31 +131,27 @@ class NamedTensor:
         return dtype_of(self.tensor, name=self.name)
 
 
-class Listing:
-    """What a source has returned, as it is compared with what it returns next: by loops in C.
+Facts: TypeAlias = tuple[object, ...]
+"""What tells where a tensor is read, and as what."""
 
-    Args:
-        entries: The list.
 
-    Attributes:
-        tensors: The tensors of it.
-    """
+def facts_of(entries: Sequence[NamedTensor]) -> list[Facts]:
+    """The facts of each, by loops in C: what a source returns next is compared with them."""
+    tensors = map(_TENSOR, entries)
+    held = [(None, t) if type(t) in _PLAIN else _held(t) for t in tensors]
+    shards, local = zip(*held, strict=True) if held else ((), ())
+    columns = [map(fact, local) for fact in _FACTS]
+    return list(zip(map(_ENTRY, entries), shards, *columns, strict=True))
 
-    def __init__(self, entries: list[NamedTensor]) -> None:
-        self.tensors: list[Tensor] = list(map(_TENSOR, entries))
-        self._facts: list[list[object]] = []
-        if set(map(type, self.tensors)) <= _PLAIN:  # others may hold their elements elsewhere
-            of_tensors = (list(map(fact, self.tensors)) for fact in _FACTS)
-            self._facts = [list(map(_ENTRY, entries)), *of_tensors]
 
-    def reads_as(self, other: Listing) -> bool:
-        """Whether the readers of the other one read the same. False if that is not known."""
-        return bool(self._facts) and self._facts == other._facts
+def _held(tensor: Tensor) -> tuple[ShardSpec, Tensor]:
+    """The part of a tensor that is held here, and its elements."""
+    return shard_of(tensor), local_of(tensor)
 
 
 _TENSOR = attrgetter("tensor")
 _ENTRY = attrgetter("names", "shard", "full_shape", "computed")
-_PLAIN = {Tensor, nn.Parameter}
+_PLAIN = {Tensor, nn.Parameter}  # others may hold their elements elsewhere
 _FACTS: tuple[Callable[[Tensor], object], ...] = (
     Tensor.data_ptr,
     Tensor.size,
@@ -180,7 +176,7 @@ def held_of(entry: NamedTensor) -> tuple[ShardSpec, Tensor]:
         return entry.shard, entry.tensor
     if entry.computed is not None:
         return ShardSpec.whole(entry.shape), entry.tensor
-    return shard_of(entry.tensor), local_of(entry.tensor)
+    return _held(entry.tensor)
 
 
 def parts_of(entry: NamedTensor, places: Mapping[str, Index]) -> Iterator[NamedTensor]:
@@ -207,7 +203,7 @@ def computed_reader(entry: NamedTensor, spec: ParameterSpec) -> Reader:
     """Its reader. Raises ConfigError if it is to be sent in a dtype that has not all its values."""
     assert entry.computed is not None
     if (entry.dtype.name, spec.dtype.name) == ("bfloat16", "float32"):  # scales of checkpoints
-        return WidenedReader(entry.computed)
+        return DerivedReader(entry.computed, spec.dtype, 0, entry.computed.numel)
     if entry.dtype != spec.dtype:
         raise ConfigError(
             f"{spec.name}: computed as {entry.dtype.name}, the engine holds {spec.dtype.name}: let "
@@ -230,7 +226,8 @@ def part_reader(
     rows = range(box.size[0])[index[0]] if index else range(box.size[0])
     rows = range(rows, rows + 1) if isinstance(rows, int) else rows
     length, first = prod(held.size[1:]), box.offset[0] - held.offset[0]
-    return PartReader(computed, (first + rows.start) * length, len(rows) * length)
+    begin = (first + rows.start) * length
+    return DerivedReader(computed, computed.dtype, begin, len(rows) * length)
 
 
 class WeightSource(Protocol):
@@ -241,22 +238,6 @@ class WeightSource(Protocol):
 
         Called at every sync; storage may have been replaced since the last call. Return the same
         list object only if no tensor has changed its storage, shape, strides or dtype.
-        """
-        ...
-
-
-@runtime_checkable
-class GlancedSource(Protocol):
-    """A source that can prove in two steps that nothing has moved, the first of which is cheap."""
-
-    def glance(self, last: list[NamedTensor]) -> Callable[[], bool] | None:
-        """Begin the work of `tensors` in a sync. Returns None if that has to be called at once.
-
-        Otherwise the addresses of `last` may be read, and what is returned is called before what
-        was read there counts: it returns whether `tensors` would return `last`.
-
-        Args:
-            last: What `tensors` returned to the caller. Somebody else may have called it since.
         """
         ...
 

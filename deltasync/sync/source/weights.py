@@ -7,15 +7,14 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from math import prod
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from deltasync.delta.bits import identity
+from deltasync.delta.choice import device_for
 from deltasync.delta.readers import Reader, WireReader
 from deltasync.delta.shard import (
     ShardSpec,
@@ -35,12 +34,12 @@ from deltasync.sync.options import SenderOptions, leaves_out
 from deltasync.sync.protocol.sender_session import Copies
 from deltasync.sync.source.layout import SentLayout, source_specs, specs_of, with_elements
 from deltasync.sync.source.tensors import (
-    GlancedSource,
-    Listing,
+    Facts,
     Maxima,
     NamedTensor,
     WeightSource,
     computed_reader,
+    facts_of,
     held_of,
     maxima_of,
     part_reader,
@@ -88,8 +87,7 @@ class Weights(Protocol):
         ...
 
     def learn_digests(self, kinds: Collection[Copies | None]) -> None:
-        """From now on `digests`, and those of plans, include these. Raises SyncAborted."""
-        ...
+        """Let `digests` include these too. Raises SyncAborted. By default, it has all."""
 
     def delta(self, base_version: int) -> Delta:
         """How the source differs from the snapshot, as `Snapshot.compare`. Raises SourceChanged."""
@@ -102,21 +100,22 @@ class Weights(Protocol):
     @property
     def trained(self) -> NDArray[np.bool_]:
         """bool[parameters], which of the layout the optimizer changes; all if that is not known."""
-        ...
+        assert self.layout is not None
+        return np.ones(len(self.layout.specs), np.bool_)
 
     def masters(self, number: int) -> tuple[bool, int] | None:
         """Whether a parameter is rounded for members, and the sum of its bits here.
 
         None if not every step shows in it: it has less than 32 bits, is computed, or not held here.
         """
-        ...
+        return None
 
 
 class LocalWeights(Weights):
     """Those that this process compares and sends: one layout, and one snapshot.
 
     Attributes:
-        options: Sizes, policy, dtypes.
+        options: Sizes, codec, dtypes.
         stream: On a GPU, what compares and packs; None elsewhere.
         is_released: Whether the source may have changed since the call under way has begun.
     """
@@ -135,9 +134,6 @@ class LocalWeights(Weights):
     @property
     def digests(self) -> Digests:
         return self.snapshot.ledger
-
-    def learn_digests(self, kinds: Collection[Copies | None]) -> None:
-        """The ledger knows all."""
 
     @property
     def snapshot(self) -> Snapshot:
@@ -172,11 +168,11 @@ class LocalWeights(Weights):
             self._on_source_read()
         return self.is_released
 
+    def check_coding(self, options: SenderOptions) -> None:
+        """Raises ConfigError unless payloads can be coded so where the weights are."""
+
     def refresh_source(self) -> None:
         """Look the source up, which the next `delta` then need not. Raises SourceChanged."""
-
-    def masters(self, number: int) -> tuple[bool, int] | None:
-        return None
 
     def _bucket_bytes(self, snapshot: Snapshot) -> int:
         return self.options.bucket_bytes or snapshot.bucket_bytes
@@ -187,7 +183,7 @@ class OwnWeights(LocalWeights):
 
     Args:
         source: The parameters; read, never written.
-        options: Sizes, policy, dtypes.
+        options: Sizes, codec, dtypes.
     """
 
     layout: SourceLayout | None = None
@@ -196,6 +192,18 @@ class OwnWeights(LocalWeights):
         super().__init__(options)
         self.source = _Kept(source, options) if options.leave_out else source
         self._devices: list[torch.device] = []  # of what was captured
+
+    def check_coding(self, options: SenderOptions) -> None:
+        if options.compression in ("none", "zstd"):
+            return
+        tensors = [entry.tensor for entry in self.source.tensors()]
+        numel = sum(tensor.numel() for tensor in tensors)
+        device = device_for({tensor.device for tensor in tensors}, numel, options.kernels)
+        if device is not None and device.type == "cuda":
+            raise ConfigError(
+                f"compression={options.compression!r} is made on hosts, and these weights are on a "
+                "GPU: use 'zstd' or 'none'"
+            )
 
     def declared(self, *, timeout_s: float = 60.0) -> tuple[ParameterSpec, ...]:
         return with_elements(source_specs(self.source.tensors()))
@@ -228,7 +236,9 @@ class OwnWeights(LocalWeights):
             last.capture(layout.readers)
         else:
             last = None  # its memory first
-            last = self._new_snapshot(layout)
+            where, kernels = self.options.snapshot_device, self.options.kernels
+            place = None if where is None else torch.device(where)
+            last = snapshot_of(layout.sent, layout.readers, device=place, kernels=kernels)
         self._snapshot, self.layout, self._devices = last, layout, devices
         self.snapshot_bytes = last.num_bytes
         self.stream = own_stream(last.device, self.stream)
@@ -240,37 +250,24 @@ class OwnWeights(LocalWeights):
             self._is_looked_up = True
 
     def delta(self, base_version: int) -> Delta:
-        layout = self.layout
+        layout, snapshot, held = self.layout, self.snapshot, self.options.max_inflight_bytes
         assert layout is not None
-        compare = partial(self._compare, base_version=base_version)
-        if self._is_looked_up:
-            delta = compare(layout.readers)
-        elif self.snapshot.device is not None and layout.glance():
-            readers = layout.readers
-            delta = compare(readers, meanwhile=layout.refresh)  # while kernels run
-            if layout.readers is not readers:
-                delta = compare(layout.readers)
-        else:
-            layout.refresh()
-            delta = compare(layout.readers)
-        self._is_looked_up = self._on_source_read is not None  # if this is tried again
-        return delta
-
-    def _compare(
-        self,
-        readers: Sequence[Reader],
-        *,
-        base_version: int,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> Delta:
-        snapshot, held = self.snapshot, self.options.max_inflight_bytes
-        return snapshot.compare(
-            readers,
+        compare = partial(
+            snapshot.compare,
             bucket_bytes=self._bucket_bytes(snapshot),
             max_held_bytes=max(snapshot.num_bytes // 20, 1 << 20) if held is None else held,
             base_version=base_version,
-            meanwhile=meanwhile,
         )
+        is_known = self._is_looked_up
+        is_glanced = not is_known and snapshot.device is not None and layout.glance()
+        if not (is_known or is_glanced):
+            layout.refresh()
+        readers = layout.readers
+        delta = compare(readers, meanwhile=layout.refresh if is_glanced else None)
+        if layout.readers is not readers:
+            delta = compare(layout.readers)
+        self._is_looked_up = self._on_source_read is not None  # if this is tried again
+        return delta
 
     def full(self, *, ways: int = 1) -> Plan:
         """All of the snapshot; in smaller payloads, if receivers get them from so many ranks."""
@@ -282,13 +279,14 @@ class OwnWeights(LocalWeights):
         """int64[parameters]: elements of each parameter of the layout that differ here."""
         assert self.layout is not None
         counts = np.zeros(len(self.layout.specs), np.int64)
-        np.add.at(counts, self._numbers[delta.changed], delta.counts())
+        np.add.at(counts, self._numbers, delta.counts)
         return counts
 
     @property
     def trained(self) -> NDArray[np.bool_]:
         assert self.layout is not None
-        return self.layout.trained
+        tensors = [entry.tensor for entry in self.layout.tensors]
+        return np.fromiter(map(_IS_TRAINED, tensors), np.bool_, len(tensors))
 
     def masters(self, number: int) -> tuple[bool, int] | None:
         layout, sums, is_rounded = self.layout, list[int](), False
@@ -306,15 +304,6 @@ class OwnWeights(LocalWeights):
         """int64[shares]: numbers in the layout of what is sent here."""
         return np.array([share.number for share in self.snapshot.space.given], np.int64)
 
-    def _new_snapshot(self, layout: SourceLayout) -> Snapshot:
-        device = self.options.snapshot_device
-        return snapshot_of(
-            layout.sent,
-            layout.readers,
-            device=None if device is None else torch.device(device),
-            kernels=self.options.kernels,
-        )
-
 
 class SourceLayout(SentLayout):
     """The same, and the live source of those that are sent from here.
@@ -323,7 +312,6 @@ class SourceLayout(SentLayout):
         sent: What is compared and sent here: all of `specs`, or what a rank has of them.
         readers: The live source in that order; rebuilt where storage was replaced.
         tensors: What the source has returned last.
-        trained: bool[tensors], which of them the optimizer changed when they were looked up.
     """
 
     def __init__(
@@ -345,16 +333,15 @@ class SourceLayout(SentLayout):
         self._source, self._boxes = source, boxes
         self._numbers = {spec.name: number for number, spec in enumerate(self.specs)}
         self.tensors: list[NamedTensor] = []
-        self._listing = Listing(self.tensors)
         self._rest: Callable[[], bool] | None = None  # of a look that has begun
-        self._known: dict[str, tuple[tuple[object, ...], list[Reader]]] = {}
+        self._facts: list[Facts] = []
+        self._known: dict[str, tuple[Facts, list[Reader]]] = {}
         self.readers: list[Reader] = []
         tensors = source.tensors()
         self._names = list(map(_NAMES, tensors))
         self.sent = self._shares(tensors)
         agree(maxima_of(tensors))
         self.read(tensors)
-        self.trained = self._trained()
         for entry in tensors:
             if entry.computed is not None:
                 entry.computed.check()
@@ -365,9 +352,8 @@ class SourceLayout(SentLayout):
         Not so if the source can only look as a whole. Readers keep what they read alive, so that
         a tensor whose address is the same is read where it was. `refresh` finds the rest.
         """
-        self._rest = None
-        if isinstance(self._source, GlancedSource):
-            self._rest = self._source.glance(self.tensors)
+        look = getattr(self._source, "glance", None)
+        self._rest = None if look is None else look(self.tensors)
         return self._rest is not None
 
     def refresh(self) -> None:
@@ -384,11 +370,6 @@ class SourceLayout(SentLayout):
                     "parameters or ties appeared or vanished; make a new WeightSender"
                 )
             self.read(tensors)
-        self.trained = self._trained()
-
-    def _trained(self) -> NDArray[np.bool_]:
-        tensors = self._listing.tensors
-        return np.fromiter(map(_IS_TRAINED, tensors), np.bool_, len(tensors))
 
     def _shares(self, tensors: list[NamedTensor]) -> tuple[Share, ...]:
         """What is sent of them. Raises ConfigError for parts, if everything is to be sent."""
@@ -421,36 +402,33 @@ class SourceLayout(SentLayout):
         """Have `readers` of what the source has returned last. Raises SourceChanged."""
         if tensors is self.tensors:
             return
-        listing = Listing(tensors)
-        if not listing.reads_as(self._listing):
-            known: dict[str, tuple[tuple[object, ...], list[Reader]]] = {}
+        facts = facts_of(tensors)
+        if facts != self._facts:
+            now_of = dict(zip(map(id, tensors), facts, strict=True))
+            known: dict[str, tuple[Facts, list[Reader]]] = {}
             for entry in self._in_order(tensors):
-                of_share = self._boxes is not None
-                held, local = held_of(entry) if of_share else (None, local_of(entry.tensor))
-                now = (held, entry.computed, *identity(local))
+                now = now_of[id(entry)]
                 before, readers = self._known.get(entry.name, ((), []))
                 if before != now:
-                    readers = self._readers_of(entry, held, local)
+                    readers = self._readers_of(entry)
                 known[entry.name] = now, readers
             self._known = known
             readers = [reader for _, readers in known.values() for reader in readers]
-            if not _are_same(readers, self.readers):  # detectors look up what is another list
-                self.readers = readers
-        self._listing, self.tensors = listing, tensors  # if all of it can be read
+            if [*map(id, readers)] != [*map(id, self.readers)]:
+                self.readers = readers  # detectors look up what is another list
+        self._facts, self.tensors = facts, tensors  # if all of it can be read
 
-    def _readers_of(
-        self, entry: NamedTensor, held: ShardSpec | None, local: Tensor
-    ) -> list[Reader]:
+    def _readers_of(self, entry: NamedTensor) -> list[Reader]:
         spec = self.specs[self._numbers[entry.name]]
         if entry.shape != spec.shape:
             raise SourceChanged(
                 f"{spec.name}: shape {spec.shape} became {entry.shape}; make a new WeightSender"
             )
-        if self._boxes is None or held is None:
+        if self._boxes is None:
             if entry.computed is not None:
                 return [computed_reader(entry, spec)]
-            return [WireReader.of(local, spec.dtype, name=spec.name)]
-        box = self._boxes[entry.name]
+            return [WireReader.of(local_of(entry.tensor), spec.dtype, name=spec.name)]
+        (held, local), box = held_of(entry), self._boxes[entry.name]
         if held.shape != box.shape or overlap(held, box) != box:
             raise SourceChanged(
                 f"{spec.name}: its sharding has changed; make new senders on all ranks"
@@ -462,15 +440,6 @@ class SourceLayout(SentLayout):
         return [
             WireReader.of(local[index], spec.dtype, name=spec.name) for index, _ in rows_of(box)
         ]
-
-    @property
-    def device_types(self) -> set[str]:
-        """Types of the devices that the source lives on."""
-        return {reader.device.type for reader in self.readers}
-
-
-def _are_same(one: list[Reader], other: list[Reader]) -> bool:
-    return len(one) == len(other) and all(map(is_, one, other))
 
 
 class _Kept:
@@ -495,6 +464,6 @@ class _Kept:
         return self._tensors
 
     def glance(self, last: list[NamedTensor]) -> Callable[[], bool] | None:
-        if self._all is None or last is not self._tensors:
-            return None
-        return self._source.glance(self._all) if isinstance(self._source, GlancedSource) else None
+        look = getattr(self._source, "glance", None)
+        is_last = self._all is not None and last is self._tensors
+        return look(self._all) if look is not None and is_last else None

@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from deltasync.delta.ledger import Ledger, digest_text
-from deltasync.delta.payloads import PayloadReader, most_payload_bytes
+from deltasync.delta.payloads import PayloadReader, check_begin
 from deltasync.delta.shard import whole
 from deltasync.delta.staging import LiveWeights, Received, Staging, staged_bytes_of
 from deltasync.delta.tiles import Ints, Space
@@ -21,7 +21,6 @@ from deltasync.errors import (
     DeltaSyncError,
     DigestMismatch,
     LayoutMismatch,
-    LimitExceeded,
     TargetMoved,
 )
 from deltasync.sync.options import ReceiverOptions
@@ -32,6 +31,8 @@ from deltasync.wire.messages import Begin, Bucket, Held, ParameterSpec, Shares
 logger = logging.getLogger(__name__)
 
 _MIN_STAGED_BYTES = 64 << 20
+# Elements of a layout, of each tile of which tables have a row, whether it is held or not.
+_ALWAYS_TAKEN, _MOST_TIMES_HELD = 1 << 36, 64
 _EARLY_S = 1.0  # an early check of storage counts for so long
 
 
@@ -69,23 +70,31 @@ class BoundWeights:
         self._changed: set[int] = set()  # numbers of parameters, by the sync under way
         self._payloads = PayloadReader(self.live)
         self._scrubbed = 0  # the chunk after the last one
-        self._max_staged_bytes = self._max_sync_bytes = 0
+        self._max_staged_bytes = 0
         self._is_full = False  # the sync under way
         self.still_since = math.inf
         self._checked_s = -math.inf  # when storage was checked early, and what that found
         self._moved: TargetMoved | None = None
 
-    def bind(self, specs: tuple[ParameterSpec, ...], *, lanes: int, is_alone: bool) -> None:
+    def bind(self, specs: tuple[ParameterSpec, ...], *, lanes: int, world: int) -> None:
         """Find the weights of a layout and measure them.
 
         Args:
             specs: The layout.
             lanes: Connections on which buckets come.
-            is_alone: Whether no other rank of the engine holds weights.
+            world: Ranks of the engine, which hold weights too.
+
+        Raises:
+            LayoutMismatch: It is not that of this engine's model.
         """
-        flats, options = self.target.bind(specs), self._options
-        if specs and not flats and is_alone:
+        flats, options, space = self.target.bind(specs), self._options, Space(whole(specs))
+        if specs and not flats and world == 1:
             raise LayoutMismatch("the engine holds none of the parameters that are sent")
+        held, numel = sum(f.numel for f in flats.values()), int(space.share_numel.sum())
+        if numel > _ALWAYS_TAKEN + _MOST_TIMES_HELD * world * held:
+            raise LayoutMismatch(
+                f"{numel} elements are sent, and one rank of {world} holds {held}: another model"
+            )
         tensors = (tensor for flat in flats.values() for _, tensor in flat.boxes())
         is_frozen = any(getattr(one, "_is_frozen_param", False) for one in tensors)  # as of now
         if is_frozen or getattr(sys.modules.get("torch._inductor.config"), "freezing", False):
@@ -93,7 +102,7 @@ class BoundWeights:
                 "torch.compile freezes these weights (`torch._inductor.config.freezing`): its code "
                 "computes with copies, which no update reaches. Turn that off, and compile again"
             )
-        self.live = LiveWeights(flats, Space(whole(specs)), kernels=options.kernels)
+        self.live = LiveWeights(flats, space, kernels=options.kernels)
         self.live.ledger.sums[:] = self.live.measure(np.arange(self.live.space.num_chunks))
         self.may_differ = False
         self._payloads = PayloadReader(self.live, lanes)
@@ -101,7 +110,6 @@ class BoundWeights:
         self._max_staged_bytes = (
             max(_MIN_STAGED_BYTES, self.live.num_bytes // 4) if limit is None else limit
         )
-        self._max_sync_bytes = most_payload_bytes(self.live.space)
 
     @property
     def are_proved(self) -> bool:
@@ -197,8 +205,7 @@ class BoundWeights:
         """
         if not self.are_kept():
             raise DigestMismatch("weights changed or moved while they were detached; rejoin")
-        if begin.payload_bytes > self._max_sync_bytes:
-            raise LimitExceeded(f"no sync of this layout takes over {self._max_sync_bytes} bytes")
+        check_begin(begin, self.live.space)
         self._payloads.begin(begin)
         self._is_full = begin.base_version is None
         if self._is_full:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from deltasync.errors import TruncatedFrame
-from deltasync.store.classes.bitstream import Bytes, Ints
+from deltasync.files.classes.bitstream import Bytes, Ints
 
 _SLICE = 1 << 17  # bytes of a unary stream that are taken apart at once
 _MAX_VARINT = 5  # bytes

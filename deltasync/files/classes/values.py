@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from deltasync.dtypes import Dtype
 from deltasync.errors import InvalidTable, TruncatedFrame
-from deltasync.store.classes import keys as class_keys
-from deltasync.store.classes.bitstream import (
+from deltasync.files.classes import keys as class_keys
+from deltasync.files.classes.bitstream import (
     MAX_WIDTH,
     Bits,
     Bytes,
@@ -22,10 +22,10 @@ from deltasync.store.classes.bitstream import (
     pack_fields,
     unsigned_dtype,
 )
-from deltasync.store.classes.frequent import Frequent
-from deltasync.store.classes.keys import Keys
-from deltasync.store.classes.streams import ByteReader, UnaryReader, pack_unary, varints
-from deltasync.store.classes.subsets import Segments
+from deltasync.files.classes.frequent import Frequent
+from deltasync.files.classes.keys import Keys
+from deltasync.files.classes.streams import ByteReader, UnaryReader, pack_unary, varints
+from deltasync.files.classes.subsets import Segments
 
 COST_OF_CLASS = 40.0
 """Bits that a class takes in the header, about."""

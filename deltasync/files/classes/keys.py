@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from deltasync.dtypes import Dtype
 from deltasync.errors import InvalidTable
-from deltasync.store.classes.bitstream import Bits, Bytes, Ints
-from deltasync.store.classes.streams import ByteReader, varints
+from deltasync.files.classes.bitstream import Bits, Bytes, Ints
+from deltasync.files.classes.streams import ByteReader, varints
 
 MAX_CLASSES = 64
 

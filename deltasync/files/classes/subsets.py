@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.errors import InvalidIndices
-from deltasync.store.classes.bitstream import FieldReader, Ints, Words
-from deltasync.store.classes.streams import UnaryReader
+from deltasync.files.classes.bitstream import FieldReader, Ints, Words
+from deltasync.files.classes.streams import UnaryReader
 
 _MAX_PARAMETER = 32
 

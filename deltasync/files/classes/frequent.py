@@ -12,8 +12,8 @@ import numpy as np
 
 from deltasync.dtypes import Dtype
 from deltasync.errors import InvalidTable
-from deltasync.store.classes.bitstream import Bits, Words, unsigned_dtype
-from deltasync.store.classes.streams import ByteReader, varints
+from deltasync.files.classes.bitstream import Bits, Words, unsigned_dtype
+from deltasync.files.classes.streams import ByteReader, varints
 
 MOST = 64
 """Steps that a row lists."""

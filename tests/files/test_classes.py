@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,10 +26,10 @@ from deltasync.delta.steps import stepped, zigzag
 from deltasync.delta.tiles import Ints, Space
 from deltasync.dtypes import BY_NAME, Dtype
 from deltasync.errors import ProtocolViolation, SyncError, WireError
-from deltasync.store.classes import codec as class_codec
-from deltasync.store.classes import positions, values
-from deltasync.store.classes.bitstream import Bits, unsigned_dtype
-from deltasync.store.classes.codec import ClassCodec
+from deltasync.files.classes import codec as class_codec
+from deltasync.files.classes import positions, values
+from deltasync.files.classes.bitstream import Bits, unsigned_dtype
+from deltasync.files.classes.codec import ClassCodec
 from deltasync.wire.changes import Sizes
 from deltasync.wire.messages import ParameterSpec
 from deltasync.wire.streams import packed, unpacked
@@ -227,6 +228,25 @@ def test_who_lacks_a_parameter_decodes_the_others(
         if int(lane.space.parameter[share]) in held:
             assert np.array_equal(places, shares[share][0])
             assert np.array_equal(bits, shares[share][1])
+
+
+def test_who_lacks_a_parameter_takes_rows_with_whole_tiles_in_them() -> None:
+    """However many places the tiles around them have."""
+    rng, whole_one = np.random.default_rng(0), np.arange(4 * 4096) // 4096 == 1
+    old = [random_bits(BF16, 4 * 4096, rng), random_bits(BF16, 100, rng)]
+    masks = whole_one | (rng.random(4 * 4096) < 0.4), np.arange(100) < 9
+    new = [flipped(one, mask, rng) for one, mask in zip(old, masks, strict=True)]
+    (made, changes), lane = coded(old, new), lane_of(old, [1])
+    found = ClassCodec().decode(memoryview(made), changes.sizes, lane)
+    Table(lane.space, found).check()
+    assert torch.equal(found.values[-9:], changes.values[-9:])
+    streams, sizes = unpacked(memoryview(made), changes.sizes.num_bytes), changes.sizes
+    rows = np.frombuffer(head := bytearray(streams[0]), class_codec._ROW, offset=8)
+    more = 3 * 4096 + 1 - int(rows["count"][0])
+    rows["count"][0] += more
+    lie = replace(sizes, places=sizes.places + more)
+    with pytest.raises(WireError, match="more changes than elements"):
+        ClassCodec().decode(memoryview(packed([bytes(head), *map(bytes, streams[1:])])), lie, lane)
 
 
 def _lanes(table: Table, changes: Changes) -> Iterator[tuple[int, Ints, Bits]]:

@@ -11,11 +11,11 @@ import numpy as np
 
 from deltasync.dtypes import Dtype
 from deltasync.errors import InvalidIndices, InvalidTable
-from deltasync.store.classes import keys as class_keys
-from deltasync.store.classes.bitstream import Bits, Bytes, FieldReader, Indices, Ints, pack_fields
-from deltasync.store.classes.order import orders
-from deltasync.store.classes.streams import ByteReader, UnaryReader, pack_unary, varints
-from deltasync.store.classes.subsets import Segments
+from deltasync.files.classes import keys as class_keys
+from deltasync.files.classes.bitstream import Bits, Bytes, FieldReader, Indices, Ints, pack_fields
+from deltasync.files.classes.order import orders
+from deltasync.files.classes.streams import ByteReader, UnaryReader, pack_unary, varints
+from deltasync.files.classes.subsets import Segments
 
 LANE_BITS = 18
 """Elements of a lane, as a power of two: the bits of their classes stay in a cache."""

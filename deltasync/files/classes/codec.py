@@ -25,8 +25,8 @@ from deltasync.delta.kernels.host import unsigned
 from deltasync.delta.staging import Lane
 from deltasync.delta.tiles import Ints, Space
 from deltasync.errors import InvalidIndices, InvalidTable, TruncatedFrame, WireError, WrongBase
-from deltasync.store.classes import positions, values
-from deltasync.store.classes.bitstream import Bits, Bytes
+from deltasync.files.classes import positions, values
+from deltasync.files.classes.bitstream import Bits, Bytes
 from deltasync.wire.changes import TILE, Sizes
 from deltasync.wire.streams import packed, unpacked
 
@@ -93,6 +93,10 @@ class ClassCodec:
         rows = head[_REST.size :].view(_ROW)
         (num_left,) = _REST.unpack(head[: _REST.size].tobytes())
         _check(rows, len(index), len(value), sizes, lane.space)
+        if num_left > sizes.tiles:
+            raise InvalidTable("more tiles in no row than there are")
+        places = sizes.places - int(rows["count"].sum())
+        others = _rest(rest, Sizes(sizes.item_size, num_left, places, sizes.whole), lane)
         found, is_held, index_at, value_at = list[tuple[Ints, Bits]](), True, 0, 0
         for row in rows.tolist():
             first, last, count, index_bytes, value_bytes = row
@@ -104,15 +108,11 @@ class ClassCodec:
             old = lane.span(share, start, stop)
             if old is None:
                 is_held, bits = False, np.zeros(count, f"u{sizes.item_size}")
-                found.append((first * TILE + np.arange(count), bits))
+                found.append((_anywhere(first, last, count, others), bits))
                 continue
             where, new = _decoded(lane.space, share, blocks, count, old)
             found.append((first * TILE + where.astype(np.int64), new))
-        if num_left > sizes.tiles:
-            raise InvalidTable("more tiles in no row than there are")
-        places = sizes.places - int(rows["count"].sum())
-        left = Sizes(sizes.item_size, num_left, places, sizes.whole)
-        made = _joined(found, _rest(rest, left, lane))
+        made = _joined(found, others)
         if is_held and made.sizes.tiles != sizes.tiles:
             raise InvalidIndices("a coded payload has not as many tiles as its bucket says")
         return made
@@ -196,6 +196,15 @@ def _decoded(
             f"{spec.name}: the delta was made from other values than those held here, or is "
             "damaged; rejoin for a full sync"
         ) from error
+
+
+def _anywhere(first: int, last: int, count: int, others: Changes) -> Ints:
+    """int64[count]: codes of a row that nobody can decode, in its tiles that do not go whole."""
+    tiles = np.setdiff1d(np.arange(first, last + 1), others.table()[0], assume_unique=True)
+    codes: Ints = (tiles[: -(-count // TILE), None] * TILE + np.arange(TILE)).ravel()[:count]
+    if len(codes) < count:
+        raise InvalidTable("a row has more changes than elements")
+    return codes
 
 
 def _rest(data: Bytes, sizes: Sizes, lane: Lane) -> Changes:

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.dtypes import Dtype
-from deltasync.store.classes import keys as class_keys
-from deltasync.store.classes.bitstream import Bits, Indices, Ints, Words
+from deltasync.files.classes import keys as class_keys
+from deltasync.files.classes.bitstream import Bits, Indices, Ints, Words
 
 _GROUP = 1 << 20  # elements whose bits are held at once, unless a lane has more
 _WORD_BITS = 6  # 2^6 of them in a word
