@@ -265,7 +265,7 @@ class Sender(SocketSender):
             return failures
         if not slot.holds(payload):
             payload = slot.view(payload.numel()).copy_(payload)
-        slot.set_mark()
+        slot.mark.set()
         if self._membership.group is None and (failures := self._form_group(deadline)):
             return failures
         if self._announced is None or self._announced[1] != payload.numel():
