@@ -412,7 +412,7 @@ def test_who_is_sent_to_by_way_of_one_that_dies_has_the_version(
     def start(receiver: collective.Receiver, data: bytes) -> None:
         if receiver in doomed and receiver._announced is not None:
             doomed.clear()
-            receiver._dispose()
+            receiver._forget()
             raise PeerLost("planted")
         receive(receiver, data)
 

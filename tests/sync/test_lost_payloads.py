@@ -55,7 +55,7 @@ class End(collective.Receiver):
             if self.dies_at == 0:
                 if self.hangs is not None:
                     self.hangs.wait(60)
-                self._dispose()
+                self._forget()
                 raise PeerLost("planted")
         super()._on_start(data)
 

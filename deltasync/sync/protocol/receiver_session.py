@@ -155,16 +155,6 @@ class ReceiverSession:
         return is_delta and has_come and not any(self._next_bucket)
 
     @property
-    def has_begun(self) -> bool:
-        """Whether a sync is under way, or sat out."""
-        return self.begun is not None or self.declined is not None
-
-    @property
-    def awaits_sync(self) -> bool:
-        """Whether it is a member and takes part in none."""
-        return self.state in (ReceiverState.WAITING, ReceiverState.READY)
-
-    @property
     def awaits_abort(self) -> bool:
         """Whether nothing else of the sync under way will come, and a payload was lost."""
         return self.state is ReceiverState.STAGING and self.incomplete and self._has_ended
