@@ -156,7 +156,7 @@ class Live:
         Empty boxes are left out. Views are not owned. There are none if elements have no address,
         because their bits are in several places.
         """
-        raise NotImplementedError
+        return []
 
     def keeps(self, positions: Tensor) -> Tensor | None:
         """bool[n]: which of int64[n] positions are held; None for all."""
@@ -234,8 +234,9 @@ class Flat(Live):
         """One, unless there are no elements."""
         return [(Region.run(0, self.numel), self.tensor)] if self.numel else []
 
-    def held(self, start: int, stop: int) -> None:
+    def held(self, start: int, stop: int) -> Tensor | None:
         """None: all of it is held."""
+        return None
 
     def read(self, start: int, stop: int) -> Tensor:
         """int[stop - start]: the bits there; a view where the tensor is contiguous."""

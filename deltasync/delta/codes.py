@@ -14,11 +14,10 @@ from torch import Tensor
 
 from deltasync.delta.bits import INTEGERS, Live
 from deltasync.delta.region import Region
-from deltasync.delta.route import Piece
+from deltasync.delta.route import Part, Piece
 from deltasync.dtypes import Dtype
 
 CODE_BITS = 4
-_BLOCK = 1 << 18  # elements at once: some 400 bytes for each that has 8 codes
 _MASK = (1 << CODE_BITS) - 1
 
 
@@ -39,7 +38,7 @@ class Spread:
     apart: tuple[int, ...]
 
 
-class Codes(Live):
+class Codes(Part):
     """Elements whose 4-bit codes are written one by one: see `delta.bits.Live`.
 
     A write adds the difference of each code to the word that has it. Differences of several codes
@@ -51,80 +50,36 @@ class Codes(Live):
         live: The live tensors that they name. Not owned.
         dtype: Of the elements.
         numel: Elements of the checkpoint tensor, some of which may be held elsewhere.
-
-    Attributes:
-        dtype: The same.
-        numel: Elements held.
-        line: int[0], on the device where the codes are.
-        is_contiguous: False.
     """
-
-    is_contiguous = False
 
     def __init__(
         self, pieces: Sequence[Piece], live: Mapping[str, Tensor], dtype: Dtype, numel: int
     ) -> None:
-        boxes: dict[tuple[object, ...], list[Piece]] = {}
+        alike: dict[tuple[object, ...], list[Piece]] = {}
         for piece in pieces:
-            key = piece.live, piece.source, piece.target.dims
-            boxes.setdefault(key, []).append(piece)
-        self._boxes = [_Box.of(alike, live[alike[0].live]) for alike in boxes.values()]
-        self._sources = [piece.source for piece in pieces if piece.code == 0]
-        self.dtype = dtype
-        self.numel = sum(source.numel for source in self._sources)
-        self.line = self._boxes[0].words.new_empty(0, dtype=INTEGERS[dtype.item_size])
-        self._is_whole = self._sources == [Region.run(0, numel)]
-
-    def boxes(self) -> list[tuple[Region, Tensor]]:
-        """None: no element has an address. See `spread`."""
-        return []
+            alike.setdefault((piece.live, piece.source, piece.target.dims), []).append(piece)
+        bits = INTEGERS[dtype.item_size]
+        self._codes = [_Box.of(some, live[some[0].live], bits) for some in alike.values()]
+        held = [piece.source for piece in pieces if piece.code == 0]
+        super().__init__(
+            [(box.source, box) for box in self._codes],
+            held,
+            dtype,
+            self._codes[0].words.new_empty(0, dtype=bits),
+            is_whole=held == [Region.run(0, numel)],
+        )
 
     def spread(self) -> list[Spread] | None:
         """Where kernels find all that is held; None if they cannot."""
-        found = [box.spread(2 * self.dtype.item_size) for box in self._boxes]
+        found = [box.spread(2 * self.dtype.item_size) for box in self._codes]
         return None if None in found else [one for one in found if one is not None]
-
-    def keeps(self, positions: Tensor) -> Tensor | None:
-        if self._is_whole:
-            return None
-        kept = torch.zeros_like(positions, dtype=torch.bool)
-        for source in self._sources:
-            kept |= source.find(positions)[0]
-        return kept
-
-    def gather(self, positions: Tensor) -> Tensor:
-        bits = self.line.new_zeros(len(positions))
-        for part, into in zip(
-            torch.split(positions, _BLOCK), torch.split(bits, _BLOCK), strict=True
-        ):
-            for box in self._boxes:
-                inside, numbers = self._inside(box, part)
-                found = box.gather(numbers, into.dtype)
-                if inside is None:
-                    into |= found
-                else:
-                    into[inside] |= found
-        return bits
-
-    def scatter(self, positions: Tensor, bits: Tensor) -> None:
-        for part, new in zip(
-            torch.split(positions, _BLOCK), torch.split(bits, _BLOCK), strict=True
-        ):
-            for box in self._boxes:
-                inside, numbers = self._inside(box, part)
-                box.scatter(numbers, new if inside is None else new[inside])
-
-    def _inside(self, box: _Box, positions: Tensor) -> tuple[Tensor | None, Tensor]:
-        """(bool[n], int64[k]): which positions a box has, None for all, and their numbers there."""
-        if box.source == Region.run(0, box.source.numel) and self._is_whole:
-            return None, positions
-        inside, numbers = box.source.find(positions)
-        return inside, numbers[inside]
 
 
 @dataclass(frozen=True)
-class _Box:
+class _Box(Live):
     """Some codes of some elements, all of them equally far apart in every element.
+
+    No element has an address: there are no `boxes`.
 
     Attributes:
         source: The elements.
@@ -132,6 +87,7 @@ class _Box:
         apart: int64[codes]: how much farther each code is than the first.
         order: int64[codes]: which code of its element each is, rising.
         words: int[...]: the storage. Not owned.
+        bits: The type that carries an element.
     """
 
     source: Region
@@ -139,9 +95,10 @@ class _Box:
     apart: Tensor
     order: Tensor
     words: Tensor
+    bits: torch.dtype
 
     @classmethod
-    def of(cls, pieces: Sequence[Piece], live: Tensor) -> _Box:
+    def of(cls, pieces: Sequence[Piece], live: Tensor, bits: torch.dtype) -> _Box:
         """Of pieces that differ in their codes and where these begin."""
         storage, first = live.untyped_storage(), pieces[0]
         dtype = torch.uint8 if storage.nbytes() % 4 else torch.int32
@@ -149,7 +106,7 @@ class _Box:
         pieces = sorted(pieces, key=lambda one: one.code or 0)
         columns = [(one.target.start - first.target.start, one.code) for one in pieces]
         apart, order = torch.tensor(columns, device=live.device).unbind(1)
-        return cls(first.source, first.target, apart, order, words)
+        return cls(first.source, first.target, apart, order, words, bits)
 
     def spread(self, count: int) -> Spread | None:
         """What kernels need; None if here are not all codes of the elements, which are `count`."""
@@ -159,15 +116,15 @@ class _Box:
         apart = (self.apart + self.target.start).tolist()
         return Spread(self.words.data_ptr(), self.source, target, tuple(apart))
 
-    def gather(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    def gather(self, positions: Tensor) -> Tensor:
         """int[n]: the codes of int64[n] elements, each at its place in the element."""
-        word, shift = self._places(numbers)
-        codes = self._codes(word, shift).to(dtype)
-        return (codes << (self.order * CODE_BITS).to(dtype)).sum(1, dtype=dtype)
+        word, shift = self._places(positions)
+        codes = self._codes(word, shift).to(self.bits)
+        return (codes << (self.order * CODE_BITS).to(self.bits)).sum(1, dtype=self.bits)
 
-    def scatter(self, numbers: Tensor, bits: Tensor) -> None:
+    def scatter(self, positions: Tensor, bits: Tensor) -> None:
         """Overwrite the codes of int64[n] distinct elements with those of int[n]."""
-        word, shift = self._places(numbers)
+        word, shift = self._places(positions)
         new = (bits[:, None] >> (self.order * CODE_BITS).to(bits.dtype)) & _MASK
         change = (new.to(torch.int32) - self._codes(word, shift)) << shift
         self.words.index_add_(0, word.view(-1), change.view(-1).to(self.words.dtype))

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -99,10 +99,9 @@ class DeviceFound:
             self._fill(changes, tile_of, whole, num_whole, sums)
             if changes.memory is not payload:
                 payload.copy_(changes.memory)
-        return Emitted(
-            *(getattr(changes, field.name) for field in fields(Changes)),
-            Opened(section, sizes.tiles, tile_of, changes.places, whole),
-        )
+        columns = changes.tiles, changes.counts, changes.places, changes.values, changes.whole
+        opened = Opened(section, sizes.tiles, tile_of, changes.places, whole)
+        return Emitted(sizes, *columns, changes.memory, opened)
 
     def warm_up(self) -> None:
         """Compile what `emit` launches."""

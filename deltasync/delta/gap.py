@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from deltasync.delta.changes import Changes
 from deltasync.delta.tiles import Ints
-from deltasync.errors import InvalidIndices, TruncatedFrame, WireError
+from deltasync.errors import InvalidIndices, LimitExceeded, TruncatedFrame, WireError
 from deltasync.wire.changes import TILE, Sizes
 from deltasync.wire.streams import packed, unpacked
 
@@ -27,6 +27,7 @@ _BLOCK = 1 << 15  # elements worked on at once: temporaries stay in the L2 cache
 _ESCAPE = 255  # of steps: the new bits follow
 _WIDE = 2  # bytes of a gap
 _ESCAPES = {1: 0xFF, _WIDE: 0xFFFF}  # of gaps, by their width: so many more follow
+_MOST_GAP = 4  # bytes on average, with escapes: sums of gaps take several times as much memory
 _NARROW_UP_TO = 368  # mean gap from which two bytes are shorter than one and its escapes
 
 
@@ -43,7 +44,7 @@ def encode(changes: Changes, old: Bits, old_whole: Bits) -> bytes | None:
     whole = tiles[counts == 0].astype("<u4").tobytes()
     codes = np.repeat(tiles * TILE, counts) + places
     if len(codes) and int(codes[-1] - codes[0]) > _ESCAPES[_WIDE] * len(codes):
-        return None  # the streams could be longer than a reader inflates them
+        return None  # gaps could take over `_MOST_GAP`
     gaps = _encode_gaps(codes) if len(codes) else b""
     steps = (
         _encode_steps(_unsigned(new.numpy()), before)
@@ -133,6 +134,8 @@ def _decode_gaps(block: Block, count: int) -> Ints:
         return np.zeros(0, np.int64)
     if not count or len(block) < head or block[0] not in _ESCAPES:
         raise WireError("gaps of nothing, or that do not begin with their width")
+    if len(block) > head + _MOST_GAP * count:
+        raise LimitExceeded(f"gaps of over {_MOST_GAP} bytes for each of {count} places")
     width, first = struct.unpack("<BQ", block[:head].tobytes())
     codes = block[head:]
     if width == _WIDE:

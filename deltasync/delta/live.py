@@ -338,7 +338,8 @@ class DeviceTally:
 
 def _flag_of(numbers: NDArray[np.int64]) -> list[int]:
     """The flag of a tally."""
-    return numbers[_FLAG_AT:_SUMS_AT].view(np.int32).tolist()
+    found: list[int] = numbers[_FLAG_AT:_SUMS_AT].view(np.int32).tolist()
+    return found
 
 
 _FAULTS = {

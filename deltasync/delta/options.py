@@ -8,7 +8,6 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic.fields import FieldInfo
 
 from deltasync.errors import ConfigError
 
@@ -63,11 +62,7 @@ def _fault(options: type[BaseModel], error: ValidationError) -> str:
     if first["type"] == "missing":
         return f"{called} is missing"
     reason = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    if _is_secret(options.model_fields.get(str(first["loc"][0]) if first["loc"] else "")):
+    field = options.model_fields.get(str(first["loc"][0]) if first["loc"] else "")
+    if field is not None and (not field.repr or "Secret" in str(field.annotation)):
         return f"{called}: what it is {reason}"
     return f"{called} is {first['input']!r}, and {reason}"
-
-
-def _is_secret(field: FieldInfo | None) -> bool:
-    """Whether an option is one that nobody shows."""
-    return field is not None and (not field.repr or "Secret" in str(field.annotation))

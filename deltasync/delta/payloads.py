@@ -25,9 +25,9 @@ def check_begin(begin: Begin, space: Space) -> None:
 
     Ranks may share it out in any way: at most, each element is alone in a payload.
     """
-    most = _MOST_BYTES * int(space.share_numel.sum())
-    if begin.payload_bytes > most:
-        raise LimitExceeded(f"no sync of this layout takes over {most} bytes")
+    numel = int(space.share_numel.sum())
+    if begin.payload_bytes > _MOST_BYTES * numel or begin.places > numel:
+        raise LimitExceeded(f"no sync of a layout of {numel} elements takes so much")
 
 
 class PayloadReader:

@@ -49,7 +49,8 @@ class Reader(Protocol):
         ...
 
 
-class Computation(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Computation:
     """How kernels compute what a reader reads: `deltasync.quant` has one.
 
     Attributes:
@@ -59,29 +60,22 @@ class Computation(Protocol):
         source_bytes: Of the weights that one element is computed from.
     """
 
-    @property
-    def kept_dtype(self) -> Dtype | None: ...
-
-    @property
-    def address(self) -> int: ...
-
-    @property
-    def read(self) -> int: ...
-
-    @property
-    def source_bytes(self) -> int: ...
+    kept_dtype: Dtype | None
+    address: int
+    read: int
+    source_bytes: int
 
     def has_kernels(self, device: torch.device) -> bool:
         """Whether kernels compute codes of it on `device`."""
-        ...
+        raise NotImplementedError
 
-    def together(self, codes: Mapping[int, Any], device: torch.device) -> Computed:
+    def together(self, codes: Mapping[int, Any], device: torch.device) -> Masks:
         """All codes that a source has, by share, this one among them."""
-        ...
+        raise NotImplementedError
 
 
-class Computed(Protocol):
-    """What kernels compute of one source.
+class Masks(Protocol):
+    """What kernels compute of one source: codes, and masks of those that differ.
 
     Attributes:
         codes_at: A Triton function `(address, offsets, mask, start, numbers, TYPE, READ)` that

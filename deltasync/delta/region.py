@@ -159,10 +159,6 @@ class Region:
             rest, number = rest - index * stride, number * size + index
         return inside & (rest == 0), number
 
-    def times(self, count: int, step: int) -> Region:
-        """This region `count` times, each `step` after the one before."""
-        return Region(self.start, ((count, step), *self.dims))
-
     def select(self, numbers: Region) -> Region | None:
         """The elements with these numbers, in that order; None if no region of them is found.
 

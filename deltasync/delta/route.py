@@ -21,7 +21,7 @@ from deltasync.delta.region import Region, ordered, paired, unpaired
 from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError
 
-_BLOCK = 1 << 20  # positions that are looked at together: some 60 bytes for each
+_BLOCK = 1 << 18  # positions looked at together: some 400 bytes for each that has 8 codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,9 @@ def _row_of(pieces: Sequence[Piece]) -> Piece | None:
     (step, live_step), *others = {_steps(*two) for two in pairwise(pieces)}
     if others or step <= 0 or live_step <= 0:
         return None
-    source = first.source.times(len(pieces), step)
-    return Piece.of(first.live, source, first.target.times(len(pieces), live_step))
+    source = Region(first.source.start, ((len(pieces), step), *first.source.dims))
+    target = Region(first.target.start, ((len(pieces), live_step), *first.target.dims))
+    return Piece.of(first.live, source, target)
 
 
 def _continued(piece: Piece, after: Piece) -> Piece | None:
@@ -113,55 +114,72 @@ def covers(live: Tensor, regions: Sequence[Region]) -> bool:
 
 
 class Part(Live):
-    """The elements of a checkpoint tensor that a rank keeps, in pieces: see `delta.bits.Live`.
+    """The elements of a checkpoint tensor that a rank keeps, in boxes: see `delta.bits.Live`.
 
-    Attributes:
+    Args:
+        boxes: Elements, and what has bits of each by its place among these.
+        held: All elements that are kept.
         dtype: Entry in the closed table.
-        numel: Elements kept.
-        line: int[...], storage of the first box: says where they live.
-        is_contiguous: False.
+        line: int[...], says where they live.
+        is_whole: Whether they are all of the tensor.
     """
 
     is_contiguous = False
 
-    def __init__(self, boxes: Sequence[tuple[Region, Flat]], dtype: Dtype) -> None:
-        self._boxes, self.dtype = tuple(boxes), dtype
-        self.numel = sum(flat.numel for _, flat in boxes)
-        self.line = boxes[0][1].line
+    def __init__(
+        self,
+        boxes: Sequence[tuple[Region, Live]],
+        held: Sequence[Region],
+        dtype: Dtype,
+        line: Tensor,
+        *,
+        is_whole: bool = False,
+    ) -> None:
+        self._boxes, self._held, self._is_whole = boxes, held, is_whole
+        self.dtype, self.line = dtype, line
+        self.numel = sum(region.numel for region in held)
 
     @classmethod
-    def of(cls, pieces: Sequence[Piece], live: Mapping[str, Tensor], *, name: str) -> Self:
+    def of(cls, pieces: Sequence[Piece], live: Mapping[str, Tensor], *, name: str) -> Part:
         """From pieces of one checkpoint tensor. Raises ConfigError if two hold one element."""
         _refuse_twice(pieces, name)
         views = [piece.target.view(live[piece.live]) for piece in pieces]
         flats = [Flat.of(view, name=name) for view in views]
-        sources = [piece.source for piece in pieces]
-        return cls(list(zip(sources, flats, strict=True)), flats[0].dtype)
+        held = [piece.source for piece in pieces]
+        return Part(list(zip(held, flats, strict=True)), held, flats[0].dtype, flats[0].line)
 
     def boxes(self) -> list[tuple[Region, Tensor]]:
-        """One for each piece that is not empty."""
-        return [(region, flat.tensor) for region, flat in self._boxes if flat.numel]
+        return [(region, view) for region, live in self._boxes for _, view in live.boxes()]
 
-    def keeps(self, positions: Tensor) -> Tensor:
+    def keeps(self, positions: Tensor) -> Tensor | None:
+        if self._is_whole:
+            return None
         kept = torch.zeros_like(positions, dtype=torch.bool)
         for part, into in zip(_blocks(positions), _blocks(kept), strict=True):
-            for region, _ in self._boxes:
+            for region in self._held:
                 into |= region.find(part)[0]
         return kept
 
     def gather(self, positions: Tensor) -> Tensor:
-        bits = torch.empty(len(positions), dtype=self.line.dtype, device=self.line.device)
+        bits = self.line.new_zeros(len(positions))
         for part, into in zip(_blocks(positions), _blocks(bits), strict=True):
-            for region, flat in self._boxes:
-                inside, number = region.find(part)
-                into[inside] = flat.gather(number[inside])
+            for region, live in self._boxes:
+                inside, numbers = self._inside(region, part)
+                into[inside] |= live.gather(numbers)
         return bits
 
     def scatter(self, positions: Tensor, bits: Tensor) -> None:
         for part, new in zip(_blocks(positions), _blocks(bits), strict=True):
-            for region, flat in self._boxes:
-                inside, number = region.find(part)
-                flat.scatter(number[inside], new[inside])
+            for region, live in self._boxes:
+                inside, numbers = self._inside(region, part)
+                live.scatter(numbers, new[inside])
+
+    def _inside(self, region: Region, positions: Tensor) -> tuple[Tensor | slice, Tensor]:
+        """(bool[n] or all, int64[k]): which positions a box has, and their places there."""
+        if self._is_whole and region == Region.run(0, self.numel):
+            return slice(None), positions
+        inside, numbers = region.find(positions)
+        return inside, numbers[inside]
 
 
 def _blocks(tensor: Tensor) -> tuple[Tensor, ...]:

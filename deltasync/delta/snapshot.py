@@ -252,10 +252,6 @@ class Snapshot:
         """All of the copy, in payloads of at most so many bytes."""
         return FullPlan(self._detector, self.ledger, bucket_bytes=bucket_bytes)
 
-    def ledger_of_copy(self) -> Ledger:
-        """A new one, of the bits that the copy has."""
-        return _ledger_of(self.space, self.settled())
-
     def overwrite(self, changes: Changes, sums: Tensor) -> None:
         """Write these before they are decided, which changes the digests of the copy by `sums`."""
         self._is_overwriting = True
@@ -367,7 +363,7 @@ class DeltaPlan:
     def ledger(self) -> Ledger:
         """Digests of what was packed."""
         if self._ledger is None:
-            self._ledger = _ledger_of(self.space, self._sums)
+            self._ledger = ledger_of(self.space, self._sums)
         return self._ledger
 
     @property
@@ -453,7 +449,7 @@ class FullPlan:
         packed()
 
 
-def _ledger_of(space: Space, sums: Tensor) -> Ledger:
+def ledger_of(space: Space, sums: Tensor) -> Ledger:
     """With int64[chunks] sums, in memory of its own."""
     ledger = Ledger(space)
     ledger.sums[:] = sums.cpu().numpy().view(np.uint64)

@@ -15,7 +15,7 @@ from deltasync import dtypes
 from deltasync.delta.bits import Flat, integer_dtype
 from deltasync.delta.kernels.reads import AS_IS, COMPUTED, ROUNDED
 from deltasync.delta.launches import Tiles, aligned_by_size, there
-from deltasync.delta.readers import Computation, Computed, Reader, copy_read
+from deltasync.delta.readers import Masks, Reader, copy_read
 from deltasync.delta.tiles import Ints, Section
 from deltasync.dtypes import Dtype
 from deltasync.wire.changes import ALIGNMENT, TILE
@@ -67,11 +67,13 @@ class Source:
         self._copies: list[tuple[Reader, Tensor]] = []
         pointers, reads, sizes = np.zeros((3, len(readers)), np.int64)
         codes = {
-            share: reader.computation
+            share: one
             for share, reader in enumerate(readers)
-            if reader.computation is not None and self._is_computable(reader.computation)
+            if (one := reader.computation) is not None
+            and one.kept_dtype is None
+            and one.has_kernels(self._device)
         }
-        self.masks: Computed | None = None
+        self.masks: Masks | None = None
         if codes:
             self.masks = next(iter(codes.values())).together(codes, self._device)
         for share, reader in enumerate(readers):
@@ -139,9 +141,6 @@ class Source:
             self._copies.append((reader, copy))
             return copy.data_ptr(), AS_IS, size
         return (address, ROUNDED, _WIDE.item_size) if is_rounded else (address, AS_IS, size)
-
-    def _is_computable(self, computation: Computation) -> bool:
-        return computation.kept_dtype is None and computation.has_kernels(self._device)
 
     def _is_readable(self, flat: Flat, dtype: Dtype) -> bool:
         is_read_as = flat.dtype == dtype or (flat.dtype, dtype) == (_WIDE, _NARROW)

@@ -43,7 +43,7 @@ class Sparsity:
             that moved as far or further. -0.0 is one step below 0.0. Integers count as they are.
         exponents: int64[2, 256]: elements, and changed ones, by the biased exponent that their old
             value has as a float32 (127 for values in [1, 2)). Floating dtypes only.
-        encodings: Bytes that the changes take in some encodings, without headers. deltasync sends
+        encodings: Bytes that the changes take in some encodings, without headers. `diff` makes
             "int32 + value", or "dense"; either goes through zstd where that is asked for.
     """
 

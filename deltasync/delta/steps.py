@@ -19,39 +19,27 @@ _SIGNED = ("int8", "int16", "int32", "int64")
 _UNSIGNED_FLOAT = "float8_e8m0fnu"  # an exponent, without a sign
 
 
-def has_sign(dtype: Dtype) -> bool:
-    """Whether the first bit of an element is a sign beside a magnitude."""
-    return dtype.is_floating and dtype.name != _UNSIGNED_FLOAT
-
-
-def is_signed(dtype: Dtype) -> bool:
-    """Whether an element is an integer in two's complement."""
-    return dtype.name in _SIGNED
-
-
 def ordered(bits: Bits, dtype: Dtype) -> Bits:
     """unsigned[n]: numbers in the order of the values, neighbours one apart; memory of its own.
 
     docs/wire-format.md, section 4. Args: unsigned[n] `bits` of `dtype`.
     """
-    sign = _sign_of(bits)
-    if has_sign(dtype):  # negative values count down
-        flips = _spread_sign(bits)
-        flips |= sign
-        flips ^= bits
-        return flips
-    return bits ^ sign if is_signed(dtype) else bits.copy()
+    return _flipped(bits, dtype, _spread_sign(bits))
 
 
 def unordered(numbers: Bits, dtype: Dtype) -> Bits:
     """unsigned[n]: the bits with these `ordered` numbers; memory of its own."""
-    sign = _sign_of(numbers)
-    if has_sign(dtype):
-        flips = ~_spread_sign(numbers)
+    return _flipped(numbers, dtype, ~_spread_sign(numbers))
+
+
+def _flipped(bits: Bits, dtype: Dtype, flips: Bits) -> Bits:
+    """unsigned[n]: negative values of floats count down, by the `flips` of their bits."""
+    sign = _sign_of(bits)
+    if dtype.is_floating and dtype.name != _UNSIGNED_FLOAT:
         flips |= sign
-        flips ^= numbers
+        flips ^= bits
         return flips
-    return numbers ^ sign if is_signed(dtype) else numbers.copy()
+    return bits ^ sign if dtype.name in _SIGNED else bits.copy()
 
 
 def zigzag(new: Bits, old: Bits, dtype: Dtype) -> Bits:

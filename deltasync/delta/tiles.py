@@ -104,11 +104,6 @@ class Space:
         return found
 
     @cached_property
-    def key(self) -> NDArray[np.uint64]:
-        """uint64[tiles]: the digest seed of its first element."""
-        return self.keys_of(self.share, self.start)
-
-    @cached_property
     def chunk(self) -> NDArray[np.int32]:
         """int32[tiles]: its place in the sums of a `Ledger` of these shares."""
         return (self.first_chunk[self.share] + self.start // CHUNK).astype(np.int32)

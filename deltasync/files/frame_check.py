@@ -15,6 +15,7 @@ from deltasync.errors import (
     SyncError,
     TruncatedFrame,
     UnknownCodec,
+    UnknownDtype,
     UnsupportedVersion,
     WireError,
 )
@@ -23,16 +24,17 @@ from deltasync.sync.protocol.one_way import OneWayReader
 
 # Of docs/wire-format.md: those that an error of each type may stand for.
 _RULES: dict[type[Exception], str] = {
-    TruncatedFrame: "W1, W6, W10, W21, W27 to W30 or W33",
+    TruncatedFrame: "W1, W6, W9, W10, W21, W27 to W30 or W33",
     BadMagic: "W2",
     UnsupportedVersion: "W3",
-    LimitExceeded: "W4, W9, W13 or W27",
+    LimitExceeded: "W4, W9, W11, W13 or W27",
     ChecksumMismatch: "W5",
-    MalformedMessage: "W7 to W9",
+    MalformedMessage: "W6 to W10 or W17",
     UnknownCodec: "W9",
+    UnknownDtype: "W8",
     InvalidTable: "W17, W30 or W31",
-    InvalidIndices: "W11, W12, W14, W27, W28 or W32",
-    WireError: "W27 or W28",
+    InvalidIndices: "W10 to W12, W14, W27, W28 or W32",
+    WireError: "W9, W27 or W28",
 }
 _ORDER = "W16, W21 or W22"
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from deltasync.delta import readers
 from deltasync.delta.bits import Flat
-from deltasync.dtypes import BY_NAME, Dtype
+from deltasync.dtypes import BY_NAME
 from deltasync.quant import reads
 
 if TYPE_CHECKING:  # imports Triton, which may be absent
@@ -53,8 +54,8 @@ class Total:
 
 
 @dataclass(frozen=True, slots=True)
-class Computation:
-    """How kernels compute what is sent of a matrix: see `delta.readers.Computation`.
+class Computation(readers.Computation):
+    """How kernels compute what is sent of a matrix.
 
     Attributes:
         weight: float32 or bfloat16, the elements of the matrix. Not owned.
@@ -73,25 +74,27 @@ class Computation:
     scales: Flat | None
     total: Total | None
 
-    @property
-    def kept_dtype(self) -> Dtype | None:
-        if self.part == "codes":
-            return None
-        if self.part == "scales" and self.scales is not None:
-            return self.scales.dtype
-        return BY_NAME["float32"]
-
-    @property
-    def address(self) -> int:
-        return self.weight.line.data_ptr()
-
-    @property
-    def read(self) -> int:
-        return self.form.number * reads.FORM + (self.weight.dtype.item_size == 4) * reads.WIDE
-
-    @property
-    def source_bytes(self) -> int:
-        return reads.codes_of(self.form.number) * self.weight.dtype.item_size
+    @classmethod
+    def of(
+        cls,
+        weight: Flat,
+        shape: tuple[int, int],
+        form: KernelForm,
+        *,
+        part: Literal["codes", "scales", "total"],
+        scales: Flat | None,
+        total: Total | None,
+    ) -> Computation:
+        """What kernels are told follows from the rest."""
+        kept = scales.dtype if part == "scales" and scales is not None else BY_NAME["float32"]
+        size = weight.dtype.item_size
+        return cls(
+            *(weight, shape, form, part, scales, total),
+            kept_dtype=None if part == "codes" else kept,
+            address=weight.line.data_ptr(),
+            read=form.number * reads.FORM + (size == 4) * reads.WIDE,
+            source_bytes=reads.codes_of(form.number) * size,
+        )
 
     def has_kernels(self, device: torch.device) -> bool:
         from deltasync.quant.batched import can_compute

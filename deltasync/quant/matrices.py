@@ -148,7 +148,7 @@ class Matrix:
             self._cut is not None and self._cut.lines
         ):
             return None
-        return Computation(
+        return Computation.of(
             self._reader.flat,
             self.shape,
             form,

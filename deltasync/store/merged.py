@@ -80,8 +80,8 @@ class Layer:
     Attributes:
         codes: int[n], increasing: TILE * tile + place of elements outside whole tiles.
         bits: unsigned[n]: of these.
-        tiles: int64[m], increasing: tiles that are here whole.
-        whole: unsigned[m, TILE]: of these; what lies beyond a short tile means nothing.
+        tiles: int64[m], increasing: tiles of TILE elements that are here whole.
+        whole: unsigned[m, TILE]: of these.
     """
 
     def __init__(self, space: Space, item_size: int) -> None:
@@ -141,9 +141,8 @@ class Layer:
         tiles = np.concatenate((sparse[begins].astype(np.int64), self.tiles))
         order = np.argsort(tiles, kind="stable")
         tiles, counts = tiles[order], np.concatenate((counts, np.zeros_like(self.tiles)))[order]
-        size = self.bits.itemsize
-        padded = np.where(counts, 0, padded_numel(self._space.numel[tiles], size))
-        sums = np.stack([np.ones_like(counts), counts, padded, counts == 0], 1).cumsum(0)
+        size, is_whole = self.bits.itemsize, counts == 0
+        sums = np.stack([np.ones_like(counts), counts, TILE * is_whole, is_whole], 1).cumsum(0)
         sums = np.concatenate((np.zeros((1, 4), np.int64), sums))
         ends = sums[:, :3] @ np.array([_TILE_BYTES, 2 + size, size])
         room, low = _BUCKET_BYTES - 5 * ALIGNMENT, 0
@@ -160,21 +159,26 @@ class Layer:
         _put(into.counts, counts)
         _put(into.places, self.codes[lanes] % TILE)
         _put(into.values, self.bits[lanes])
-        numel = self._space.numel[self.tiles[rows]]
-        is_there = np.arange(TILE) < padded_numel(numel, self.bits.itemsize)[:, None]
-        _put(into.whole, self.whole[rows][is_there])
+        _put(into.whole, self.whole[rows].ravel())
 
     def _columns(self, part: tuple[Table, Changes]) -> tuple[Ints, Bits, Ints, Bits]:
-        """The codes and bits of a payload, and its whole tiles."""
+        """The codes and bits of a payload, with those of short whole tiles, and its long ones."""
         table, changes = part
-        codes = np.repeat(table.tiles * TILE, table.counts) + table.places
+        codes, bits = np.repeat(table.tiles * TILE, table.counts), unsigned(changes.values)
+        codes += table.places
         tiles, column = table.tiles[table.counts == 0], unsigned(changes.whole)
-        padded = padded_numel(self._space.numel[tiles], column.itemsize)
-        if (padded == TILE).all():
-            return codes, unsigned(changes.values), tiles, column.reshape(-1, TILE)
-        rows = np.zeros((len(tiles), TILE), column.dtype)
-        rows[np.arange(TILE) < padded[:, None]] = column
-        return codes, unsigned(changes.values), tiles, rows
+        numel = self._space.numel[tiles]
+        short = numel < TILE
+        if not short.any():
+            return codes, bits, tiles, column.reshape(-1, TILE)
+        padded = padded_numel(numel, column.itemsize)
+        counts = numel[short].astype(np.int64)
+        element = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+        there = np.repeat((padded.cumsum() - padded)[short], counts) + element
+        element += np.repeat(tiles[short] * TILE, counts)
+        at, rows = codes.searchsorted(element), column[np.repeat(~short, padded)]
+        codes, bits = np.insert(codes, at, element), np.insert(bits, at, column[there])
+        return codes, bits, tiles[~short], rows.reshape(-1, TILE)
 
     def _of(self, tiles: Ints, is_held: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """bool[n]: which of int64[n] tiles are of parameters that are held."""

@@ -282,21 +282,23 @@ class StoreSender:
         return self._finish(self._pending)
 
     def _finish(self, pending: _Pending) -> Published:
-        """Put the manifest. If it can never exist, its changes are those of the next version."""
+        """Put the manifest. If it can never exist, its changes are those of the next version.
+
+        Whatever an interrupt leaves undone, the same call does with the same outcome.
+        """
         try:
             published = self._writer.commit(pending.manifest)
         except ObjectDamaged:
             self._pending = None
             raise
-        if pending.delta is not None:
-            pending.delta.decided()  # broken off, it is settled by the next call
-        self._pending, self._holds_head = None, True
         if pending.delta is None:
             self._anchor_is_due, self._is_damaged, self._delta_bytes = False, False, 0
-            return published
-        self._delta_bytes += pending.manifest.way.num_bytes
-        is_its_turn = (published.version - 1) % self.publishing.anchor_every == 0
-        self._anchor_is_due |= is_its_turn or self._delta_bytes > self._layout.num_bytes
+        else:
+            pending.delta.decided()
+            self._delta_bytes += pending.manifest.way.num_bytes
+            is_its_turn = (published.version - 1) % self.publishing.anchor_every == 0
+            self._anchor_is_due |= is_its_turn or self._delta_bytes > self._layout.num_bytes
+        self._pending, self._holds_head = None, True
         return published
 
     def _settle(self) -> None:

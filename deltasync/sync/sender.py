@@ -26,8 +26,8 @@ from deltasync.sync.arguments import (
     local_weights,
 )
 from deltasync.sync.events import report, subscriptions
-from deltasync.sync.group.group import GroupCalls, TrainerGroup
-from deltasync.sync.group.weights import with_group
+from deltasync.sync.group.group import TrainerGroup
+from deltasync.sync.group.weights import GroupWeights
 from deltasync.sync.options import SenderOptions, check_replaceable
 from deltasync.sync.protocol.links import (
     CallTimeout,
@@ -109,10 +109,11 @@ class WeightSender(Closing):
         self._link = SenderLink(transport)
         check_coding(own, self.options)
         self._lobby = Lobby(self._link, admits, num_lanes=group.world - 1 if group else 0)
-        self._session = SenderSession()
-        self._group = None if group is None else GroupCalls(group, lambda: self.version)
+        self._session, self._group = SenderSession(), group
+        if group is not None:
+            group.version = lambda: self.version
         self._peer_ranks = (
-            with_group(own, self._group) if self._group and self._group.world > 1 else None
+            GroupWeights(own, self._group) if self._group and self._group.world > 1 else None
         )
         self._weights: Weights = self._peer_ranks or own
         refusal = "a sync is under way; a WeightSender is used by one thread"

@@ -96,7 +96,7 @@ def test_verify_says_what_of_a_patch_file_is_damaged_and_where(patch: Path) -> N
     first, second = output("verify", patch, code=1).splitlines()
     assert first.endswith("4 sound frames")
     where = re.match(
-        r"damaged frame at byte ([\d,]+), rule W1, W6, W10, W21, W27 to W30 or W33: "
+        r"damaged frame at byte ([\d,]+), rule W1, W6, W9, W10, W21, W27 to W30 or W33: "
         r"TruncatedFrame: ",
         second,
     )

@@ -63,7 +63,7 @@ class Example:
         """Of weights of `dtype`."""
         codes = codes_of(form.number)
         weight = Flat.of(torch.ones(64 * codes, dtype=torch_dtype(dtype)))
-        computation = Computation(
+        computation = Computation.of(
             weight,
             (2, 32 * codes),
             form,

@@ -257,7 +257,7 @@ def _lanes(table: Table, changes: Changes) -> Iterator[tuple[int, Ints, Bits]]:
 
 def test_who_holds_a_part_is_told() -> None:
     class Half(Flat):
-        def held(self, start: int, stop: int) -> Tensor:  # type: ignore[override]
+        def held(self, start: int, stop: int) -> Tensor:
             return torch.arange(start, min(stop, self.numel // 2))
 
     old = [torch.zeros(9000, dtype=torch.bfloat16)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -177,3 +178,17 @@ def test_memory_is_of_what_changes() -> None:
     assert layer.codes.itemsize == 4
     assert not len(layer.tiles)
     assert same_bits(found.flats[0].read(0, 1 << 20), versions[-1][0])
+
+
+def test_many_small_tensors_take_memory_by_their_elements() -> None:
+    """As the scales of experts: one element each, and whole."""
+    old = [torch.full((2,), n, dtype=torch.float32) for n in range(500)]
+    new, last = ([one + n for one in old] for n in (1, 2))
+    found = Merged(flats_of(old), specs_of(old))
+    tracemalloc.start()
+    for frames in (delta(old, new), delta(new, last, "gap")):
+        found.add(frames)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert are(found.flats, last, range(500))
+    assert peak < 2 << 20

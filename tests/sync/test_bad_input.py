@@ -28,7 +28,7 @@ from deltasync.errors import (
 )
 from deltasync.sync.protocol.receiver_session import ReceiverState
 from deltasync.testing.links import PROMPT_S, within
-from deltasync.transports.base import Frame
+from deltasync.transports.base import Frame, ReceiveTransport
 from deltasync.wire import messages
 from deltasync.wire.compression import compress
 from deltasync.wire.frame import encode
@@ -155,6 +155,7 @@ CASES: dict[str, tuple[list[Said], type[DeltaSyncError]]] = {
         [*JOINED, begin(places=2), bucket(SPARSE, DENSE)],
         LimitExceeded,
     ),
+    "begin of more places than elements": ([*JOINED, begin(places=74)], LimitExceeded),
     "begin of 2^62 bytes": ([*JOINED, begin(payload_bytes=1 << 62)], LimitExceeded),
     "full sync of 2^62 bytes": (
         [layout(), welcome(full=True), begin(base_version=None, payload_bytes=1 << 62)],
@@ -286,7 +287,12 @@ class Chatty(ThroughReceiver):
 @pytest.mark.parametrize("says", [Upcoming(version=NEXT), Abort(version=NEXT, reason="")])
 def test_no_talk_makes_a_wait_for_a_sync_longer(says: Message) -> None:
     links: list[Chatty] = []
-    hand = Hand(wrap=lambda link: links.append(Chatty(link)) or links[-1])
+
+    def chatty(link: ReceiveTransport) -> Chatty:
+        links.append(Chatty(link))
+        return links[-1]
+
+    hand = Hand(wrap=chatty)
     assert type(hand.say(JOINED)) is TransportTimeout
     links[0].says = says
     with within(PROMPT_S), pytest.raises(TransportTimeout):

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from deltasync import SenderOptions, SyncStats
 from deltasync.delta.shard import ShardSpec, placed
 from deltasync.engines.routed import RoutedTarget
-from deltasync.errors import ConfigError, PeerLost, SyncAborted, TransportTimeout
+from deltasync.errors import ConfigError, MalformedMessage, PeerLost, SyncAborted, TransportTimeout
 from deltasync.sync.group import orders
 from deltasync.sync.group.rank import TrainerRank
 from deltasync.sync.protocol.receiver_session import ReceiverState
@@ -371,6 +371,40 @@ def test_an_engine_that_sat_a_sync_out_is_told_again_what_each_rank_sends() -> N
         assert [type(error) for error in here.outcomes()] == [ConfigError, SyncAborted]
         receiver.attach()
         assert (here.send().kind, bits_equal(source, target)) == ("delta", True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "lie"),
+    [
+        (orders.Declared, {"boxes": ()}),
+        (orders.SnapshotState, {"digests": ()}),
+        (orders.Compared, {"changed": ((1 << 40, 1),)}),
+        (orders.Compared, {"changed": ()}),
+        (orders.Compared, {"alike": (("of nobody", "0" * 16),)}),
+        (orders.Sent, {"digests": ()}),
+    ],
+)
+def test_a_rank_that_answers_wrongly_fails_a_sync_and_no_more(
+    kind: type, lie: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer, lies = TrainerRank._answer, [lie]
+
+    def tell(rank: TrainerRank, said: Any) -> None:
+        is_lie = isinstance(said, kind) and lies
+        answer(rank, said.model_copy(update=lies.pop()) if is_lie else said)
+
+    source, target = model(1), model(1)
+    with trainer_of(source, rows_of(source, 2)) as here:
+        here.add(target)
+        here.wait(1)
+        if kind is orders.Compared:
+            here.send()
+        monkeypatch.setattr(TrainerRank, "_answer", tell)
+        change(here, 1)
+        errors = here.outcomes()
+        assert all(isinstance(error, MalformedMessage | SyncAborted) for error in errors), errors
+        here.settle(1)
+        assert bits_equal(source, target)
 
 
 def test_who_joins_later_is_known_by_the_digests_of_all_ranks() -> None:

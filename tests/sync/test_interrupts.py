@@ -66,6 +66,15 @@ def test_both_ends_go_on_after_interrupts(name: str) -> None:
     assert figures.interrupts > len(strikes) // 2  # others no longer came to the place
 
 
+def test_a_publisher_whose_snapshot_was_advancing_goes_on_with_what_it_has_published() -> None:
+    tracer, figures, make = Tracer(), Figures(), WORLDS["publish"]
+    places = places_of(make, tracer)
+    strikes = [Strike(one) for one in places if one[0].co_qualname.endswith(".decided")]
+    assert len(strikes) > 4
+    endure(make, tracer, strikes, figures)
+    assert not figures.failures, "\n".join(figures.failures)
+
+
 @pytest.fixture
 def here() -> Iterator[Sending]:
     """A sender and its engine."""

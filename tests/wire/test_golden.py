@@ -192,6 +192,12 @@ def test_the_documents_dumps_are_the_golden_frames() -> None:
     assert dumped("example-payload") == make_golden.dump(payload.numpy().tobytes())
 
 
+def test_the_documents_dtype_codes_are_all() -> None:
+    (said,) = re.findall(r"Dtype codes: ([^.]*)\.", DOCUMENT.read_text())
+    found = [(int(code), name) for code, name in re.findall(r"(\d+)\s+`(\w+)`", said)]
+    assert found == [(dtype.code, dtype.name) for dtype in dtypes.DTYPES]
+
+
 def test_the_documents_tiles_are_those_of_the_golden_layout() -> None:
     shares = [(share.spec.dtype.item_size, share.numel) for share in SPACE.given]
     tiles = reference.tiles_of(shares)

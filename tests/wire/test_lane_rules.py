@@ -221,6 +221,14 @@ def test_w19_w20_a_lane_carries_nothing_else_and_losing_it_is_losing_the_trainer
             taken(lanes)
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_w20_numbers_increase_on_the_first_link_too(number: int) -> None:
+    with connected(2) as (ranks, lanes):
+        ranks[0].send(Attempt(number=2), Attempt(number=number))
+        with pytest.raises(ProtocolViolation):
+            taken(lanes)
+
+
 @pytest.mark.parametrize("names", ["a", "b", "ab"])
 def test_w17_a_rank_says_what_it_sends_whatever_that_is(names: str) -> None:
     """Receivers cannot know whether that is all: the first parameters are numbered otherwise."""

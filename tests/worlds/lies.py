@@ -451,6 +451,9 @@ GAP = {
     "w28 odd with width 2": stream(TruncatedFrame, GAPS, byte(0, 2)),
     "w28 ends in an escape": stream(InvalidIndices, GAPS, byte(11, 255)),
     "w28 an escape behind": stream(InvalidIndices, GAPS, more(255)),
+    "w28 more than 4 bytes a place": stream(
+        LimitExceeded, GAPS, becomes(struct.pack("<BQ", 1, 1), bytes(1), b"\xff" * 11, bytes(2))
+    ),
     "w28 fewer than there are": stream(InvalidIndices, GAPS, less(1)),
     "w28 more than there are": stream(InvalidIndices, GAPS, more(0)),
     "w28 begins beyond any layout": stream(

@@ -22,7 +22,7 @@ from deltasync.delta.shard import ShardSpec, placed
 from deltasync.errors import TransportTimeout
 from deltasync.quant.fp8 import Fp8
 from deltasync.sync.group import orders
-from deltasync.sync.group.group import GroupCalls, TrainerGroup
+from deltasync.sync.group.group import TrainerGroup
 from deltasync.sync.group.rank import TrainerRank
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame, SendTransport
@@ -126,7 +126,7 @@ class Trainer(Receivers):
         self.around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
 
     @property
-    def calls(self) -> GroupCalls:
+    def calls(self) -> TrainerGroup:
         """What rank 0 knows of the others."""
         assert self.sender._group is not None
         return self.sender._group

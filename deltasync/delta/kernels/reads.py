@@ -1,7 +1,7 @@
 """How kernels read the elements of a source: numbers that hosts and kernels agree on.
 
 A *read* is `AS_IS`, `ROUNDED`, or a number from `COMPUTED` on, whose meaning is that of the
-`Computed` that codes come from.
+`Masks` that codes come from.
 """
 
 from __future__ import annotations

@@ -249,12 +249,12 @@ def _read(
 
     Args:
         new_at: Where the address of the first one in the source stands.
-        computed: int64[tiles, 4]: how codes are computed, see `Computed.columns`, and where tiles
+        computed: int64[tiles, 4]: how codes are computed, see `Masks.columns`, and where tiles
             begin in their parameters.
         tile, offsets, there: Which elements.
         TYPE: Of the bits.
         READ: See `reads`.
-        CODES_AT: What computes codes, see `Computed.codes_at`.
+        CODES_AT: What computes codes, see `Masks.codes_at`.
     """
     address = tl.load(new_at)
     if READ == _AS_IS:

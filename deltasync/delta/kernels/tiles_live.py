@@ -363,7 +363,7 @@ def read_back_whole(
     if tl.load(flag) == _CLEAR:
         item, last = tl.program_id(0), tl.load(whole) * (4096 // SPAN)
         while item < last:
-            tile, row, offset, numel, _ = whole_at(table, whole, item, WIDTH, ALIGNED, SPAN)
+            tile, row, offset, numel, _begin = whole_at(table, whole, item, WIDTH, ALIGNED, SPAN)
             if _is_here(row, DIMS, CODES):
                 weights, box, there, _, _, seed = _tile(
                     table, boxes, entries, num_boxes, tile, row, offset, numel,

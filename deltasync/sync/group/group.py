@@ -16,14 +16,7 @@ from deltasync.transports.base import Closing, Frame, SendTransport
 from deltasync.wire.frame import encode
 from deltasync.wire.messages import as_text
 
-A = TypeVar(
-    "A",
-    orders.Declared,
-    orders.Measured,
-    orders.SnapshotState,
-    orders.Compared,
-    orders.Sent,
-)
+A = TypeVar("A", bound=orders.Answer)
 
 
 class TrainerGroup(Closing):
@@ -34,32 +27,18 @@ class TrainerGroup(Closing):
     Args:
         link: A link of any transport to the other ranks. Owned: `close` closes it.
         world: Number of ranks of the trainer.
-    """
-
-    def __init__(self, link: SendTransport, world: int) -> None:
-        self.link, self.world = link, world
-
-    def close(self) -> None:
-        """End the connections to all ranks."""
-        self.link.close()
-
-
-class GroupCalls:
-    """Ranks 1 to world - 1 of a trainer, which carry out orders during `send_weights`.
-
-    Args:
-        group: The ranks.
-        version: Returns the version that receivers hold.
 
     Attributes:
+        world: The same.
+        version: Returns the version that receivers hold; the sender sets it.
         exchanged_bytes: Bytes of the messages among ranks in the last call, both ways.
         captures: By rank, the capture that its snapshot comes from.
         addresses: By rank, the address that it sends from, if its transport has one.
     """
 
-    def __init__(self, group: TrainerGroup, version: Callable[[], int]) -> None:
-        self.world, self.exchanged_bytes, self._version = group.world, 0, version
-        self._link = group.link
+    def __init__(self, link: SendTransport, world: int) -> None:
+        self._link, self.world, self.exchanged_bytes = link, world, 0
+        self.version: Callable[[], int] = lambda: 0
         self._limit = CallTimeout(60.0)
         self.captures: dict[int, str | None] = {}
         self.addresses: dict[int, Address | None] = {}
@@ -136,7 +115,7 @@ class GroupCalls:
         """
         if self._is_owed:  # answers to an abandoned order
             self._answers()
-        stamp = {"call": self._call, "version": self._version()}
+        stamp = {"call": self._call, "version": self.version()}
         order = order.model_copy(update=stamp)
         header = encode(order)
         self.exchanged_bytes += len(header) * (self.world - 1)

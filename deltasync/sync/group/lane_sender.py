@@ -19,11 +19,14 @@ class LaneSender:
     """Sends plans to receivers, by the connections that they have named to both ranks.
 
     Args:
-        transport: The sender's end of a link. Owned: `close` closes it.
+        transport: The sender's end of a link. Owned.
+
+    Attributes:
+        link: What owns it.
     """
 
     def __init__(self, transport: SendTransport) -> None:
-        self._link = SenderLink(transport)
+        self.link = SenderLink(transport)
         self._peers: dict[str, int] = {}
 
     def send(
@@ -41,17 +44,17 @@ class LaneSender:
 
         Arguments as in `orders.Send`.
         """
-        self._link.limit = CallTimeout(timeout_s)
+        self.link.limit = CallTimeout(timeout_s)
         if lost := self._absent(receivers, timeout_s):
             return SentBuckets(lost=lost)
         by_peer = {self._peers[receiver]: receiver for receiver in receivers}
-        if failed := self._link.open(list(by_peer)):
+        if failed := self.link.open(list(by_peer)):
             return SentBuckets(lost={by_peer[peer]: str(why) for peer, why in failed.items()})
         try:
-            emitter = Emitter(plan, version, compression=compression, buffer=self._link.buffer)
+            emitter = Emitter(plan, version, compression=compression, buffer=self.link.buffer)
             return self._send_all(emitter, attempt, version, with_shares=with_shares)
         except TransportError as error:
-            is_connected = self._link.transport.is_connected
+            is_connected = self.link.transport.is_connected
             gone = {name: str(error) for p, name in by_peer.items() if not is_connected(p)}
             if not gone:
                 raise
@@ -59,33 +62,25 @@ class LaneSender:
 
     def listen(self, timeout_s: float = 0.0) -> None:
         """Accept lanes that have connected."""
-        for peer, greeting, _ in self._link.greetings(timeout_s=timeout_s):
+        for peer, greeting, _ in self.link.greetings(timeout_s=timeout_s):
             if isinstance(greeting, Lane):
                 self._peers[greeting.connection] = peer
             else:
-                self._link.drop(peer)
-
-    def reset(self) -> None:
-        """End every connection, in whatever state an interrupt has left it."""
-        self._link.reset()
-
-    def close(self) -> None:
-        """End every connection."""
-        self._link.transport.close()
+                self.link.drop(peer)
 
     def _send_all(
         self, emitter: Emitter, attempt: int, version: int, *, with_shares: bool
     ) -> SentBuckets:
         """Send the frames of a plan, or an abort, so that receivers do not wait in vain."""
-        self._link.send(Attempt(number=attempt))
+        self.link.send(Attempt(number=attempt))
         try:
             for message, payload in emitter.frames(with_shares=with_shares):
-                self._link.send(message, payload)
+                self.link.send(message, payload)
         except BaseException:
             with suppress(TransportError):
-                self._link.send(Abort(version=version, reason="a rank of the trainer failed"))
+                self.link.send(Abort(version=version, reason="a rank of the trainer failed"))
             raise
-        self._link.send(emitter.prepare())
+        self.link.send(emitter.prepare())
         return emitter.sent
 
     def _absent(self, receivers: Sequence[str], timeout_s: float) -> dict[str, str]:
@@ -105,5 +100,5 @@ class LaneSender:
         return {name: "its lane is gone" for name in receivers if name not in self._peers}
 
     def _gone(self) -> set[str]:
-        is_connected = self._link.transport.is_connected
+        is_connected = self.link.transport.is_connected
         return {name for name, peer in self._peers.items() if not is_connected(peer)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from deltasync.delta.ledger import digest_text
 from deltasync.delta.shard import ShardSpec, share_out
 from deltasync.delta.snapshot import Digests
-from deltasync.errors import ReplicasDiffer
+from deltasync.errors import MalformedMessage, ReplicasDiffer
 from deltasync.sync.group import orders
 from deltasync.sync.protocol.sender_session import Copies
 from deltasync.sync.source.layout import source_specs
@@ -64,20 +64,12 @@ class Declaration:
         )
 
 
-def all_specs(declarations: Iterable[Declaration]) -> tuple[ParameterSpec, ...]:
-    """The parameters of all ranks, each once."""
-    known: dict[str, ParameterSpec] = {}
-    for declaration in declarations:
-        known = {spec.name: spec for spec in declaration.specs} | known
-    return tuple(known.values())
-
-
 def capture_order(
     declarations: Sequence[Declaration],
     specs: tuple[ParameterSpec, ...],
     *,
     name: str,
-    agreed: str = "",
+    agreed: str,
 ) -> orders.Capture:
     """Share out what ranks hold, so that each element is sent once.
 
@@ -113,7 +105,7 @@ def share_of_rank(
     """The layout that an order names, and what a rank sends of it, by canonical name."""
     specs = parameter_specs(order.parameters)
     boxes = dict(declared.boxes)
-    for number in np.flatnonzero(orders.copies_of(order.alike[rank]) == 2).tolist():
+    for number in np.flatnonzero(orders.copies_of(order.alike[rank], len(specs)) == 2).tolist():
         del boxes[specs[number].name]
     for number, offset, size in order.shares[rank]:
         name = specs[number].name
@@ -126,7 +118,9 @@ def refuse_drifted(declared: Sequence[Declaration], found: Sequence[orders.Alike
     holders = defaultdict[tuple[str, ShardSpec], dict[str, list[int]]](dict)
     for rank, digests in enumerate(found):
         for name, digest in digests:
-            holders[name, declared[rank].boxes[name]].setdefault(digest, []).append(rank)
+            if (box := declared[rank].boxes.get(name)) is None:
+                raise MalformedMessage(f"rank {rank} answers of {name!r}, which it does not hold")
+            holders[name, box].setdefault(digest, []).append(rank)
     differ = {box[0]: list(ranks.values()) for box, ranks in holders.items() if len(ranks) > 1}
     if differ:
         apart = " and ".join(map(str, next(iter(differ.values()))))
@@ -136,9 +130,11 @@ def refuse_drifted(declared: Sequence[Declaration], found: Sequence[orders.Alike
         )
 
 
-def digests_told(held: Digests, asked: Sequence[orders.CopyRuns] = ()) -> tuple[str, ...]:
+def digests_told(
+    held: Digests, asked: Sequence[orders.CopyRuns], num_parameters: int
+) -> tuple[str, ...]:
     """A rank's answer: the digest of all that it holds, then the digests that were asked for."""
-    copies = [None, *map(orders.copies_of, asked)]
+    copies = [None, *(orders.copies_of(runs, num_parameters) for runs in asked)]
     return tuple(digest_text(held.digest_of(one)) for one in copies)
 
 
@@ -168,16 +164,16 @@ def key(copies: Copies | None) -> bytes:
     return b"" if copies is None else copies.tobytes()
 
 
-def runs_of(asked: Iterable[Copies]) -> tuple[orders.CopyRuns, ...]:
-    """What is asked for besides the whole model, as an order has it."""
-    return tuple(map(orders.runs_of, asked))
-
-
 def digests_added(
-    asked: Iterable[Copies],
+    asked: Sequence[Copies],
     answers: Collection[orders.SnapshotState] | Collection[orders.Sent],
 ) -> dict[bytes, int]:
-    """The sums of the digests that ranks have reported of all, and of these copies, by `key`."""
+    """The sums of the digests that ranks have reported of all, and of these copies, by `key`.
+
+    Raises MalformedMessage.
+    """
+    if any(len(answer.digests) != 1 + len(asked) for answer in answers):
+        raise MalformedMessage(f"a rank has not answered with {1 + len(asked)} digests")
     return {
         key(copies): sum(int(answer.digests[place], 16) for answer in answers) & MASK
         for place, copies in enumerate([None, *asked])

@@ -6,11 +6,19 @@ are framed and checked like its messages; `wire.frame.encode` writes them.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, FailFast, Field, TypeAdapter, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 from deltasync.errors import MalformedMessage
 from deltasync.sync.protocol.round import SentBuckets
@@ -72,6 +80,12 @@ class Declared(_Said):
     boxes: Annotated[tuple[tuple[Dims, Dims, Dims], ...], FailFast()]
     trained: Annotated[tuple[bool, ...], FailFast()]
     maxima: Annotated[tuple[tuple[str, Count, Count, Count, bool], ...], FailFast()]
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Self:
+        if not len(self.parameters) == len(self.boxes) == len(self.trained):
+            raise ValueError("not one box for each parameter")
+        return self
 
 
 class Measure(_Order):
@@ -216,7 +230,9 @@ def runs_of(copies: NDArray[np.uint64]) -> CopyRuns:
     return tuple(zip(lengths.tolist(), copies[begins].tolist(), strict=True))
 
 
-def copies_of(runs: CopyRuns) -> NDArray[np.uint64]:
-    """uint64[parameters]."""
+def copies_of(runs: CopyRuns, num_parameters: int) -> NDArray[np.uint64]:
+    """uint64[num_parameters]. Raises MalformedMessage for runs of more or fewer."""
     counts, values = zip(*runs, strict=True) if runs else ((), ())
+    if sum(counts) != num_parameters:
+        raise MalformedMessage(f"copies of {sum(counts)} parameters, there are {num_parameters}")
     return np.repeat(np.array(values, np.uint64), np.array(counts, np.int64))

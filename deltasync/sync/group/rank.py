@@ -147,7 +147,7 @@ class TrainerRank(Closing):
 
     def close(self) -> None:
         """Close every connection."""
-        self._lanes.close()
+        self._lanes.link.transport.close()
         self._link.close()
 
     def _receive(self, patience_s: float) -> orders.Order:
@@ -251,7 +251,9 @@ class TrainerRank(Closing):
         )
         self._weights.release()
         return orders.Sent(
-            digests=() if buckets.lost else digests_told(plan.ledger, order.copies),
+            digests=()
+            if buckets.lost
+            else digests_told(plan.ledger, order.copies, self._work.num_parameters),
             buckets=buckets,
         )
 
@@ -273,7 +275,7 @@ class TrainerRank(Closing):
         self._work.captured = None
         with suppress(TransportError):
             self._link.disconnect()
-            self._lanes.reset()
+            self._lanes.link.reset()
 
 
 def _failed(error: Exception) -> orders.Failed:

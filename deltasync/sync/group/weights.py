@@ -14,16 +14,14 @@ from deltasync.delta.tiles import Ints
 from deltasync.errors import ConfigError, SourceChanged, SyncAborted
 from deltasync.sync.group import orders
 from deltasync.sync.group.agreement import NOTHING, Agreement, Words, text_of, words_of
-from deltasync.sync.group.group import A, GroupCalls
+from deltasync.sync.group.group import A, TrainerGroup
 from deltasync.sync.group.model import (
     Declaration,
     GroupDigests,
-    all_specs,
     capture_order,
     digests_added,
     key,
     refuse_drifted,
-    runs_of,
 )
 from deltasync.sync.group.work import RankWork
 from deltasync.sync.protocol.links import CallTimeout
@@ -80,8 +78,9 @@ class GroupDelta(GroupPlan):
         super().__init__(own, weights, found)
         self.nnz = sum(one.nnz for one in found)
         self.held_bytes = max(one.held_bytes for one in found)
-        counts = [orders.copies_of(one.changed).astype(np.int64) for one in found]
-        self.counts: Ints = np.sum(counts, axis=0)
+        assert weights.layout is not None
+        each = (orders.copies_of(one.changed, len(weights.layout.specs)) for one in found)
+        self.counts: Ints = np.sum([one.astype(np.int64) for one in each], axis=0)
 
 
 class GroupWeights:
@@ -99,13 +98,17 @@ class GroupWeights:
         digests_sent: The same of what they have sent last, which become those when it is decided.
     """
 
-    def __init__(self, own: OwnWeights, group: GroupCalls) -> None:
+    def __init__(self, own: LocalWeights, group: TrainerGroup) -> None:
+        """Raises ConfigError for weights that come one by one."""
+        if not isinstance(own, OwnWeights):
+            raise ConfigError("a rank of a group needs a source of what it holds")
         self._own, self._group, self._work = own, group, RankWork(own, 0, group.world)
-        self._layout: SentLayout | None = None
+        self.layout: SentLayout | None = None
         self._declared: list[Declaration] = []
         self._positions: list[NDArray[np.int64]] = []
         self._capture = ""
-        self._trained = np.zeros(0, np.bool_)
+        self.trained = np.zeros(0, np.bool_)
+        self.snapshot_bytes = 0
         self._snapshots: list[orders.SnapshotState] = []
         self._asked: list[Copies] = []  # by the last order to send
         self.digests_held: dict[bytes, int] = {}
@@ -113,21 +116,13 @@ class GroupWeights:
         self._agreement = Agreement()
 
     @property
-    def layout(self) -> SentLayout | None:
-        return self._layout
-
-    @property
     def is_lost(self) -> bool:
         is_known = all(known == self._capture for known in self._group.captures.values())
-        return self._layout is not None and not is_known
+        return self.layout is not None and not is_known
 
     @property
     def digests(self) -> Digests:
         return GroupDigests(self._own.digests, self.digests_held)
-
-    @property
-    def snapshot_bytes(self) -> int:
-        return max((held.snapshot_bytes for held in self._snapshots), default=0)
 
     def declared(self, *, timeout_s: float = 60.0) -> tuple[ParameterSpec, ...]:
         """The parameters of all ranks, asked for once: in this call, or else in the next one."""
@@ -139,22 +134,23 @@ class GroupWeights:
             self._agreement = Agreement.of([one.maxima for one in self._declared])
             positions = self._agreement.positions
             self._positions = [positions(one.maxima) for one in self._declared]
-        return with_elements(all_specs(self._declared))
+        every = (spec for declared in reversed(self._declared) for spec in declared.specs)
+        return with_elements(tuple({spec.name: spec for spec in every}.values()))
 
     def capture(self, held: Sequence[ParameterSpec]) -> None:
         if self.is_lost:
             self._declared = []
         specs = specs_of(self.declared(), held, self._own.options.wire_dtypes)
-        self._layout, self._capture = None, uuid.uuid4().hex
+        self.layout, self._capture = None, uuid.uuid4().hex
         try:
             self._take(specs)
         except (SourceChanged, SyncAborted):  # a rank may have been replaced since it declared
             self._declared = []
             raise
         self._group.captures = dict.fromkeys(range(1, self._group.world), self._capture)
-        self._layout = SentLayout(specs)
+        self.layout = SentLayout(specs)
         trained = frozenset().union(*(declaration.trained for declaration in self._declared))
-        self._trained = np.array([spec.name in trained for spec in specs])
+        self.trained = np.array([spec.name in trained for spec in specs])
 
     def _take(self, specs: tuple[ParameterSpec, ...]) -> None:
         """Have all ranks take their snapshots."""
@@ -162,13 +158,16 @@ class GroupWeights:
         order = capture_order(self._declared, specs, name=self._capture, agreed=agreed)
         said = self._all(order, orders.SnapshotState)
         self._snapshots, self.digests_held = said, digests_added([], said[1:])
+        self.snapshot_bytes = max(one.snapshot_bytes for one in said)
         refuse_drifted(self._declared, [one.alike for one in said])
 
     def learn_digests(self, kinds: Collection[Copies | None]) -> None:
         """Ask the other ranks for digests of these copies, unless they are known."""
         asked = [one for one in kinds if one is not None and key(one) not in self.digests_held]
         if asked:
-            said = self._all(orders.Ask(copies=runs_of(asked)), orders.SnapshotState)
+            said = self._all(
+                orders.Ask(copies=tuple(map(orders.runs_of, asked))), orders.SnapshotState
+            )
             self.digests_held |= digests_added(asked, said[1:])
 
     def delta(self, base_version: int) -> Delta:
@@ -204,10 +203,6 @@ class GroupWeights:
         own = self._own.full(ways=self._group.world)
         return GroupPlan(own, self, self._snapshots)
 
-    @property
-    def trained(self) -> NDArray[np.bool_]:
-        return self._trained
-
     def masters(self, number: int) -> tuple[bool, int] | None:
         return self._own.masters(number)
 
@@ -221,8 +216,8 @@ class GroupWeights:
         timeout_s: float,
     ) -> None:
         """See `round.PeerRanks`."""
-        assert self._layout is not None
-        checks = digest_checks(members, len(self._layout.specs))
+        assert self.layout is not None
+        checks = digest_checks(members, len(self.layout.specs))
         self._asked = list({key(one): one for _, one in checks if one is not None}.values())
         self._group.order(
             orders.Send(
@@ -231,7 +226,7 @@ class GroupWeights:
                 receivers=tuple(member.connection for member in members),
                 with_shares=with_shares,
                 timeout_s=timeout_s,
-                copies=runs_of(self._asked),
+                copies=tuple(map(orders.runs_of, self._asked)),
             )
         )
 
@@ -244,10 +239,3 @@ class GroupWeights:
             total += replace(one.buckets, lost=told)
         self.digests_sent = {} if total.lost else digests_added(self._asked, said.values())
         return total
-
-
-def with_group(own: LocalWeights, group: GroupCalls) -> GroupWeights:
-    """The weights of all ranks of a trainer, of which this one holds `own`. Raises ConfigError."""
-    if not isinstance(own, OwnWeights):
-        raise ConfigError("a rank of a group needs a source of what it holds")
-    return GroupWeights(own, group)

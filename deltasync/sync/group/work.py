@@ -16,7 +16,7 @@ from deltasync.sync.group import orders
 from deltasync.sync.group.agreement import Agreement, text_of, words_of
 from deltasync.sync.group.model import Declaration, digests_told, share_of_rank
 from deltasync.sync.source.tensors import maxima_of
-from deltasync.sync.source.weights import Agree, OwnWeights, SourceLayout
+from deltasync.sync.source.weights import OwnWeights, SourceLayout
 from deltasync.wire.digest import MASK
 
 _CHUNKS_AT_ONCE = 256  # about, of a warm sync
@@ -32,6 +32,7 @@ class RankWork:
     Attributes:
         weights: The same.
         captured: The capture that the snapshot comes from; None if there is none.
+        num_parameters: Of the layout that was captured.
         undecided: The version that was compared last, and how it differs, while nobody knows
             whether receivers hold it.
     """
@@ -44,6 +45,7 @@ class RankWork:
         self._declared: Declaration | None = None
         self._agreement = Agreement()
         self.captured: str | None = None
+        self.num_parameters = 0
         self.undecided: tuple[int, Delta] | None = None
         self._base: int | None = None  # version of the snapshot; None right after a capture
 
@@ -65,16 +67,13 @@ class RankWork:
                 return self._compare(order)
         raise AssertionError(f"{order.kind} is no work of one rank alone")
 
-    def resolve(self, version: int) -> bool:
-        """Record that receivers hold this version: the one compared last, or an earlier one.
-
-        Returns whether it was the one compared last, which nobody knew.
-        """
+    def resolve(self, version: int) -> None:
+        """Record that receivers hold this version: the one compared last, or an earlier one."""
         if self.undecided is None or self.undecided[0] != version:
-            return False
-        (self._base, delta), self.undecided = self.undecided, None
+            return
+        (_, delta), self.undecided = self.undecided, None
         delta.decided()
-        return True
+        self._base = version  # last: whatever breaks off here has another base than receivers
 
     def _known(self) -> Declaration:
         if self._declared is None:
@@ -94,12 +93,14 @@ class RankWork:
     def _capture(self, order: orders.Capture, declared: Declaration) -> None:
         self.captured = self.undecided = self._base = None
         specs, boxes = share_of_rank(order, self._rank, declared)
-        agreement, agreed = self._agreement, words_of(order.agreed)
-        agree: Agree = lambda now: agreement.give(agreed, now)  # noqa: E731
-        self._sent = self.weights.capture_as(specs, boxes, agree)
-        numbers = np.flatnonzero(orders.copies_of(order.alike[self._rank]))
+        source = self.weights.source
+        tensors = source.tensors()
+        self._agreement.give(words_of(order.agreed), maxima_of(tensors))
+        self._sent = self.weights.capture_as(specs, boxes, tensors)
+        self.num_parameters = len(specs)
+        numbers = np.flatnonzero(orders.copies_of(order.alike[self._rank], len(specs)))
         alike = {name: declared.boxes[name] for name in (specs[n].name for n in numbers)}
-        self._alike = SourceLayout(self.weights.source, specs, alike, agree)
+        self._alike = SourceLayout(source, specs, tensors, alike)
         self._ledger = Ledger(Space(self._alike.sent))
         chunks = sum(-(-spec.numel // CHUNK) for spec in specs)  # the same on all ranks
         self._parts = -(-chunks // _CHUNKS_AT_ONCE)
@@ -110,7 +111,7 @@ class RankWork:
     ) -> orders.SnapshotState:
         plan = self.weights.full(ways=self._world)
         return orders.SnapshotState(
-            digests=digests_told(self.weights.digests, copies),
+            digests=digests_told(self.weights.digests, copies, self.num_parameters),
             payload_bytes=plan.payload_bytes,
             places=plan.places,
             snapshot_bytes=self.weights.snapshot_bytes,

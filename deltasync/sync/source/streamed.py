@@ -18,7 +18,7 @@ from deltasync.delta.ledger import Ledger
 from deltasync.delta.modes import in_plain_mode
 from deltasync.delta.readers import WireReader, copy_read
 from deltasync.delta.shard import whole
-from deltasync.delta.snapshot import Bucket, Delta, Plan, Snapshot, tiles_of_group
+from deltasync.delta.snapshot import Bucket, Delta, Snapshot, ledger_of, tiles_of_group
 from deltasync.delta.tiles import Ints, Space
 from deltasync.errors import ConfigError, SourceChanged
 from deltasync.sync.options import SenderOptions, leaves_out
@@ -114,9 +114,6 @@ class StreamedWeights(LocalWeights):
         self._found.base_version = base_version
         return self._found
 
-    def full(self) -> Plan:
-        return self.snapshot.full(bucket_bytes=self._bucket_bytes(self.snapshot))
-
     @property
     def _specs(self) -> tuple[ParameterSpec, ...]:
         """What the snapshot holds."""
@@ -204,12 +201,15 @@ class _Group:
 class _Taken:
     """What was found while weights passed by: see `delta.snapshot.Delta`.
 
+    Its ledger and payloads are known when it is complete.
+
     Args:
         snapshot, detector: What they are compared with.
         bucket_bytes: The largest payload.
         room: Bytes of changes that are kept. Others are written to the snapshot.
     """
 
+    ledger: Ledger
     base_version: int | None = 0
 
     def __init__(
@@ -218,9 +218,7 @@ class _Taken:
         self.space, self._snapshot, self._detector = snapshot.space, snapshot, detector
         self._bucket_bytes, self._room = bucket_bytes, room
         self._place = np.argsort(self.space.order).tolist()
-        self._sums = torch.zeros(
-            self.space.num_chunks, dtype=torch.int64, device="cpu"
-        )  # by what is kept
+        self._sums = snapshot.settled().clone()  # of the copy, with what is kept
         self._groups: list[_Group] = []
         self._counts = np.zeros(len(self.space.shares), np.int64)
         self.payload_bytes = self.places = self.held_bytes = 0
@@ -234,27 +232,28 @@ class _Taken:
         self._detector.take_one(share, reader)
         step = tiles_of_group(self._bucket_bytes, section.item_size)
         first, stop = self.space.first[share : share + 2].tolist()
+        chunks = slice(*self.space.first_chunk[share : share + 2].tolist())
         for low in range(first, stop, step):
             found = HostFound(self._detector, section)
             found.add(low, min(low + step, stop), self._bucket_bytes)
-            self._counts += found.counts
+            self._counts[share] += found.counts[share]
             if found.ends[-1, 0]:
-                self._keep(found)
+                self._keep(found, chunks)
 
-    def _keep(self, found: HostFound) -> None:
+    def _keep(self, found: HostFound, chunks: slice) -> None:
+        """Keep what changes in some chunks of the ledger, or write it to the snapshot."""
         sizes = Sizes(found.section.item_size, *found.ends[-1].tolist())
         payload = torch.empty(sizes.num_bytes, dtype=torch.uint8, device="cpu")
-        before = self._snapshot.settled()
-        after = before.clone()
-        changes = found.emit(0, 1, payload, after)
-        sums = after - before
+        before = self._sums[chunks].clone()
+        changes = found.emit(0, 1, payload, self._sums)
         tiles, _ = changes.table()
         if sizes.num_bytes <= self._room:
             self._room -= sizes.num_bytes
             self.held_bytes += sizes.num_bytes
-            self._sums += sums
             self._groups.append(_Group(int(tiles[0]), sizes, changes, tiles))
             return
+        sums = torch.zeros_like(self._sums)
+        sums[chunks] = self._sums[chunks] - before
         self._snapshot.overwrite(changes, sums)
         sizes = whole_sizes(self.space, tiles)
         self._groups.append(_Group(int(tiles[0]), sizes, None, tiles))
@@ -262,15 +261,10 @@ class _Taken:
     def complete(self) -> None:
         """All tensors were added."""
         self._groups.sort(key=lambda group: group.first)
-        self._ledger = self._snapshot.ledger_of_copy()
-        self._ledger.sums += self._sums.numpy().view(np.uint64)
+        self.ledger = ledger_of(self.space, self._sums)
         self._buckets = list(self._distributed())
         self.payload_bytes = sum(sizes.num_bytes for sizes, _ in self._buckets)
         self.places = sum(sizes.places for sizes, _ in self._buckets)
-
-    @property
-    def ledger(self) -> Ledger:
-        return self._ledger
 
     @property
     def nnz(self) -> int:
@@ -288,7 +282,7 @@ class _Taken:
     def decided(self) -> None:
         """Advance the snapshot by what was kept."""
         kept = [group.changes for group in self._groups if group.changes is not None]
-        self._snapshot.decided(kept, self._ledger)
+        self._snapshot.decided(kept, self.ledger)
         self.is_decided = True
         self._groups.clear()  # their memory
         self._buckets.clear()

@@ -131,17 +131,16 @@ class NamedTensor:
         return dtype_of(self.tensor, name=self.name)
 
 
-Facts: TypeAlias = tuple[object, ...]
-"""What tells where a tensor is read, and as what."""
+def facts_of(entries: Sequence[NamedTensor]) -> list[list[object]]:
+    """What tells where each is read, and as what: a column for each fact.
 
-
-def facts_of(entries: Sequence[NamedTensor]) -> list[Facts]:
-    """The facts of each, by loops in C: what a source returns next is compared with them."""
+    What a source returns next is compared with them, by loops in C.
+    """
     tensors = map(_TENSOR, entries)
     held = [(None, t) if type(t) in _PLAIN else _held(t) for t in tensors]
     shards, local = zip(*held, strict=True) if held else ((), ())
-    columns = [map(fact, local) for fact in _FACTS]
-    return list(zip(map(_ENTRY, entries), shards, *columns, strict=True))
+    facts = (list(map(fact, local)) for fact in _FACTS)
+    return [list(map(_ENTRY, entries)), list(shards), *facts]
 
 
 def _held(tensor: Tensor) -> tuple[ShardSpec, Tensor]:

@@ -34,7 +34,6 @@ from deltasync.sync.options import SenderOptions, leaves_out
 from deltasync.sync.protocol.sender_session import Copies
 from deltasync.sync.source.layout import SentLayout, source_specs, specs_of, with_elements
 from deltasync.sync.source.tensors import (
-    Facts,
     Maxima,
     NamedTensor,
     WeightSource,
@@ -48,17 +47,17 @@ from deltasync.wire.messages import ParameterSpec
 
 _NAMES, _IS_TRAINED = attrgetter("names"), attrgetter("requires_grad")
 
-Agree = Callable[[Mapping[str, Maxima]], None]
-"""Tells computed tensors what ranks have agreed on."""
-
 
 class Weights(Protocol):
-    """The model of a trainer, wherever its parts are."""
+    """The model of a trainer, wherever its parts are.
 
-    @property
-    def layout(self) -> SentLayout | None:
-        """What travels; None before the first capture."""
-        ...
+    Attributes:
+        layout: What travels; None before the first capture.
+        snapshot_bytes: The largest copy that a rank keeps.
+    """
+
+    layout: SentLayout | None
+    snapshot_bytes: int
 
     @property
     def is_lost(self) -> bool:
@@ -68,11 +67,6 @@ class Weights(Protocol):
     @property
     def digests(self) -> Digests:
         """Of the version that the snapshot holds."""
-        ...
-
-    @property
-    def snapshot_bytes(self) -> int:
-        """The largest copy that a rank keeps."""
         ...
 
     def declared(self, *, timeout_s: float = 60.0) -> tuple[ParameterSpec, ...]:
@@ -88,6 +82,7 @@ class Weights(Protocol):
 
     def learn_digests(self, kinds: Collection[Copies | None]) -> None:
         """Let `digests` include these too. Raises SyncAborted. By default, it has all."""
+        return
 
     def delta(self, base_version: int) -> Delta:
         """How the source differs from the snapshot, as `Snapshot.compare`. Raises SourceChanged."""
@@ -174,6 +169,12 @@ class LocalWeights(Weights):
     def refresh_source(self) -> None:
         """Look the source up, which the next `delta` then need not. Raises SourceChanged."""
 
+    def full(self, *, ways: int = 1) -> Plan:
+        """All of the snapshot; in smaller payloads, if receivers get them from so many ranks."""
+        snapshot = self.snapshot
+        bucket_bytes = max(self._bucket_bytes(snapshot) // ways, MIN_BUCKET_BYTES)
+        return snapshot.full(bucket_bytes=bucket_bytes)
+
     def _bucket_bytes(self, snapshot: Snapshot) -> int:
         return self.options.bucket_bytes or snapshot.bucket_bytes
 
@@ -225,11 +226,12 @@ class OwnWeights(LocalWeights):
         self,
         specs: Sequence[ParameterSpec],
         boxes: Mapping[str, ShardSpec] | None = None,
-        agree: Agree = lambda maxima: None,
+        tensors: list[NamedTensor] | None = None,
     ) -> SourceLayout:
         """Start from the source as it is. Arguments as of `SourceLayout`. Returns the layout."""
         self._is_looked_up = False
-        layout = SourceLayout(self.source, specs, boxes, agree)
+        tensors = self.source.tensors() if tensors is None else tensors
+        layout = SourceLayout(self.source, specs, tensors, boxes)
         last, self._snapshot, self.layout = self._snapshot, None, None
         devices = [reader.device for reader in layout.readers]
         if last is not None and (last.space.given, self._devices) == (layout.sent, devices):
@@ -268,12 +270,6 @@ class OwnWeights(LocalWeights):
             delta = compare(layout.readers)
         self._is_looked_up = self._on_source_read is not None  # if this is tried again
         return delta
-
-    def full(self, *, ways: int = 1) -> Plan:
-        """All of the snapshot; in smaller payloads, if receivers get them from so many ranks."""
-        snapshot = self.snapshot
-        bucket_bytes = max(self._bucket_bytes(snapshot) // ways, MIN_BUCKET_BYTES)
-        return snapshot.full(bucket_bytes=bucket_bytes)
 
     def counts_by(self, delta: Delta) -> Ints:
         """int64[parameters]: elements of each parameter of the layout that differ here."""
@@ -318,29 +314,27 @@ class SourceLayout(SentLayout):
         self,
         source: WeightSource,
         specs: Sequence[ParameterSpec],
+        tensors: list[NamedTensor],
         boxes: Mapping[str, ShardSpec] | None = None,
-        agree: Agree = lambda maxima: None,
     ) -> None:
         """Look up where everything is.
 
         Args:
             source: Where the parameters are.
             specs: The layout.
+            tensors: What the source has returned just now; ranks have agreed on their `maxima_of`.
             boxes: What to send, by canonical name; None for everything.
-            agree: Called with what ranks have to agree on, before anything is read.
         """
         super().__init__(specs)
         self._source, self._boxes = source, boxes
         self._numbers = {spec.name: number for number, spec in enumerate(self.specs)}
         self.tensors: list[NamedTensor] = []
         self._rest: Callable[[], bool] | None = None  # of a look that has begun
-        self._facts: list[Facts] = []
-        self._known: dict[str, tuple[Facts, list[Reader]]] = {}
+        self._facts: list[list[object]] = []
+        self._known: dict[str, tuple[tuple[object, ...], list[Reader]]] = {}
         self.readers: list[Reader] = []
-        tensors = source.tensors()
         self._names = list(map(_NAMES, tensors))
         self.sent = self._shares(tensors)
-        agree(maxima_of(tensors))
         self.read(tensors)
         for entry in tensors:
             if entry.computed is not None:
@@ -404,8 +398,8 @@ class SourceLayout(SentLayout):
             return
         facts = facts_of(tensors)
         if facts != self._facts:
-            now_of = dict(zip(map(id, tensors), facts, strict=True))
-            known: dict[str, tuple[Facts, list[Reader]]] = {}
+            now_of = dict(zip(map(id, tensors), zip(*facts, strict=True), strict=True))
+            known: dict[str, tuple[tuple[object, ...], list[Reader]]] = {}
             for entry in self._in_order(tensors):
                 now = now_of[id(entry)]
                 before, readers = self._known.get(entry.name, ((), []))

@@ -246,7 +246,8 @@ class BoundWeights:
         assert self.staging is not None
         if self._is_checked and self._moved is not None:
             raise self._moved
-        self._changed = self.staging.ledger.changed_since(self.live.ledger)
+        if self._derives:
+            self._changed = self.staging.ledger.changed_since(self.live.ledger)
         return self.staging.ledger.total, self.staging.staged_bytes
 
     def write(self, *, heals: bool) -> tuple[int, float]:
