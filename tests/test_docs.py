@@ -34,7 +34,7 @@ from deltasync.sync.protocol.links import _READING_S
 from deltasync.sync.target import bound
 from deltasync.testing.transport import TransportContract
 from deltasync.transports import cuda_ipc
-from deltasync.transports.control import newcomers
+from deltasync.transports.control import endpoints
 from deltasync.transports.control.endpoints import Server
 from tests import promises
 from tests.cli.command import call
@@ -324,16 +324,16 @@ FIGURES = {
         f"the default is {default(WeightSender.send_weights, 'timeout_s'):.0f} unless noted",
         f"| {default(HttpClient, 'timeout_s'):.0f}: each wait",
         f"| {Options.model_fields['timeout_s'].default:.0f}: each wait",
-        f"{newcomers._MAX_NEWCOMERS} connections that have not greeted",
-        f"{megabytes(newcomers._MAX_BYTES)} of their bytes",
+        f"{endpoints._MAX_NEWCOMERS} connections that have not greeted",
+        f"{megabytes(endpoints._MAX_BYTES)} of their bytes",
         f"{default(Server, 'greeting_timeout_s'):.0f} s each",
-        f"{newcomers._MOMENT_S} s of a call",
-        f"{newcomers._SHARE:.0%} of the time",
+        f"{endpoints._MOMENT_S} s of a call",
+        f"{endpoints._SHARE:.0%} of the time",
         f"{lobby._MAX_INCOMPLETE:,} receivers of engines",
         f"{megabytes(lobby._MAX_INCOMPLETE_BYTES)} of their greetings",
         f"{lobby._PATIENCE_S / 60:.0f} minutes each",
         f"{lobby._CATCH_UP_S + _READING_S:.1f} s of a call, and one greeting more",
-        f"{newcomers._SPARE_DESCRIPTORS} descriptors, or a quarter of the limit",
+        f"{endpoints._SPARE_DESCRIPTORS} descriptors, or a quarter of the limit",
     ],
     "docs/index.md": [f"This is version {deltasync.__version__}"],
     "docs/guide.md": [

@@ -65,6 +65,7 @@ class Ours:
             payload_bytes=sum(one.num_bytes for one in sizes),
             places=sum(one.places for one in sizes),
             timeout_s=0.0,
+            attempt=1,
         )
         reader.begin(begin)
         for header, payload in frames:

@@ -82,7 +82,7 @@ class FrameCheck:
             for frame in file:
                 reader.take(frame)
                 self.num_frames += 1
-            reader.check_sealed()
+            reader.whole_digest()
         except (WireError, SyncError) as error:
             rules = _RULES.get(type(error), _ORDER)
             self.fault = Fault(file.offset, rules, type(error).__name__, str(error))

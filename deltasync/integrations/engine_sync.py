@@ -88,7 +88,7 @@ class EngineSync(EngineFleet):
     def _give_up(self, engines: Sequence[Engine], error: BaseException) -> None:
         """Wait for the engine's update, and note what that has raised."""
         super()._give_up(engines, error)
-        wait(self._engine.updates, CallTimeout(self._timeout_s, self._limit.left_s).wait_s)
+        wait(self._engine.updates, min(self._timeout_s, self._limit.left_s))
         for problem in self._engine.problems():
             error.add_note(f"the engine's update: {type(problem).__name__}: {problem}")
 

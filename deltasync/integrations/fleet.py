@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import threading
+import time
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
@@ -18,19 +20,17 @@ from deltasync.delta.modes import plain_mode
 from deltasync.errors import ConfigError, EngineTaken, NoReceivers, SyncAborted, TransportTimeout
 from deltasync.integrations.engine import Engine, ServerState, writes_at_once
 from deltasync.integrations.trainer_info import Server, TrainerInfo, Unproved, WithoutRoutes
-from deltasync.sync.engine_sender import EngineSender
 from deltasync.sync.group.group import TrainerGroup
 from deltasync.sync.options import SenderOptions
 from deltasync.sync.protocol.links import CallTimeout, OneCaller, check_seconds
 from deltasync.sync.protocol.round import SyncPhase
-from deltasync.sync.sender import one_call
+from deltasync.sync.sender import EngineSender, one_call
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.source.weights import LocalWeights
 from deltasync.sync.stats import SyncStats, reasons
 from deltasync.transports import forks
 from deltasync.transports.address import Address
 from deltasync.transports.base import Closing, SendTransport
-from deltasync.transports.control.connection import Deadline
 from deltasync.wire.messages import ParameterSpec
 
 __all__ = ["EngineFleet", "Pauses", "ServerState"]
@@ -331,7 +331,7 @@ class EngineFleet(Closing):
     def _gather(self, *, may_ask_source: bool) -> None:
         """Let engines connect that are not, and wait until all are here that may come soon."""
         self._hear(0)
-        engines, deadline = self._present(), Deadline(self._limit.wait_s)
+        engines, deadline = self._present(), time.monotonic() + self._limit.wait_s
         for engine in engines:
             engine.begin_call()
         while True:
@@ -339,8 +339,8 @@ class EngineFleet(Closing):
                 if engine.look(self._ranks):
                     self._let_connect(engine, may_ask_source=may_ask_source)
             if self._waits_for_calls and any(engine.is_asked for engine in engines):
-                deadline = Deadline(self._limit.wait_s)
-            if deadline.passed or not self._is_awaited(engines):
+                deadline = time.monotonic() + self._limit.wait_s
+            if time.monotonic() >= deadline or not self._is_awaited(engines):
                 break
             self._hear(_TURN_S)
         refusal = self.sender.last_refusal()
@@ -430,13 +430,14 @@ class EngineFleet(Closing):
         self, timeout_s: float, on_source_read: Callable[[], None] | None
     ) -> SyncStats:
         engines = self._taking = [engine for engine in self._present() if engine.is_here]
+        left_s = self._limit.left_s
         self._slow.clear()
         for engine in engines:
             engine.begin_sync()
         try:
             stats = self.sender.send_weights(
                 timeout_s=timeout_s,
-                total_timeout_s=self._limit.left_s,
+                total_timeout_s=left_s if left_s < math.inf else None,
                 join_timeout_s=timeout_s,
                 on_source_read=on_source_read,
             )

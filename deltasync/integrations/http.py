@@ -12,7 +12,7 @@ from urllib.parse import urlencode, urlsplit
 
 from deltasync.errors import ConfigError, EngineFailed, PeerLost, TransportTimeout
 from deltasync.sync.protocol.links import check_seconds
-from deltasync.transports.control.connection import Deadline
+from deltasync.transports.control.connection import deadline_in, left_s
 from deltasync.transports.control.tcp import dial_tcp
 
 _MAX_REASON = 4096
@@ -101,9 +101,9 @@ class Http:
 
     def _answer(self, method: str, where: str, data: bytes | None) -> tuple[int, str, bytes]:
         """(status, reason, body), of a success all of it. Raises OSError, HTTPException."""
-        deadline, parts = Deadline(self._timeout_s), urlsplit(where)
+        deadline, parts = deadline_in(self._timeout_s), urlsplit(where)
         link = (HTTPSConnection if parts.scheme == "https" else HTTPConnection)(parts.netloc)
-        sock = dial_tcp(link.host, link.port, timeout_s=deadline.remaining_s)
+        sock = dial_tcp(link.host, link.port, timeout_s=left_s(deadline))
         if isinstance(link, HTTPSConnection):
             context = ssl.create_default_context()
             sock = context.wrap_socket(_InTime(sock, deadline).socket, server_hostname=link.host)
@@ -128,16 +128,16 @@ class Http:
 class _InTime(io.RawIOBase):
     """A connection on which everything ends at one deadline, however slowly bytes come and go."""
 
-    def __init__(self, sock: socket.socket, deadline: Deadline) -> None:
+    def __init__(self, sock: socket.socket, deadline: float) -> None:
         self._socket, self._deadline = sock, deadline
 
     @property
     def socket(self) -> socket.socket:
         """With what is left as its timeout. Raises TimeoutError."""
-        left_s = self._deadline.remaining_s
-        if not left_s:
+        timeout_s = left_s(self._deadline)
+        if not timeout_s:
             raise TimeoutError
-        self._socket.settimeout(left_s)
+        self._socket.settimeout(timeout_s)
         return self._socket
 
     def sendall(self, data: bytes) -> None:

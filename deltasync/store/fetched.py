@@ -326,7 +326,7 @@ def frames_of(step: Step, folder: Path) -> Iterator[Frame]:
     expected: dict[str, dict[str, object]] = {
         "layout": {"stream_id": run, "version": before, "hash": after.layout_hash},
         "begin": {"stream_id": run, "base_version": before, "version": after.version},
-        "sealed": {"version": after.version, "digest": after.digest},
+        "prepare": {"version": after.version, "digest": after.digest},
     }
     if base is not None:
         expected["layout"]["digest"] = base.manifest.digest

@@ -366,7 +366,7 @@ class StoreSender:
         postponed: str = "",
     ) -> PublishStats:
         version, manifest, options = published.version, published.manifest, self._weights.options
-        noticed = self._watch.look(self._weights, delta, options, version=version)
+        density_by, warnings = self._watch.look(self._weights, delta, options, version=version)
         now = time.perf_counter()
         return PublishStats(
             version=version,
@@ -386,8 +386,8 @@ class StoreSender:
             run=self.run,
             ended_at=time.time(),
             phases=(("compare", 0.0, compared - began), ("upload", compared - began, now - began)),
-            density_by=noticed.density_by,
-            warnings=(*noticed.warnings, *self._hint(delta)),
+            density_by=density_by,
+            warnings=(*warnings, *self._hint(delta)),
         )
 
     def _hint(self, delta: Delta | None) -> tuple[str, ...]:

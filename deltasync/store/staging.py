@@ -45,7 +45,7 @@ class StoredSync:
             frame.header, max_payload_bytes=MAX_PAYLOAD_BYTES, arrived_bytes=arrived
         )
         match message:
-            case messages.Layout() | messages.Sealed():
+            case messages.Layout():
                 pass  # what the manifests say too
             case messages.Begin():
                 session.on(message)

@@ -168,17 +168,12 @@ def _tell(subscription: Subscription, event: SyncEvent) -> None:
             logger.exception("a listener failed at %s; syncs go on", type(event).__name__)
 
 
-def report_failure(error: BaseException, make: Callable[[BaseException], SyncFailed]) -> None:
-    """Report an error of a sync."""
-    if subscriptions:
-        report(make(error))
-
-
 @contextmanager
 def reporting(make: Callable[[BaseException], SyncFailed]) -> Iterator[None]:
     """Report what is raised inside."""
     try:
         yield
     except BaseException as error:
-        report_failure(error, make)
+        if subscriptions:
+            report(make(error))
         raise

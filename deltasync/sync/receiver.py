@@ -34,6 +34,7 @@ from deltasync.wire import messages
 from deltasync.wire.frame import FORMAT_VERSION
 
 logger = logging.getLogger(__name__)
+_MEMBER = (ReceiverState.WAITING, ReceiverState.READY)  # that takes part in no sync
 _REPLY_TIMEOUT_S, _MAX_SENDER_TIMEOUT_S = 30.0, 3600.0
 
 
@@ -162,14 +163,14 @@ class WeightReceiver(BaseReceiver):
                 self._greet()
             self._scrub_after_sync()
             while self._session.state is not ReceiverState.COMMITTING:
-                has_begun = self._session.has_begun
+                under_way = self._session.begun, self._session.declined
                 message = self._take_next()
                 if self._is_in_place:
                     return True
-                if isinstance(message, messages.Abort) and has_begun:
+                if isinstance(message, messages.Abort) and under_way != (None, None):
                     self._deadline = time.monotonic() + timeout_s  # it may try again
                 elif not isinstance(message, messages.Welcome):
-                    if self._session.awaits_sync and not self._left_s:
+                    if self._session.state in _MEMBER and not self._left_s:
                         raise TransportTimeout("much came in time, and no sync began")
                 elif self.state != ReceiverState.WAITING:
                     logger.info("%s joined at v%d: same digest", self.name, self.version)

@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import ClassVar
 
-from deltasync.delta.staging import LiveWeights
+from deltasync.delta.staging import LiveWeights, Staging
 from deltasync.delta.streams import OwnStream
-from deltasync.errors import CallOrderError, DirtyReceiver
+from deltasync.errors import (
+    CallOrderError,
+    DirtyReceiver,
+    TransportClosed,
+    TransportError,
+    TransportTimeout,
+)
+from deltasync.sync.events import (
+    Phase,
+    ReceiveStats,
+    SyncEvent,
+    SyncFailed,
+    report,
+    subscriptions,
+)
 from deltasync.sync.options import ReceiverOptions
 from deltasync.sync.protocol.links import OneCaller
 from deltasync.sync.protocol.receiver_session import ReceiverSession, ReceiverState
-from deltasync.sync.records import ReceiverRecord
 from deltasync.sync.target.base import WeightTarget
 from deltasync.sync.target.bound import BoundWeights
 from deltasync.transports import forks
 from deltasync.transports.base import Closing
+from deltasync.wire.messages import Begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +50,152 @@ class Held:
     stream_id: str
     version: int
     live: LiveWeights
+
+
+class ReceiverRecord:
+    """What a receiver notes of its syncs, and what it reports of them.
+
+    Args:
+        name: Of the receiver.
+        session: Its state.
+    """
+
+    def __init__(self, name: str, session: ReceiverSession) -> None:
+        self._name, self._session = name, session
+        self._marks: list[tuple[str, float]] = []  # when parts of the sync under way have begun
+        self._begun: Begin | None = None  # what was announced of it
+        self._num_bytes, self._was_dirty = 0, False
+        self._pending: deque[SyncEvent] = deque()
+        self._paused_at = 0.0
+        self._corrupted = ""
+
+    @contextmanager
+    def watched(self, *, pauses: bool = False, defers: bool = False) -> Iterator[None]:
+        """One call of the receiver: report what it comes to.
+
+        Args:
+            pauses: Whether the engine pauses for it.
+            defers: Whether to report its success in the next call, since it pauses still.
+        """
+        self.flush()
+        self._paused_at = time.perf_counter() if pauses else math.inf
+        was_outside = self._session.state is ReceiverState.OUTSIDE
+        try:
+            yield
+        except BaseException as error:
+            self._failed(error, was_outside=was_outside)
+            raise
+        if not defers:
+            self.flush()
+
+    def begin(self, begun: Begin | None, num_bytes: int = 0, *, phase: str = "stage") -> None:
+        """A part begins: the first of a sync, or that which follows its announcement.
+
+        Args:
+            begun: What was announced; None if nothing was so far.
+            num_bytes: Of indices and values, or fetched.
+            phase: Name of the part.
+        """
+        if not self._marks or self._begun is not None:
+            self._marks, self._was_dirty = [], self._session.dirty
+        self._marks.append((phase, time.perf_counter()))
+        self._begun, self._num_bytes = begun, num_bytes
+
+    def note(self, phase: str) -> None:
+        """The last part of the sync has ended, and this one begins."""
+        if self._marks:
+            self._marks.append((phase, time.perf_counter()))
+
+    def committed(self, commit_s: float, staging: Staging | None) -> None:
+        """The sync has ended well; it took so long to write and to read back."""
+        begun, marks, now = self._begun, self._marks, time.perf_counter()
+        self.aborted()
+        if not marks or begun is None or staging is None:
+            return
+        phases, began = _phases([*marks, ("commit", now - commit_s)], now), marks[0][1]
+        self._pending.append(
+            ReceiveStats(
+                name=self._name,
+                stream_id=begun.stream_id,
+                version=begun.version,
+                base_version=begun.base_version,
+                kind="full" if begun.base_version is None else "delta",
+                num_bytes=self._num_bytes,
+                staged_bytes=staging.staged_bytes,
+                is_in_place=staging.in_place,
+                was_dirty=self._was_dirty,
+                stage_s=sum(end - start for part, start, end in phases if part == "stage"),
+                commit_s=commit_s,
+                pause_s=now - max(self._paused_at, began),
+                total_s=now - began,
+                ended_at=time.time(),
+                phases=phases,
+            )
+        )
+
+    def aborted(self) -> None:
+        """No sync is under way; the sender has given it up, and reports that itself."""
+        self._marks, self._begun = [], None
+
+    def corrupted(self, parameter: str, remedy: str) -> DirtyReceiver:
+        """The error of a scrub that found other weights than were written."""
+        self._corrupted = parameter
+        return DirtyReceiver(f"{parameter}: weights changed that no sync touched; {remedy}")
+
+    def joined(self) -> None:
+        """The weights are those of the version already."""
+        self.aborted()
+        session = self._session
+        assert session.version is not None
+        self._pending.append(
+            ReceiveStats(
+                name=self._name,
+                stream_id=session.stream_id or "",
+                version=session.version,
+                base_version=None,
+                kind="joined",
+                ended_at=time.time(),
+            )
+        )
+
+    def _failed(self, error: BaseException, *, was_outside: bool) -> None:
+        """Report it, unless no sync was to be had: the trainer is away, or nothing has come."""
+        begun, now = self._begun, time.perf_counter()
+        marks, corrupted = self._marks or [("wait", now)], self._corrupted
+        is_idle = isinstance(error, TransportTimeout | TransportClosed | CallOrderError)
+        is_idle = is_idle or (was_outside and isinstance(error, TransportError))
+        is_idle, self._corrupted = is_idle and not self._marks, ""
+        self.aborted()
+        if is_idle or not subscriptions:
+            return
+        report(
+            SyncFailed(
+                role="receiver",
+                error=error,
+                name=self._name,
+                stream_id=begun.stream_id if begun else self._session.stream_id,
+                version=begun.version if begun else None,
+                is_dirty=self._session.dirty,
+                corrupted=corrupted,
+                total_s=now - marks[0][1],
+                ended_at=time.time(),
+                phases=_phases(marks, now),
+            )
+        )
+
+    def flush(self) -> None:
+        """Report what has come to an end. Any thread may call it."""
+        with suppress(IndexError):  # nothing is left
+            while True:
+                report(self._pending.popleft())
+
+
+def _phases(marks: Sequence[tuple[str, float]], end: float) -> tuple[Phase, ...]:
+    """Parts in seconds since the first one has begun; the last one ends at `end`."""
+    ends, began = [mark for _, mark in marks[1:]] + [end], marks[0][1]
+    return tuple(
+        (name, mark - began, until - began) for (name, mark), until in zip(marks, ends, strict=True)
+    )
 
 
 class BaseReceiver(Closing):
@@ -70,6 +233,14 @@ class BaseReceiver(Closing):
         self._attached.set()
         self._lock = threading.RLock()  # held while weights are looked at or written
         forks.inert_in_children(self._forked)
+
+    def stage(self, *, timeout_s: float = 60.0) -> bool:
+        """Bring a version next to the weights. Returns whether `commit` must be called next."""
+        raise NotImplementedError
+
+    def commit(self) -> int:
+        """Write what `stage` brought, in the engine's pause. Returns the version held now."""
+        raise NotImplementedError
 
     def _recover(self) -> None:
         """Put in order what a call has left that an interrupt has ended."""

@@ -5,33 +5,47 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 
 from deltasync.delta.modes import plain_mode
 from deltasync.delta.snapshot import Plan
-from deltasync.errors import ConfigError, SyncAborted, WireError
+from deltasync.errors import (
+    ConfigError,
+    EngineFailed,
+    LayoutMismatch,
+    SyncAborted,
+    TransportTimeout,
+    WireError,
+)
 from deltasync.sync.arguments import (
     check_coding,
     check_options,
     check_transport,
     local_weights,
 )
-from deltasync.sync.events import report, report_failure, subscriptions
+from deltasync.sync.events import report, subscriptions
 from deltasync.sync.group.group import TrainerGroup
 from deltasync.sync.group.weights import GroupWeights
 from deltasync.sync.options import SenderOptions, check_replaceable
-from deltasync.sync.protocol.links import CallTimeout, OneCaller, SenderLink, check_seconds
-from deltasync.sync.protocol.lobby import Joining, Lobby, are_enough, names_of
+from deltasync.sync.protocol.links import (
+    CallTimeout,
+    OneCaller,
+    SenderLink,
+    check_seconds,
+    reason_of,
+)
+from deltasync.sync.protocol.lobby import Lobby, are_enough, join, names_of
 from deltasync.sync.protocol.round import Round, RoundResult, SyncPhase, Turns, all_at_once
 from deltasync.sync.protocol.sender_session import Member, SenderSession, ranks_beside
-from deltasync.sync.records import SenderCall
+from deltasync.sync.source.layout import SentLayout, check_engine, specs_of
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.source.weights import LocalWeights, Weights
 from deltasync.sync.stats import (
     DeltaWatch,
     Joined,
+    SenderCall,
     Synced,
     SyncStats,
     nothing_sent,
@@ -39,8 +53,9 @@ from deltasync.sync.stats import (
     stats_of,
 )
 from deltasync.transports import forks
+from deltasync.transports.address import Address
 from deltasync.transports.base import Closing, SendTransport
-from deltasync.wire.messages import Hello, Upcoming
+from deltasync.wire.messages import Failed, Hello, ParameterSpec, Upcoming
 
 logger = logging.getLogger(__name__)
 
@@ -177,13 +192,16 @@ class WeightSender(Closing):
             self._lobby.listen(timeout_s=0)  # who has greeted may be gone
             self._part_with_lost_members()
             while True:
-                self._lobby.raise_declined()
+                if declined := self._lobby.declined():
+                    raise EngineFailed("; ".join(sorted(set(map(reason_of, declined)))))
                 if self.num_receivers + len(self._lobby) >= count:
                     return
                 rest = deadline - time.monotonic()
                 if rest <= 0:
                     came = f"{self.num_receivers + len(self._lobby)} of {count} receivers came"
-                    raise self._lobby.too_few(f"{came} in {timeout_s} s")
+                    refused = self._lobby.last_refusal()
+                    why = f"; the last one refused: {refused}" if refused else ""
+                    raise TransportTimeout(f"{came} in {timeout_s} s{why}")
                 self._lobby.listen(timeout_s=rest)
                 self._part_with_lost_members()
 
@@ -301,7 +319,7 @@ class WeightSender(Closing):
 
     def close(self) -> None:
         """Close every connection. Receivers keep serving what they hold."""
-        self._link.close()
+        self._link.transport.close()
         if self._group is not None:
             self._group.close()
 
@@ -379,15 +397,13 @@ class WeightSender(Closing):
         try:
             joiners = [m for hellos in engines for m in self._lobby.take(hellos, layout)]
             self._lost |= self._lobby.refused()
-            joining = Joining(self._link, joiners)
-            digests = self._weights.digests
-            kinds = joining.introduce(layout.specs, digests, self.stream_id, self.version)
-            self._weights.learn_digests(kinds)
-            joining.welcome(self._weights.digests)
-            self._lost |= joining.lost
-            self._session.admit(joining.agreed)
-            done.joined = len(joining.agreed)
-            self._full_syncs(joining.differ, done, timeout_s)
+            agreed, differ, lost = join(
+                self._link, joiners, self._weights, self.stream_id, self.version
+            )
+            self._lost |= lost
+            self._session.admit(agreed)
+            done.joined = len(agreed)
+            self._full_syncs(differ, done, timeout_s)
         finally:  # whoever has not come in by now has to greet again
             for peer in [peer for hellos in engines for peer in hellos]:
                 if peer not in self._session.members:
@@ -452,7 +468,7 @@ class WeightSender(Closing):
     def _part_with_lost_members(self) -> None:
         """Drop every engine that has lost a rank."""
         members = list(self._session.members.values())
-        gone = {m.engine for m in members if not self._link.is_connected(m.peer)}
+        gone = {m.engine for m in members if not self._link.transport.is_connected(m.peer)}
         if not gone:
             return
         lost = [m for m in members if m.engine in gone]
@@ -474,6 +490,70 @@ class WeightSender(Closing):
             self._link.drop(member.peer)
 
 
+class EngineSender(WeightSender):
+    """A `WeightSender` whose owner starts, asks and drops the engines."""
+
+    def declared(self, timeout_s: float) -> tuple[ParameterSpec, ...]:
+        """What all ranks of the trainer hold, in the source's dtypes, or those of `wire_dtypes`.
+
+        Raises SyncAborted if a rank does not come to `send_weights`, which is where it declares it.
+        """
+        with plain_mode(), self._caller.call():
+            specs = self._weights.declared(timeout_s=timeout_s)
+            return specs_of(specs, (), self.options.wire_dtypes)
+
+    def check_newcomers(self, declared: Sequence[ParameterSpec]) -> None:
+        """Raise ConfigError, by name, if engines that have greeted could not take these."""
+        with plain_mode(), self._caller.call():
+            for hellos in self._lobby.engines():
+                held = [spec for hello in hellos.values() for spec in hello.specs()]
+                specs = specs_of(declared, held, self.options.wire_dtypes)
+                try:
+                    check_engine(SentLayout(specs), hellos.values())
+                except LayoutMismatch as error:
+                    raise ConfigError(str(error)) from error
+
+    def addresses_of_ranks(self) -> list[tuple[int, Address | None]]:
+        """(rank, where it sends from) of the other ranks of the trainer, in order."""
+        return sorted(self._group.addresses.items()) if self._group else []
+
+    def listen(self, *, timeout_s: float) -> tuple[Counter[str], list[Failed]]:
+        """Hear who has connected, for at most `timeout_s`, less if somebody does.
+
+        Returns the number of ranks of each engine that is a member or has greeted with all of them,
+        and why workers declined since the last call.
+        """
+        with plain_mode(), self._caller.call():
+            self._lobby.listen(timeout_s=timeout_s)
+            self._part_with_lost_members()
+            return self.holders() + self._lobby.ranks(), self._lobby.declined()
+
+    def holders(self) -> Counter[str]:
+        """The number of ranks of each engine that holds the sender's version."""
+        return Counter(member.engine for member in self._session.members.values())
+
+    def let_go_of_strangers(self, why: str) -> None:
+        """Part with engines that are admitted no more. They keep the weights that they have."""
+        with plain_mode(), self._caller.call():
+            lobby = self._lobby
+            lobby.forget_strangers()
+            members = self._session.members.values()
+            self._part_with(why, [m for m in members if not lobby.admits(m.engine)])
+
+    def ended_as(self, stats: SyncStats) -> SyncStats:
+        """Return what the call under way comes to: so it is reported, and told other ranks."""
+        self._done = stats
+        return stats
+
+    def lost(self) -> Mapping[str, str]:
+        """Why members left in the last call of `send_weights`, also if that raised."""
+        return self._lost
+
+    def last_refusal(self) -> str:
+        """Why the last connection was refused, if one was since the last call."""
+        return self._lobby.last_refusal()
+
+
 @contextmanager
 def one_call(sender: WeightSender, limit: CallTimeout) -> Iterator[None]:
     """Everything inside counts as one call of `send_weights`, of which the end is reported.
@@ -489,9 +569,9 @@ def one_call(sender: WeightSender, limit: CallTimeout) -> Iterator[None]:
             with group.one_call(lambda: sender._done, limit) if group else nullcontext():
                 yield
         except BaseException as error:
-            if not is_inner:
+            if subscriptions and not is_inner:
                 members = [str(member) for member in sender._session.members.values()]
-                report_failure(error, partial(sender._call.failed, members=members))
+                report(sender._call.failed(error, members=members))
             raise
     if subscriptions and not is_inner and sender._done is not None:
         report(sender._done)

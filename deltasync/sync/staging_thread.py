@@ -22,6 +22,7 @@ from deltasync.errors import (
 )
 from deltasync.sync.protocol.links import OneCaller, check_seconds
 from deltasync.sync.protocol.receiver_session import ReceiverState
+from deltasync.sync.receiver_base import BaseReceiver
 from deltasync.transports import forks
 
 logger = logging.getLogger(__name__)
@@ -30,32 +31,6 @@ Pause: TypeAlias = Callable[[], AbstractContextManager[object]]
 
 _TURN_S = 1.0  # how long one wait for a frame may last before the thread looks whether to stop
 _RETRY_S = 0.2  # between a failed sync and rejoining
-
-
-class Staging(Protocol):
-    """What a `StagingThread` runs: a `WeightReceiver`, or a `StoreReceiver`."""
-
-    @property
-    def name(self) -> str:
-        """In logs."""
-        ...
-
-    @property
-    def state(self) -> ReceiverState: ...
-
-    @property
-    def is_detached(self) -> bool: ...
-
-    @property
-    def version(self) -> int | None: ...
-
-    def stage(self, *, timeout_s: float) -> bool:
-        """As `WeightReceiver.stage`."""
-        ...
-
-    def commit(self) -> int:
-        """As `WeightReceiver.commit`."""
-        ...
 
 
 @runtime_checkable
@@ -94,7 +69,7 @@ class StagingThread:
             `commit` are not kept.
     """
 
-    def __init__(self, receiver: Staging, pause: Pause | None = None) -> None:
+    def __init__(self, receiver: BaseReceiver, pause: Pause | None = None) -> None:
         self.last_error: Exception | None = None
         self._receiver, self._pause, self._logged = receiver, pause, ""
         self._lock = threading.RLock()  # whose `with` no interrupt leaves locked

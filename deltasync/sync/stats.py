@@ -6,7 +6,7 @@ import logging
 import re
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal
@@ -18,11 +18,10 @@ from deltasync.delta.coding import Coding
 from deltasync.delta.snapshot import Delta
 from deltasync.delta.tiles import Ints
 from deltasync.errors import NoReceivers, SyncAborted, TransportTimeout
-from deltasync.sync.events import Phase, SyncEvent
+from deltasync.sync.events import Phase, SyncEvent, SyncFailed
 from deltasync.sync.options import SenderOptions
 from deltasync.sync.protocol.round import RoundResult
 from deltasync.sync.protocol.sender_session import SenderSession
-from deltasync.sync.records import SenderCall
 from deltasync.sync.source.weights import Weights
 from deltasync.sync.target.base import some_of
 from deltasync.wire.messages import ParameterSpec
@@ -142,6 +141,43 @@ def nothing_sent(
 
 
 @dataclass(slots=True)
+class SenderCall:
+    """What a sender notes of one call of `send_weights`.
+
+    Attributes:
+        stream_id: The training run.
+        version: What is attempted.
+        lost: What is lost so far, see `SyncStats`. Not owned.
+        began: When it began, by `time.perf_counter`.
+        phases: Its parts so far, by the same clock.
+    """
+
+    stream_id: str
+    version: int
+    lost: Mapping[str, str] = field(default_factory=dict)
+    began: float = field(default_factory=time.perf_counter)
+    phases: list[Phase] = field(default_factory=list)
+
+    def failed(self, error: BaseException, *, members: Collection[str]) -> SyncFailed:
+        """What is reported of it if this was raised, and these have stayed, as those that sleep."""
+        return SyncFailed(
+            role="sender",
+            error=error,
+            stream_id=self.stream_id,
+            version=self.version,
+            lost={who: why for who, why in self.lost.items() if who not in members},
+            receivers=len(members),
+            total_s=time.perf_counter() - self.began,
+            ended_at=time.time(),
+            phases=self.parts(),
+        )
+
+    def parts(self) -> tuple[Phase, ...]:
+        """Its parts in seconds since it began."""
+        return tuple((name, a - self.began, b - self.began) for name, a, b in self.phases)
+
+
+@dataclass(slots=True)
 class Synced:
     """The members' part of a sync."""
 
@@ -181,7 +217,7 @@ def stats_of(
     layout, found = weights.layout, synced.delta if synced else None
     assert layout is not None
     result = (synced or joined).result
-    noticed = watch.look(weights, found, options, version=session.version)
+    density_by, warnings = watch.look(weights, found, options, version=session.version)
     return SyncStats(
         version=session.version,
         base_version=found.base_version if found else None,
@@ -212,9 +248,9 @@ def stats_of(
         stream_id=call.stream_id,
         engines=tuple(sorted({member.engine for member in session.members.values()})),
         ended_at=time.time(),
-        phases=tuple((name, a - call.began, b - call.began) for name, a, b in call.phases),
-        density_by=noticed.density_by,
-        warnings=noticed.warnings,
+        phases=call.parts(),
+        density_by=density_by,
+        warnings=warnings,
     )
 
 
@@ -240,14 +276,6 @@ def layer_of(name: str) -> str:
     return found["layer"] if found else name.rpartition(".")[0] or name
 
 
-@dataclass(frozen=True, slots=True)
-class Noticed:
-    """What is noticed of one delta. Attributes as of `SyncStats`."""
-
-    density_by: dict[str, float] = field(default_factory=dict)
-    warnings: tuple[str, ...] = ()
-
-
 class DeltaWatch:
     """Looks at each delta of one sender that was decided.
 
@@ -267,8 +295,8 @@ class DeltaWatch:
 
     def look(
         self, weights: Weights, delta: Delta | None, options: SenderOptions, *, version: int
-    ) -> Noticed:
-        """Look at what was sent, and log what an operator should know.
+    ) -> tuple[dict[str, float], tuple[str, ...]]:
+        """`density_by` and `warnings` of `SyncStats`; the latter are logged too.
 
         Args:
             weights: Whose delta it is.
@@ -278,7 +306,7 @@ class DeltaWatch:
         """
         layout = weights.layout
         if delta is None or layout is None:
-            return Noticed()
+            return {}, ()
         self._fit(layout.specs)
         limit, factor = options.warn_unchanged_syncs, options.warn_density_factor
         if nnz := delta.nnz:
@@ -289,7 +317,7 @@ class DeltaWatch:
         warnings = tuple(filter(None, found))
         for text in warnings:
             logger.warning("v%d: %s", version, text)
-        return Noticed(self._densities_by(delta, options.report_density), warnings)
+        return self._densities_by(delta, options.report_density), warnings
 
     def _densities_by(
         self, delta: Delta, kind: Literal["layer", "parameter"] | None

@@ -17,7 +17,7 @@ from torch import Tensor
 from deltasync.errors import DeltaSyncError, PeerLost, TransportClosed, TransportTimeout
 from deltasync.testing.processes import Child
 from deltasync.transports.base import Frame, ReceiveTransport, SendTransport
-from deltasync.transports.control.connection import Deadline
+from deltasync.transports.control.connection import deadline_in
 
 T = TypeVar("T")
 
@@ -103,8 +103,8 @@ def sender_process(make: Callable[[], SendTransport], num_receivers: int) -> Non
 def greeted(sender: SendTransport, count: int) -> dict[int, bytes]:
     """The next `count` greetings by peer."""
     found: dict[int, bytes] = {}
-    deadline = Deadline(PATIENCE_S)
-    while len(found) < count and not deadline.passed:
+    deadline = deadline_in(PATIENCE_S)
+    while len(found) < count and time.monotonic() < deadline:
         found.update(sender.poll(timeout_s=1))
     assert len(found) == count, found
     return found

@@ -57,11 +57,13 @@ from deltasync.transports.collective_messages import (
 from deltasync.transports.collective_receiver import Receiver
 from deltasync.transports.control.connection import (
     BrokenProtocol,
-    Deadline,
     Kind,
     Pace,
     check_frame,
     check_size,
+    deadline_in,
+    left_s,
+    part_of,
 )
 from deltasync.transports.control.tcp import check_network, listen_tcp, warn_of_strangers
 from deltasync.transports.process_group import (
@@ -149,7 +151,7 @@ class Sender(SocketSender):
 
     def poll(self, *, timeout_s: float) -> list[tuple[int, bytes]]:
         with self._gate.entered():
-            greetings = self._server.poll(Deadline(timeout_s))
+            greetings = self._server.poll(deadline_in(timeout_s))
             if self._membership.group is not None and self._server.losses(self._members):
                 # Others may wait for a payload, and a rank may do nothing but poll from now on.
                 self._membership.finish(MOMENT_S)
@@ -160,7 +162,7 @@ class Sender(SocketSender):
         """Return at once: the first payload forms the group, and all must be receiving then."""
         with self._gate.entered():
             self._server.pump(0)
-            failures = self._settle(self._slots, Deadline(timeout_s))
+            failures = self._settle(self._slots, deadline_in(timeout_s))
             if set(peers) != self._members:
                 self._abandon()
             self._server.hear(peers)
@@ -173,7 +175,7 @@ class Sender(SocketSender):
         """Wait until the payload before the last one has left."""
         check_size(num_bytes, self._capabilities)
         with self._gate.entered():
-            slot, deadline = self._slots[self._turn], Deadline(timeout_s)
+            slot, deadline = self._slots[self._turn], deadline_in(timeout_s)
             self._check(self._settle([slot], deadline))
             if num_bytes and self._members and self._membership.group is not None:
                 self._announced = self._announce(num_bytes, deadline)  # while it is packed
@@ -182,7 +184,7 @@ class Sender(SocketSender):
     def send(self, frame: Frame, *, timeout_s: float) -> None:
         """Send a frame. When this returns, the payload is in flight, not delivered."""
         check_frame(frame, self._capabilities)
-        deadline = Deadline(timeout_s)
+        deadline = deadline_in(timeout_s)
         with self._gate.entered():
             if frame.payload is None or frame.payload.numel() == 0:
                 num_bytes = NO_PAYLOAD if frame.payload is None else 0
@@ -193,12 +195,12 @@ class Sender(SocketSender):
             self._check(failures)
 
     def collect_replies(self, *, timeout_s: float) -> dict[int, bytes | TransportError]:
-        deadline = Deadline(timeout_s)
+        deadline = deadline_in(timeout_s)
         with self._gate.entered():
-            failures = self._settle(self._slots, deadline.part(_WORK_SHARE))
+            failures = self._settle(self._slots, part_of(deadline, _WORK_SHARE))
             self._remove(failures)
             # Those that are lost or hang keep a payload from those behind them, which then wait.
-            early = deadline.part(_WORK_SHARE)
+            early = part_of(deadline, _WORK_SHARE)
             replies = self._server.arrived(self._epoch, Kind.REPLY, early, on_lost=self._remove)
             if missing := [peer for peer in self._epoch if peer not in replies]:
                 self._abandon()
@@ -254,7 +256,7 @@ class Sender(SocketSender):
         return ticket
 
     def _send_payload(
-        self, header: bytes, payload: Tensor, deadline: Deadline
+        self, header: bytes, payload: Tensor, deadline: float
     ) -> dict[int, TransportError]:
         """Start to broadcast `payload`. Returns the peers that failed, and why."""
         slot = self._slots[self._turn]
@@ -274,24 +276,24 @@ class Sender(SocketSender):
             return failures
         self._write(Kind.START, TICKET.pack(ticket) + header)
         # Longer than it may take, so that it is we who find out who is late.
-        patience_s = bounded(2 * deadline.remaining_s + GRACE_S)
+        patience_s = bounded(2 * left_s(deadline) + GRACE_S)
         slot.flight = self._membership.broadcast(payload, patience_s)
         self._turn = 1 - self._turn
         return self._server.flush(self._members, deadline)
 
-    def _announce(self, num_bytes: int, deadline: Deadline) -> tuple[int, int]:
+    def _announce(self, num_bytes: int, deadline: float) -> tuple[int, int]:
         """Announce a payload to the members. Returns its ticket and size."""
         ticket = next(self._tickets)
-        self._write(Kind.FRAME, FRAME.pack(ticket, num_bytes, bounded(deadline.remaining_s)))
+        self._write(Kind.FRAME, FRAME.pack(ticket, num_bytes, bounded(left_s(deadline))))
         return ticket, num_bytes
 
-    def _form_group(self, deadline: Deadline) -> dict[int, TransportError]:
+    def _form_group(self, deadline: float) -> dict[int, TransportError]:
         """Form a group with the members of the epoch. Returns the peers that failed, and why."""
         ticket = next(self._tickets)
         name, size = f"{self._name}/{ticket}", len(self._members) + 1
         text = f"{self.backend} {name}".encode()
         for rank, peer in enumerate(sorted(self._members), start=1):
-            timeout_s = bounded(deadline.remaining_s)
+            timeout_s = bounded(left_s(deadline))
             group = GROUP.pack(ticket, rank, size, self._store_port, timeout_s)
             self._server.write([peer], Kind.GROUP, group + text)
         if failures := self._round(ticket, deadline):
@@ -304,7 +306,7 @@ class Sender(SocketSender):
             name=name,
             rank=0,
             size=size,
-            timeout_s=bounded(deadline.remaining_s),
+            timeout_s=bounded(left_s(deadline)),
             own_host=self._server.local_host(min(self._members)),
         )
         self._write(Kind.START, TICKET.pack(ticket))
@@ -314,20 +316,18 @@ class Sender(SocketSender):
             self._membership.group, self._membership.join = join.group, None
         return failures
 
-    def _settle(
-        self, slots: Sequence[PayloadBuffer], deadline: Deadline
-    ) -> dict[int, TransportError]:
+    def _settle(self, slots: Sequence[PayloadBuffer], deadline: float) -> dict[int, TransportError]:
         """Wait until what was sent from `slots` has left.
 
         Otherwise abandons the group and returns those to blame, all of them dropped.
         """
         flights = [slot.flight for slot in slots if slot.flight is not None]
-        end, pace, is_hurried = deadline.part(_WORK_SHARE), Pace(self._busy_s), False
+        end, pace, is_hurried = part_of(deadline, _WORK_SHARE), Pace(self._busy_s), False
         while not all(flight.is_done() for flight in flights):
             self._server.pump(pace.pause_s(end))
             if not is_hurried and self._server.losses(self._members):
-                end, is_hurried = end.sooner(MOMENT_S), True
-            if end.passed:
+                end, is_hurried = min(end, deadline_in(MOMENT_S)), True
+            if time.monotonic() >= end:
                 return self._blame(dict.fromkeys(self._members, _LATE), deadline)
         if errors := [flight.error for flight in flights if flight.error is not None]:
             return self._blame(dict.fromkeys(self._members, errors[0]), deadline)
@@ -336,14 +336,14 @@ class Sender(SocketSender):
         return {}
 
     def _round(
-        self, ticket: int, deadline: Deadline, job: _Job | None = None
+        self, ticket: int, deadline: float, job: _Job | None = None
     ) -> dict[int, TransportError]:
         """Wait until all members have answered `ticket` well and `job` is done.
 
         Otherwise abandons the group and returns those to blame, all of them dropped. Raises
         TransportUnavailable or TransportTimeout if that is nobody but this end.
         """
-        answers = self._answers(ticket, deadline.part(_WORK_SHARE), job)
+        answers = self._answers(ticket, part_of(deadline, _WORK_SHARE), job)
         complaints = {peer: text for peer, text in answers.items() if text}
         if not complaints:  # with which the wait ends, however early that is for the others
             complaints = dict.fromkeys(self._members - answers.keys(), _LATE)
@@ -353,7 +353,7 @@ class Sender(SocketSender):
         return self._blame(complaints, deadline, job)
 
     def _blame(
-        self, complaints: dict[int, str], deadline: Deadline, job: _Job | None = None
+        self, complaints: dict[int, str], deadline: float, job: _Job | None = None
     ) -> dict[int, TransportError]:
         """Abandon the group and drop those to blame: the lost, else the late, else this end if
         `job` failed, else who has something to complain of.
@@ -377,16 +377,16 @@ class Sender(SocketSender):
         }
 
     def _blame_this_end(self, job: _Job, *, is_alone: bool) -> None:
-        grace = Deadline(GRACE_S)  # the others may have noticed first
+        grace = deadline_in(GRACE_S)  # the others may have noticed first
         pace = Pace()
-        while not is_alone and not job.is_done() and not grace.passed:
+        while not is_alone and not job.is_done() and time.monotonic() < grace:
             time.sleep(pace.pause_s(grace))
         if job.is_done() and job.error is not None:
             raise TransportUnavailable(f"no group could be formed: {job.error}")
         if is_alone:
             raise TransportTimeout("this end was not ready in time")
 
-    def _answers(self, ticket: int, deadline: Deadline, job: _Job | None) -> dict[int, str]:
+    def _answers(self, ticket: int, deadline: float, job: _Job | None) -> dict[int, str]:
         """What the members answered to `ticket`, as far as it takes to know how this ends.
 
         An empty text says that all is well.
@@ -398,12 +398,12 @@ class Sender(SocketSender):
             self._server.pump(pace.pause_s(deadline) if is_working else 0)
             self._take_answers(ticket, answers)
             is_lost = bool(self._server.losses(self._members))
-            if is_lost or any(answers.values()) or deadline.passed:
+            if is_lost or any(answers.values()) or time.monotonic() >= deadline:
                 return answers
             if not is_working and (len(answers) == len(self._members) or (job and job.error)):
                 return answers
             if not is_working:
-                self._server.pump(deadline.remaining_s)
+                self._server.pump(left_s(deadline))
 
     def _take_answers(self, ticket: int, answers: dict[int, str]) -> None:
         for peer in self._members - answers.keys():

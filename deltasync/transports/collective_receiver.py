@@ -9,6 +9,7 @@ A GPU may still read the payload before: its memory is a third one, which is mad
 from __future__ import annotations
 
 import socket
+import time
 from collections import deque
 from dataclasses import dataclass, replace
 
@@ -30,10 +31,11 @@ from deltasync.transports.collective_messages import (
 )
 from deltasync.transports.control.connection import (
     BrokenProtocol,
-    Deadline,
     Kind,
     Message,
     Pace,
+    deadline_in,
+    left_s,
 )
 from deltasync.transports.control.tcp import check_network, dial_tcp
 from deltasync.transports.process_group import (
@@ -87,7 +89,7 @@ class _Arrival:
 
     frame: Frame
     slot: PayloadBuffer | None
-    deadline: Deadline
+    deadline: float
     is_cut_off: bool = False
 
     @property
@@ -97,7 +99,7 @@ class _Arrival:
 
     def land(self) -> None:
         assert self.slot is not None
-        self.slot.flight, self.deadline = None, Deadline(_LINGER_S)
+        self.slot.flight, self.deadline = None, deadline_in(_LINGER_S)
 
 
 class Receiver(SocketReceiver):
@@ -133,7 +135,7 @@ class Receiver(SocketReceiver):
 
     def receive(self, *, timeout_s: float) -> Frame:
         """What a timeout interrupts, the next call goes on with."""
-        deadline, pace, num_late = Deadline(timeout_s), Pace(self._busy_s), 0
+        deadline, pace, num_late = deadline_in(timeout_s), Pace(self._busy_s), 0
         with self._gate.entered():
             self._take_back()
             while num_late <= _MAX_AT_ONCE:
@@ -141,11 +143,11 @@ class Receiver(SocketReceiver):
                 self._advance()
                 if (message := self._next()) is not None:
                     self._handle(message)
-                    num_late += deadline.passed
+                    num_late += time.monotonic() >= deadline
                     pace = Pace(self._busy_s)
                 elif (frame := self._hand_out(deadline)) is not None:
                     return frame
-                elif deadline.passed:
+                elif time.monotonic() >= deadline:
                     break
                 elif len(self._arrivals) == num_arrivals:  # else there is room for what has come
                     self._gate.wait(self._pause_s(pace, deadline))
@@ -205,7 +207,7 @@ class Receiver(SocketReceiver):
         """Raises PeerLost, unless something has arrived that is to be handed out first."""
         data = TICKET.pack(ticket) + complaint.encode()[:MAX_COMPLAINT_BYTES]
         try:
-            self._client.write(Kind.READY, data, Deadline(_ANSWER_TIMEOUT_S))
+            self._client.write(Kind.READY, data, deadline_in(_ANSWER_TIMEOUT_S))
         except PeerLost:
             if not self._arrivals:
                 raise
@@ -216,13 +218,13 @@ class Receiver(SocketReceiver):
         """Whether a payload is on its way."""
         return any(arrival.flight is not None for arrival in self._arrivals)
 
-    def _pause_s(self, pace: Pace, deadline: Deadline) -> float:
+    def _pause_s(self, pace: Pace, deadline: float) -> float:
         """How long to wait for a message: briefly if no message tells the end of what goes on."""
         is_waiting = self._announced is not None and not self._announced.is_answered
         is_waiting = is_waiting or self._client.is_lost  # which nothing tells a second time
         if is_waiting or self._arrivals or self._membership.join is not None:
             return pace.pause_s(deadline)
-        return deadline.remaining_s
+        return left_s(deadline)
 
     def _next(self) -> Message | None:
         """A message that has come; only ABANDON while there is no room for another frame."""
@@ -266,7 +268,7 @@ class Receiver(SocketReceiver):
         if header:
             self._announced = None  # a payload that was announced is announced again
             payload = None if num_bytes == NO_PAYLOAD else self._slots[0].view(0)
-            self._expect(header, payload, None, Deadline(0.0))
+            self._expect(header, payload, None, deadline_in(0.0))
         elif self._membership.group is None:
             self._answer(ticket, "is in no group")
         else:
@@ -317,12 +319,12 @@ class Receiver(SocketReceiver):
             assert slot is not None
             payload = slot.view(announced.num_bytes)
             slot.flight = self._membership.broadcast(payload, announced.patience_s)
-            self._expect(header, payload, slot, Deadline(announced.patience_s))
+            self._expect(header, payload, slot, deadline_in(announced.patience_s))
         else:
             raise BrokenProtocol("the start of nothing")
 
     def _expect(
-        self, header: bytes, payload: Tensor | None, slot: PayloadBuffer | None, deadline: Deadline
+        self, header: bytes, payload: Tensor | None, slot: PayloadBuffer | None, deadline: float
     ) -> None:
         frame, self._misses = Frame(header, payload, follows_loss=self._misses), False
         self._arrivals.append(_Arrival(frame, slot, deadline))
@@ -340,7 +342,8 @@ class Receiver(SocketReceiver):
         self._announced = None
         for arrival in self._arrivals:
             if arrival.flight is not None:
-                arrival.deadline, arrival.is_cut_off = arrival.deadline.sooner(MOMENT_S), True
+                arrival.deadline = min(arrival.deadline, deadline_in(MOMENT_S))
+                arrival.is_cut_off = True
 
     def _advance(self) -> None:
         """Go on with what no message tells the end of."""
@@ -373,14 +376,14 @@ class Receiver(SocketReceiver):
         free = (slot for slot in self._slots if slot not in taken and slot.mark.is_done())
         return next(free, None)
 
-    def _hand_out(self, deadline: Deadline) -> Frame | None:
+    def _hand_out(self, deadline: float) -> Frame | None:
         """The oldest frame if its payload has arrived. Raises PeerLost if it will not."""
         if not self._arrivals:
             return None
         first = self._arrivals[0]
         if first.flight is not None and not self._land(first, first.flight):
             return None
-        if self._expects_start(first) and not deadline.passed:
+        if self._expects_start(first) and time.monotonic() < deadline:
             return None
         self._arrivals.popleft()
         self._read = first.slot
@@ -390,8 +393,8 @@ class Receiver(SocketReceiver):
 
     def _expects_start(self, first: _Arrival) -> bool:
         """Whether `first` is kept back for the next payload."""
-        announced = self._announced
-        return announced is not None and (announced.is_answered or not first.deadline.passed)
+        announced, now = self._announced, time.monotonic()
+        return announced is not None and (announced.is_answered or now < first.deadline)
 
     def _land(self, arrival: _Arrival, flight: Broadcast) -> bool:
         """Whether its payload has arrived. Raises PeerLost if it will not."""
@@ -400,10 +403,11 @@ class Receiver(SocketReceiver):
             arrival.land()
             return True
         if is_done:  # the sender is to say that somebody was lost; if it does not, we are
-            arrival.deadline = arrival.deadline.sooner(0.0 if arrival.is_cut_off else TELL_S)
-        if arrival.deadline.passed and arrival.is_cut_off:
+            soon = deadline_in(0.0 if arrival.is_cut_off else TELL_S)
+            arrival.deadline = min(arrival.deadline, soon)
+        if time.monotonic() >= arrival.deadline and arrival.is_cut_off:
             self._leave()
-        elif arrival.deadline.passed:
+        elif time.monotonic() >= arrival.deadline:
             self._forget()
             raise PeerLost(f"a payload did not arrive: {flight.error or 'it took too long'}")
         return False

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from deltasync.errors import TransportError
-from deltasync.transports.control.connection import BrokenProtocol, Deadline
+from deltasync.transports.control.connection import BrokenProtocol, deadline_in
 from deltasync.transports.cuda_runtime import HANDLE_BYTES, UUID_BYTES, Gpu
 from deltasync.transports.slots import NUM_SLOTS, Announcement, Slot
 from deltasync.transports.unix_socket import Segment, UnixReceiver, UnixSender
@@ -170,8 +170,8 @@ class Sender(UnixSender):
 
     def _dispose(self) -> None:
         super()._dispose()
-        deadline = Deadline(_GRACE_S)
-        while not _free_unmapped() and not deadline.passed:
+        deadline = deadline_in(_GRACE_S)
+        while not _free_unmapped() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deltasync.errors import TransportUnavailable
-from deltasync.transports.control.connection import Deadline, Pace, busy_s
+from deltasync.transports.control.connection import Pace, busy_s, deadline_in
 
 _SUCCESS, _IN_PROGRESS = 0, 7
 _UINT8 = 1
@@ -91,9 +91,9 @@ class Communicator:
         Raises RuntimeError if it fails, is aborted, or does not connect within `opts.timeout`.
         """
         (tensor,) = tensors
-        deadline, pace = Deadline(opts.timeout.total_seconds()), Pace(busy_s("cuda"))
+        deadline, pace = deadline_in(opts.timeout.total_seconds()), Pace(busy_s("cuda"))
         while self.is_busy():
-            if deadline.passed:
+            if time.monotonic() >= deadline:
                 raise RuntimeError("NCCL did not connect in time")
             time.sleep(pace.pause_s(deadline))
         if self._last is not None:

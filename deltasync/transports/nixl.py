@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +30,14 @@ import torch
 from torch import Tensor
 
 from deltasync.errors import PeerLost
-from deltasync.transports.control.connection import BrokenProtocol, Deadline, Kind, Message, Pace
+from deltasync.transports.control.connection import (
+    BrokenProtocol,
+    Kind,
+    Message,
+    Pace,
+    deadline_in,
+    left_s,
+)
 from deltasync.transports.control.tcp import check_network, dial_tcp, listen_tcp, warn_of_strangers
 from deltasync.transports.marks import Mark
 from deltasync.transports.nixl_agent import MEMORY_TYPES, Agent, Place, device_of, load_library
@@ -240,14 +248,14 @@ class Receiver(SlotReceiver):
         self._buffers = _Buffer(self._device), _Buffer(self._device)
         self._segments: dict[int, _Segment] = {}
         self._held: _Buffer | None = None  # whose payload was handed out last
-        self._cut_off: Deadline | None = None  # the connection has ended; reads may end until then
+        self._cut_off: float | None = None  # the connection has ended; reads may end until then
 
     def connect(self, greeting: bytes, *, timeout_s: float) -> None:
         """With a secret, waits for the sender to poll. Raises TransportUnavailable without UCX."""
         with self._gate.entered():
             self._forget()
             self._agent = Agent(self._device, serves=False)
-            self._client.connect(greeting, Deadline(timeout_s))
+            self._client.connect(greeting, deadline_in(timeout_s))
 
     def progress(self) -> None:
         with self._reading():
@@ -276,19 +284,19 @@ class Receiver(SlotReceiver):
             held.mark.set()
             held.told = None
 
-    def _pause_s(self, pace: Pace, deadline: Deadline) -> float:
+    def _pause_s(self, pace: Pace, deadline: float) -> float:
         """Short while payloads come, of which no message tells."""
         if any(buffer.read is not None for buffer in self._buffers):
-            return min(_READING_S, deadline.remaining_s)
-        return pace.pause_s(deadline) if self._waiting else deadline.remaining_s
+            return min(_READING_S, left_s(deadline))
+        return pace.pause_s(deadline) if self._waiting else left_s(deadline)
 
     def _poll(self, pause_s: float) -> Message | None:
         """Raises PeerLost, but not while payloads may still come."""
         try:
             return super()._poll(pause_s)
         except PeerLost:
-            self._cut_off = self._cut_off or Deadline(_GRACE_S)
-            if not self._waiting or self._cut_off.passed:
+            self._cut_off = self._cut_off or deadline_in(_GRACE_S)
+            if not self._waiting or time.monotonic() >= self._cut_off:
                 raise
             self._gate.wait(_POLL_S)
             return None

@@ -23,7 +23,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from deltasync.errors import ConfigError, TransportUnavailable
 from deltasync.transports import forks, nccl
-from deltasync.transports.control.connection import Deadline
+from deltasync.transports.control.connection import deadline_in, left_s
 from deltasync.transports.control.tcp import listen_tcp
 from deltasync.transports.marks import Mark
 
@@ -167,7 +167,7 @@ class GroupSpec:
         NCCL closes nothing in the others. So rank 0, which hears of losses, does not let it begin
         once it knows of one.
         """
-        deadline, timeout = Deadline(self.timeout_s), timedelta(seconds=self.timeout_s)
+        deadline, timeout = deadline_in(self.timeout_s), timedelta(seconds=self.timeout_s)
         # A connection of its own: one that waits for keys in vain would block the next plan.
         tcp = TCPStore(
             self.store_host,
@@ -194,8 +194,8 @@ class GroupSpec:
         with _current(self.stream):
             device = self.stream.device if self.stream else torch.device("cpu")
             byte = torch.zeros(1, dtype=torch.uint8, device=device)
-            first = Broadcast(group, byte, self.stream, bounded(deadline.remaining_s))
-        if not _ends_within(deadline.remaining_s, [first]) or first.error is not None:
+            first = Broadcast(group, byte, self.stream, bounded(left_s(deadline)))
+        if not _ends_within(left_s(deadline), [first]) or first.error is not None:
             error = first.error or "the first broadcast did not end in time"
             groups = [group]
             del group
@@ -344,9 +344,9 @@ def _current(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextMana
 
 
 def _ends_within(limit_s: float, flights: list[Broadcast]) -> bool:
-    deadline = Deadline(limit_s)
+    deadline = deadline_in(limit_s)
     while not all(flight.is_done() for flight in flights):
-        if deadline.passed:
+        if time.monotonic() >= deadline:
             return False
         time.sleep(_POLL_S)
     return True

@@ -34,12 +34,13 @@ from deltasync.transports.base import Capabilities, Frame
 from deltasync.transports.control.connection import (
     DEFAULT_MAX_MESSAGE_BYTES,
     BrokenProtocol,
-    Deadline,
     Kind,
     Message,
     Pace,
     check_frame,
     check_size,
+    deadline_in,
+    left_s,
 )
 from deltasync.transports.marks import Mark
 from deltasync.transports.sockets import SocketReceiver, SocketSender
@@ -143,13 +144,13 @@ class SlotSender(SocketSender):
         with self._gate.entered():
             if num_bytes == 0:
                 return self._empty
-            self._lent = self._lent or self._free_slot(Deadline(timeout_s))
+            self._lent = self._lent or self._free_slot(deadline_in(timeout_s))
             return self._lent.open(num_bytes)
 
     def send(self, frame: Frame, *, timeout_s: float) -> None:
         """Copies only a payload that was not packed into `buffer`."""
         check_frame(frame, self._capabilities)
-        deadline = Deadline(timeout_s)
+        deadline = deadline_in(timeout_s)
         with self._gate.entered():
             failures: dict[int, TransportError] = {}
             if frame.payload is None:
@@ -162,7 +163,7 @@ class SlotSender(SocketSender):
 
     def collect_replies(self, *, timeout_s: float) -> dict[int, bytes | TransportError]:
         with self._gate.entered():
-            deadline = Deadline(timeout_s)
+            deadline = deadline_in(timeout_s)
             return self._checked(self._server.gather(self._epoch, Kind.REPLY, deadline))
 
     def drop(self, peer: int) -> None:
@@ -179,15 +180,15 @@ class SlotSender(SocketSender):
 
     def _settle(self, slots: Sequence[Slot]) -> None:
         """Wait, not for ever, until what was sent from `slots` can reach its readers."""
-        deadline = Deadline(_GRACE_S)
-        while not all(map(self._is_settled, slots)) and not deadline.passed:
+        deadline = deadline_in(_GRACE_S)
+        while not all(map(self._is_settled, slots)) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
 
     def _is_settled(self, slot: Slot) -> bool:
         return slot.mark.is_done()
 
     def _post_payload(
-        self, header: bytes, payload: Tensor, deadline: Deadline
+        self, header: bytes, payload: Tensor, deadline: float
     ) -> dict[int, TransportError]:
         """Post a frame with a payload. Returns the peers that could not be told of its slot."""
         slot = self._lent or self._free_slot(deadline)
@@ -203,7 +204,7 @@ class SlotSender(SocketSender):
         self._server.write(self._members, Kind.FRAME, place + header)
         return failures
 
-    def _announce(self, slot: Slot, deadline: Deadline) -> dict[int, TransportError]:
+    def _announce(self, slot: Slot, deadline: float) -> dict[int, TransportError]:
         """Tell members of memory that is new to them. Returns those that did not listen."""
         failures: dict[int, TransportError] = {}
         for peer in self._members - slot.known_to:
@@ -216,7 +217,7 @@ class SlotSender(SocketSender):
     def _post_header(self, peers: Collection[int], header: bytes, slot: int = NO_SLOT) -> None:
         self._server.write(peers, Kind.FRAME, _FRAME.pack(slot, 0, 0, 0) + header)
 
-    def _free_slot(self, deadline: Deadline) -> Slot:
+    def _free_slot(self, deadline: float) -> Slot:
         """A slot that nobody reads. Drops the peers that have not let go by the deadline."""
         self._server.pump(0)
         before: Counter[int] | None = None
@@ -226,9 +227,9 @@ class SlotSender(SocketSender):
                 if not slot.readers:
                     return slot
             before = before or self._held()
-            if deadline.passed:
+            if time.monotonic() >= deadline:
                 self._check(self._expire_readers(before))
-            self._server.pump(deadline.remaining_s)
+            self._server.pump(left_s(deadline))
 
     def _held(self) -> Counter[int]:
         """How many slots each peer reads."""
@@ -297,14 +298,14 @@ class SlotReceiver(SocketReceiver):
 
     def receive(self, *, timeout_s: float) -> Frame:
         """What a timeout interrupts, the next call goes on with."""
-        deadline, pace, num_late = Deadline(timeout_s), Pace(self._busy_s), 0
+        deadline, pace, num_late = deadline_in(timeout_s), Pace(self._busy_s), 0
         with self._reading():
             self._take_back()
             while num_late < _MAX_LATE:
                 self._advance()
                 if self._waiting and (frame := self._hand_out(self._waiting[0])) is not None:
                     return frame
-                is_late = deadline.passed
+                is_late = time.monotonic() >= deadline
                 if not self._take_message(self._pause_s(pace, deadline)) and is_late:
                     break
                 num_late += is_late
@@ -338,7 +339,7 @@ class SlotReceiver(SocketReceiver):
         """Go on with what no message tells the end of."""
 
     @abstractmethod
-    def _pause_s(self, pace: Pace, deadline: Deadline) -> float:
+    def _pause_s(self, pace: Pace, deadline: float) -> float:
         """How long to wait for a message."""
 
     @abstractmethod
@@ -393,4 +394,4 @@ class SlotReceiver(SocketReceiver):
         """Let go of a slot."""
         data = _RELEASE.pack(told.slot, told.sequence)
         with contextlib.suppress(PeerLost):  # of a sender that is gone; what it sent is handed out
-            self._client.write(Kind.RELEASE, data, Deadline(_RELEASE_TIMEOUT_S))
+            self._client.write(Kind.RELEASE, data, deadline_in(_RELEASE_TIMEOUT_S))

@@ -9,9 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 from deltasync.errors import TransportClosed, TransportError
 from deltasync.transports.base import Capabilities, ReceiveTransport, SendTransport
-from deltasync.transports.control.connection import Deadline, Kind, busy_s, failure
+from deltasync.transports.control.connection import Gate, Kind, busy_s, deadline_in, failure
 from deltasync.transports.control.endpoints import Client, Server
-from deltasync.transports.control.gate import Gate
 
 
 class SocketSender(SendTransport, ABC):
@@ -42,7 +41,7 @@ class SocketSender(SendTransport, ABC):
 
     def poll(self, *, timeout_s: float) -> list[tuple[int, bytes]]:
         with self._gate.entered():
-            return self._server.poll(Deadline(timeout_s))
+            return self._server.poll(deadline_in(timeout_s))
 
     def is_connected(self, peer: int) -> bool:
         with self._gate.entered():
@@ -51,13 +50,13 @@ class SocketSender(SendTransport, ABC):
     def tell(self, peers: Collection[int], header: bytes, *, timeout_s: float) -> None:
         with self._gate.entered():
             self._post_header(peers, header)
-            self._check(self._server.flush(peers, Deadline(timeout_s)))
+            self._check(self._server.flush(peers, deadline_in(timeout_s)))
 
     def some_replies(
         self, peers: Collection[int], *, timeout_s: float
     ) -> dict[int, bytes | TransportError]:
         with self._gate.entered():
-            return self._checked(self._server.some(peers, Kind.REPLY, Deadline(timeout_s)))
+            return self._checked(self._server.some(peers, Kind.REPLY, deadline_in(timeout_s)))
 
     def reset(self) -> None:
         with contextlib.suppress(TransportClosed), self._gate.entered():
@@ -112,11 +111,11 @@ class SocketReceiver(ReceiveTransport, ABC):
         """With a secret, waits for the sender to poll."""
         with self._gate.entered():
             self._forget()
-            self._client.connect(greeting, Deadline(timeout_s))
+            self._client.connect(greeting, deadline_in(timeout_s))
 
     def reply(self, data: bytes, *, timeout_s: float) -> None:
         with self._gate.entered():
-            self._client.write(Kind.REPLY, data, Deadline(timeout_s))
+            self._client.write(Kind.REPLY, data, deadline_in(timeout_s))
 
     def disconnect(self) -> None:
         with contextlib.suppress(TransportClosed), self._gate.entered():

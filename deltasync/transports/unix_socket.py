@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from deltasync.transports import forks
-from deltasync.transports.control.connection import BrokenProtocol, Deadline, Kind, Message, Pace
+from deltasync.transports.control.connection import BrokenProtocol, Kind, Message, Pace, left_s
 from deltasync.transports.control.socket_file import check_user, listen, private_path
 from deltasync.transports.marks import Mark
 from deltasync.transports.slots import NUM_SLOTS, Announcement, Slot, SlotReceiver, SlotSender
@@ -127,9 +127,9 @@ class UnixReceiver(SlotReceiver):
         while self._releases and self._releases[0][0].is_done():
             self._release(self._releases.popleft()[1])
 
-    def _pause_s(self, pace: Pace, deadline: Deadline) -> float:
+    def _pause_s(self, pace: Pace, deadline: float) -> float:
         is_on_gpu = bool(self._waiting or self._releases)  # which wakes no socket
-        return pace.pause_s(deadline) if is_on_gpu else deadline.remaining_s
+        return pace.pause_s(deadline) if is_on_gpu else left_s(deadline)
 
     def _payload(self, told: Announcement) -> Tensor | None:
         segment = self._segments[told.slot]

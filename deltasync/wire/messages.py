@@ -245,10 +245,11 @@ class Begin(_Message):
     payload_bytes: Count
     places: Count
     timeout_s: Seconds
+    attempt: Count
 
 
 class Attempt(_Message):
-    """What follows on this lane belongs to this attempt; what came before is void."""
+    """What follows on this lane belongs to the `begin` of this attempt; earlier things are void."""
 
     kind: Literal["attempt"] = "attempt"
     number: Count
@@ -287,19 +288,15 @@ class Bucket(_Message):
 
 
 class Prepare(_Message):
-    """Every bucket was sent: stage, predict the digest, and report it."""
+    """Every bucket was sent: stage, predict the digest, and report it.
+
+    Readers that cannot answer, and only these, are told which `digest` the weights must have.
+    """
 
     kind: Literal["prepare"] = "prepare"
     version: Version
     num_buckets: Count
-
-
-class Sealed(_Message):
-    """The same for readers that cannot answer: `digest` is what the weights must have."""
-
-    kind: Literal["sealed"] = "sealed"
-    version: Version
-    digest: Digest
+    digest: Digest | None
 
 
 class Prepared(_Message):
@@ -328,7 +325,10 @@ class Committed(_Message):
 
 
 class Finish(_Message):
-    """Engines keep the version, except those with a failed rank: their other ranks undo it."""
+    """Engines of several ranks keep the version, except those with a failed rank, which undo it.
+
+    An engine of one rank gets none.
+    """
 
     kind: Literal["finish"] = "finish"
     version: Version
@@ -372,7 +372,6 @@ Message = (
     | Shares
     | Bucket
     | Prepare
-    | Sealed
     | Prepared
     | Commit
     | Committed

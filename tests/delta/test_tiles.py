@@ -579,6 +579,7 @@ def begin_of(plan: DeltaPlan) -> Begin:
         payload_bytes=plan.payload_bytes,
         places=plan.places,
         timeout_s=1.0,
+        attempt=1,
     )
 
 

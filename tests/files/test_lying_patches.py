@@ -27,13 +27,12 @@ from deltasync.files.frame_check import FrameCheck
 from deltasync.files.patch_file import PatchFile, apply_patch_file
 from deltasync.transports.base import Frame
 from deltasync.wire.frame import encode
-from deltasync.wire.messages import Sealed
 from tests.files.saved import holds, save
 from tests.golden.make_golden import FOLDER, MESSAGES
 from tests.wire import reference
 from tests.wire.test_lies import SOME_HEADERS, TRUE, is_expected, weights, written
 from tests.worlds.lies import BUCKETS, GAP, Lie
-from tests.worlds.peers import BASE, DENSE, NEXT, SPARSE, Said, begin, bucket, layout, prepare
+from tests.worlds.peers import BASE, DENSE, SPARSE, Said, begin, bucket, layout, prepare
 
 HONEST = TRUE["as it is"][1]
 
@@ -59,7 +58,7 @@ def one_way(frames: Iterable[Frame], *, digest: str = "0" * 16) -> bytes:
     """The frames of one sync as they stand in a file."""
     frames = list(frames)
     first = layout(digest=digest_of(weights())), begin()
-    return bytes_of(*first, *frames, prepare(len(frames)), sealed(digest))
+    return bytes_of(*first, *frames, prepare(len(frames), digest=digest))
 
 
 def digest_after(true: str) -> str:
@@ -120,24 +119,26 @@ def test_a_patch_that_lies_writes_nothing(
     assert checkpoint.read_bytes() == before
 
 
-def sealed(digest: str | None = None, version: int = NEXT) -> Sealed:
-    return Sealed(version=version, digest=digest or digest_after("as it is"))
-
-
 def others() -> dict[str, tuple[list[Said], type[DeltaSyncError]]]:
     """Frames that are right each by itself, and no patch file together."""
-    right: list[Said] = [layout(digest=digest_of(weights())), begin(), HONEST, prepare(), sealed()]
+    after = digest_after("as it is")
+    right: list[Said] = [
+        layout(digest=digest_of(weights())),
+        begin(),
+        HONEST,
+        prepare(digest=after),
+    ]
     found: dict[str, tuple[list[Said], type[DeltaSyncError]]] = {}
-    for n in range(5):
+    for n in range(4):
         found[f"w21 {n} frames"] = right[:n], TruncatedFrame
         found[f"w21 without frame {n}"] = right[:n] + right[n + 1 :], DeltaSyncError
         found[f"w21 frame {n} twice"] = right[: n + 1] + right[n:], SyncError
-    for n in range(4):
+    for n in range(3):
         moved = [*right[:n], right[n + 1], right[n], *right[n + 2 :]]
         found[f"w21 frame {n} after the next"] = moved, SyncError
     for kind in MESSAGES:
         header = (FOLDER / f"{kind}.bin").read_bytes()
-        for n in range(6):
+        for n in range(5):
             found[f"w21 {kind} at {n}"] = [*right[:n], Frame(header), *right[n:]], DeltaSyncError
     of_others: list[tuple[int, Said, type[DeltaSyncError]]] = [
         (0, layout(digest=digest_of(weights()), version=BASE - 1), VersionGap),
@@ -149,15 +150,15 @@ def others() -> dict[str, tuple[list[Said], type[DeltaSyncError]]]:
         (1, begin(version=BASE), ProtocolViolation),
         (2, bucket(SPARSE, DENSE, version=9), ProtocolViolation),
         (2, bucket(SPARSE, DENSE, sequence=1), ProtocolViolation),
-        (3, prepare(version=9), ProtocolViolation),
-        (3, prepare(2), ProtocolViolation),
-        (4, sealed(version=9), ProtocolViolation),
+        (3, prepare(version=9, digest=after), ProtocolViolation),
+        (3, prepare(2, digest=after), ProtocolViolation),
+        (3, prepare(), ProtocolViolation),
     ]
     for number, (n, other, error) in enumerate(of_others):
         found[f"w22 {number}"] = [*right[:n], other, *right[n + 1 :]], error
     found["more than its layout"] = [right[0], begin(payload_bytes=1 << 40)], LimitExceeded
     found["w23 made from others"] = [layout(), *right[1:]], DigestMismatch
-    found["w24 another result"] = [*right[:4], sealed("0" * 16)], DigestMismatch
+    found["w24 another result"] = [*right[:3], prepare(digest="0" * 16)], DigestMismatch
     found["w21 a byte behind"] = [*right, Frame(b"\0")], WireError
     return found
 

@@ -67,7 +67,8 @@ def table_of_receivers() -> str:
         comes = f"*{rule.on}*" if isinstance(rule.on, str) else f"`{kind_of(rule)}`"
         follows = "; ".join(filter(None, [says(rule.do) if rule.do else "", *changes(rule)]))
         follows = follows[:1].upper() + follows[1:]
-        rows.append((states_of(rule), comes, says(rule.when), then_of(rule), follows))
+        when = rule.when.text if rule.when else ""
+        rows.append((states_of(rule), comes, when, then_of(rule), follows))
     for row in rows:
         assert not any("|" in cell for cell in row)
     return lines_of(["while", "comes", "if", "then", "and"], rows)

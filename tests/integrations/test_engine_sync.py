@@ -376,7 +376,7 @@ def test_an_update_that_outlasts_the_sync_is_a_typed_error(tmp_path: Path) -> No
     """As if the trainer's thread slept when all workers had written."""
     with engine_of(tmp_path, link=Watched, timeout_s=2.0) as here:
         here.send()
-        here.link.before = at(1, "finish", lambda: time.sleep(4))
+        here.link.before = at(1, "some replies", lambda: time.sleep(4))
         with pytest.raises(TransportTimeout, match="was not named"):
             here.train()
 

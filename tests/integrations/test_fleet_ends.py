@@ -46,7 +46,7 @@ MANY_BUCKETS: dict[str, Any] = {
     "link": Watched,
     "min_engines": 2,
 }
-MOMENTS = ["begin", "bucket", "buffer", "prepare", "replies", "commit", "some replies", "finish"]
+MOMENTS = ["begin", "bucket", "buffer", "prepare", "replies", "commit", "some replies"]
 
 
 @pytest.mark.promise(

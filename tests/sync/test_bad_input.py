@@ -34,7 +34,6 @@ from deltasync.wire.compression import compress
 from deltasync.wire.frame import encode
 from deltasync.wire.messages import (
     Abort,
-    Attempt,
     Failed,
     Finish,
     Message,
@@ -135,7 +134,10 @@ CASES: dict[str, tuple[list[Said], type[DeltaSyncError]]] = {
         ProtocolViolation,
     ),
     "commit of another version": ([*STAGED, prepare(), commit(NEXT + 1)], ProtocolViolation),
-    "finish of another version": ([*JOINED, Finish(version=99, undo=())], ProtocolViolation),
+    "finish, to an engine of one rank": (
+        [*JOINED, Finish(version=BASE, undo=())],
+        ProtocolViolation,
+    ),
     "finish that undoes": ([*JOINED, Finish(version=BASE, undo=("engine",))], ProtocolViolation),
     "abort of another version": ([*STAGED, Abort(version=99, reason="")], ProtocolViolation),
     "commit after abort": (
@@ -187,12 +189,12 @@ EXPECTED: list[set[str]] = [
     {"layout"},
     {"welcome"},
     {"upcoming", "begin", "begin-full", "abort"},
-    {"prepare", "abort"},
+    {"prepare", "prepare-patch", "abort"},
     {"abort"},
     {"commit", "abort"},
 ]
 """The kinds that may come after so many of TALK; these come whenever they want."""
-ALWAYS = {"attempt", "refused"}
+ALWAYS = {"refused"}
 FITTING = {"version": NEXT, "base_version": BASE, "stream_id": STREAM, "layout_hash": HASH}
 
 
@@ -279,14 +281,10 @@ class Chatty(ThroughReceiver):
     def receive(self, *, timeout_s: float) -> Frame:
         if self.says is None:
             return super().receive(timeout_s=timeout_s)
-        if isinstance(self.says, Attempt):
-            self.says = Attempt(number=self.says.number + 1)
         return Frame(encode(self.says))
 
 
-@pytest.mark.parametrize(
-    "says", [Upcoming(version=NEXT), Abort(version=NEXT, reason=""), Attempt(number=1)]
-)
+@pytest.mark.parametrize("says", [Upcoming(version=NEXT), Abort(version=NEXT, reason="")])
 def test_no_talk_makes_a_wait_for_a_sync_longer(says: Message) -> None:
     links: list[Chatty] = []
 

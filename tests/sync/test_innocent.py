@@ -28,6 +28,7 @@ from tests.worlds.links import (
     fleet,
     random_model,
     step,
+    until,
 )
 from tests.worlds.links import WatchedFleet as Fleet
 from tests.worlds.trainers import rows_of, trainer_of
@@ -118,10 +119,26 @@ def test_ranks_of_a_trainer_send_nothing_where_a_receiver_is_lost_at_begin() -> 
         links[1].sent.clear()
         links[0].lose_at("begin", here, "bad/0")
         assert here.send().receivers == 1
-        assert links[0].sent[:5] == ["upcoming", "attempt", "begin", "abort", "attempt"]
+        assert links[0].sent[:4] == ["upcoming", "begin", "abort", "begin"]
         assert links[1].sent == ["attempt", "bucket", "prepare"]
         assert bits_equal(source, good)
         assert (innocent.errors, innocent.receiver.is_dirty) == ([], False)
+
+
+def test_who_slept_when_ranks_said_what_they_send_is_told_again() -> None:
+    source, good = random_model(SHAPES, 0), random_model(SHAPES, 0)
+    with trainer_of(source, rows_of(source, 2)) as here:
+        sleeper = here.add(good, engine="good")
+        here.wait(1)
+        assert here.send().full_synced == 0
+        until(lambda: sleeper.receiver.state is ReceiverState.READY)
+        sleeper.receiver.detach()
+        change(source)
+        here.step()
+        assert isinstance(here.outcomes(timeout_s=5.0)[0], ConfigError)
+        sleeper.receiver.attach()
+        assert (here.send().receivers, sleeper.errors) == (1, [])
+        assert bits_equal(source, good)
 
 
 def test_an_engine_that_paused_for_a_sync_that_was_given_up_is_a_member_still() -> None:

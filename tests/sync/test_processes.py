@@ -16,14 +16,14 @@ from deltasync.testing.processes import Child
 from tests.worlds.links import until
 from tests.worlds.mortals import Mortals, connect, fingerprint, listen, model, step, train
 
-PHASES = ["begin", "bucket", "prepare", "prepared", "commit", "committed", "finish"]
+PHASES = ["begin", "bucket", "prepare", "prepared", "commit", "committed"]
 # At which ones receivers hang so that one wait of the trainer is for all of a row.
 HANGS = [
     {"x": "layout"},
     {"x": "begin"},
     {"x": "bucket", "y": "prepare"},
     {"x": "prepared", "y": "commit"},
-    {"x": "committed", "y": "finish"},
+    {"x": "committed"},
 ]
 
 
@@ -56,18 +56,17 @@ def test_receivers_killed_at_any_phase_hold_up_nobody_and_rejoin(
         version = here.sender.version
         stats = here.send_step()
         assert stats.version == version + 1
-        # Who dies with the finish has committed; all others are lost in this sync.
         died = {f"{phase}[0/1]" for phase in PHASES}
-        assert died - {"finish[0/1]", "committed[0/1]"} <= set(stats.lost) <= died
+        assert died - {"committed[0/1]"} <= set(stats.lost) <= died
         here.check("survivor")
         assert here.send_step().receivers == 1
         assert not any(here.processes[phase].is_alive for phase in PHASES)
-        here.start("finish", seed=2)
+        here.start("commit", seed=2)
         here.wait(2)
         stats = here.send_step()
         assert (stats.receivers, stats.full_synced) == (2, 1)
         assert here.send_step().kind == "delta"
-        here.check("finish")
+        here.check("commit")
 
 
 @pytest.mark.promise(
@@ -79,30 +78,30 @@ def test_a_rank_killed_after_the_decision_takes_its_engine_back_unless_it_had_co
     tmp_path: Path,
 ) -> None:
     """Its sibling has written the version by then; an engine of one rank keeps it in any case."""
-    phases = ["commit", "committed"]
+    phases = ["commit", "committed", "finish"]
     with mortals("gloo", tmp_path) as here:
         for phase in phases:
             here.start_rank(phase, 0)
             here.start_rank(phase, 1)
-        here.wait(5)
-        assert here.send_step().joined == 4
-        here.check("commit-0", "committed-0")
+        here.wait(7)
+        assert here.send_step().joined == 6
+        here.check("commit-0", "committed-0", "finish-0")
         before = fingerprint(here.source)
         for phase in phases:
             here.arm(f"{phase}-1", phase)
         stats = here.send_step()
-        here.check("survivor", "committed-0")
+        here.check("survivor", "committed-0", "finish-0")
         assert set(stats.lost) <= {"commit[1/2]", "committed[1/2]"}  # the sibling is not named
         assert "PeerLost" in stats.lost["commit[1/2]"]
-        assert stats.receivers <= 3
+        assert stats.receivers <= 5
         undone = {"error": "SyncAborted", "keeps": before}
         until(lambda: undone in here.errors("commit-0"))
         assert here.send_step().receivers == 1
         for phase in phases:
             here.start_rank(phase, 1)
-        here.wait(5)
-        assert here.send_step().full_synced == 4
-        here.check("commit-0", "commit-1", "committed-0", "committed-1")
+        here.wait(7)
+        assert here.send_step().full_synced == 6
+        here.check(*(f"{phase}-{rank}" for phase in phases for rank in range(2)))
 
 
 @pytest.mark.promise(
@@ -141,7 +140,7 @@ def test_receivers_that_hang_hold_the_trainer_up_for_one_timeout(
 @pytest.mark.parametrize(
     ("kind", "phases"),
     [
-        ("shared_memory", ["begin", "bucket", "prepare", "commit", "finish"]),
+        ("shared_memory", ["begin", "bucket", "prepare", "commit"]),
         ("gloo", ["bucket", "commit"]),
     ],
 )
@@ -159,7 +158,7 @@ def test_a_sender_killed_at_any_phase_leaves_the_old_version_and_comes_back(
             _receive_until_gone(receiver, trainer)
             assert not receiver.is_dirty
             # Versions 1 and 2 came; the third only if it was decided and committed.
-            steps = 3 if phase in ("finish", "") else 2
+            steps = 2 if phase else 3
             for number in range(first, first + steps):
                 step(source, number)
             assert fingerprint(replica) == fingerprint(source), phase

@@ -5,15 +5,15 @@ from __future__ import annotations
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 
 import pytest
 
 from deltasync.testing.links import background
-from deltasync.transports.control.connection import Deadline, Kind
+from deltasync.transports.control.connection import Gate, Kind, deadline_in
 from deltasync.transports.control.endpoints import Client, Server
-from deltasync.transports.control.gate import Gate
 
 HEADER = struct.Struct("<2sBxI")
 SECRET = b"shared"
@@ -59,7 +59,7 @@ class Star:
     def peer(self) -> tuple[int, socket.socket]:
         """One that has greeted, and says the rest by hand."""
         sock = self.raw(GREETING)
-        ((peer, _),) = self.server.poll(Deadline(10))
+        ((peer, _),) = self.server.poll(deadline_in(10))
         return peer, sock
 
     def client(self, secret: bytes | None = None) -> Client:
@@ -75,10 +75,10 @@ class Star:
 
     def welcome(self, client: Client, *, timeout_s: float = 10.0) -> int:
         """Let an honest client in, by polls that do not wait, as a sync's do."""
-        connected = background(lambda: client.connect(b"honest", Deadline(timeout_s)))
-        give_up = Deadline(timeout_s)
-        while not give_up.passed:
-            for peer, greeting in self.server.poll(Deadline(0)):
+        connected = background(lambda: client.connect(b"honest", deadline_in(timeout_s)))
+        give_up = deadline_in(timeout_s)
+        while time.monotonic() < give_up:
+            for peer, greeting in self.server.poll(deadline_in(0)):
                 if greeting == b"honest":
                     connected.result(10)
                     return peer
@@ -86,9 +86,9 @@ class Star:
 
     def assert_serves(self, client: Client, peer: int) -> None:
         self.server.write([peer], Kind.FRAME, b"question")
-        assert client.next(Deadline(10)).data == b"question"
-        client.write(Kind.REPLY, b"answer", Deadline(10))
-        assert self.server.gather([peer], Kind.REPLY, Deadline(10)) == {peer: b"answer"}
+        assert client.next(deadline_in(10)).data == b"question"
+        client.write(Kind.REPLY, b"answer", deadline_in(10))
+        assert self.server.gather([peer], Kind.REPLY, deadline_in(10)) == {peer: b"answer"}
 
     def attack(self, act: Callable[[socket.socket], object]) -> None:
         """Connect and `act`, again and again in another thread."""
@@ -107,8 +107,8 @@ class Star:
 
     def until_lost(self, peer: int) -> bool:
         """Wait until a peer is lost; whether it was, in a short time."""
-        give_up = Deadline(10)
-        while self.server.is_connected(peer) and not give_up.passed:
+        give_up = deadline_in(10)
+        while self.server.is_connected(peer) and time.monotonic() < give_up:
             self.server.pump(0.1)
         return not self.server.is_connected(peer)
 

@@ -17,8 +17,8 @@ import pytest
 from deltasync.errors import PeerLost, TransportTimeout
 from deltasync.testing.links import PROMPT_S, within
 from deltasync.transports import collective, shared_memory
-from deltasync.transports.control import newcomers
-from deltasync.transports.control.connection import Deadline, Kind
+from deltasync.transports.control import endpoints
+from deltasync.transports.control.connection import Kind, deadline_in
 from tests.transports.star import GREETING, HEADER, SECRET, Star, is_closed, make_star, message
 
 __all__ = ["make_star"]
@@ -55,9 +55,9 @@ def test_a_poll_returns_although_there_are_no_descriptors(make_star: MakeStar) -
         star.raw()
     with descriptors_left(0):
         with within(PROMPT_S):
-            assert star.server.poll(Deadline(0)) == []
+            assert star.server.poll(deadline_in(0)) == []
         cpu = time.thread_time()
-        assert star.server.poll(Deadline(0.5)) == []
+        assert star.server.poll(deadline_in(0.5)) == []
         assert time.thread_time() - cpu < 0.25, "it waits instead of looking all the time"
     star.welcome(star.client())
 
@@ -68,9 +68,9 @@ def test_strangers_leave_descriptors_to_the_process(make_star: MakeStar) -> None
     for _ in range(200):
         star.raw(GREETING)
     with descriptors_left(100):
-        give_up = Deadline(0.5)
-        while not give_up.passed:
-            star.server.poll(Deadline(0.05))
+        give_up = deadline_in(0.5)
+        while time.monotonic() < give_up:
+            star.server.poll(deadline_in(0.05))
         files = [os.open(os.devnull, os.O_RDONLY) for _ in range(20)]
         for file in files:
             os.close(file)
@@ -89,7 +89,7 @@ def test_who_keeps_sending_holds_up_neither_a_poll_nor_the_honest(
     time.sleep(0.1)
     with within(PROMPT_S):
         for _ in range(20):
-            star.server.poll(Deadline(0))
+            star.server.poll(deadline_in(0))
     star.welcome(star.client(secret))
 
 
@@ -109,22 +109,22 @@ def test_half_messages_and_trickles_cost_a_call_a_moment(
                 sock.send(b"x")
 
     threading.Thread(target=trickle, daemon=True).start()
-    star.server.poll(Deadline(0.3))
+    star.server.poll(deadline_in(0.3))
     with within(PROMPT_S):
         for _ in range(200):
-            star.server.poll(Deadline(0))
+            star.server.poll(deadline_in(0))
 
 
 def test_a_greeting_that_has_begun_comes_in_with_the_call(
     make_star: MakeStar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Although it takes as long as a large one over a slow network."""
-    monkeypatch.setattr(newcomers, "_MOMENT_S", PROMPT_S)
+    monkeypatch.setattr(endpoints, "_MOMENT_S", PROMPT_S)
     star = make_star()
     sock = star.raw(GREETING[:-1])
     later = threading.Timer(0.3, sock.sendall, [GREETING[-1:]])
     later.start()
-    assert len(star.server.poll(Deadline(0))) == 1
+    assert len(star.server.poll(deadline_in(0))) == 1
     later.join()
 
 
@@ -132,10 +132,10 @@ def test_a_large_greeting_comes_in_with_few_polls(make_star: MakeStar) -> None:
     star = make_star()
     client = star.client()
     greeting = bytes(4 << 20)
-    thread = threading.Thread(target=client.connect, args=(greeting, Deadline(100)))
+    thread = threading.Thread(target=client.connect, args=(greeting, deadline_in(100)))
     thread.start()
     num_polls = 1
-    while not (came := star.server.poll(Deadline(0))):
+    while not (came := star.server.poll(deadline_in(0))):
         num_polls += 1
         time.sleep(0.05)
     assert [data for _, data in came] == [greeting]
@@ -203,7 +203,7 @@ def test_who_does_not_know_the_secret_is_not_heard(make_star: MakeStar, said: by
     """And turned away at once, without waiting for the rest."""
     star = make_star(SECRET)
     sock = star.raw(said)
-    star.server.poll(Deadline(0.1))
+    star.server.poll(deadline_in(0.1))
     assert is_closed(sock)
 
 
@@ -211,10 +211,10 @@ def test_who_does_not_know_the_secret_is_not_heard(make_star: MakeStar, said: by
 def test_half_greetings_are_bounded_together(
     make_star: MakeStar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(newcomers, "_MAX_BYTES", 1 << 20)
+    monkeypatch.setattr(endpoints, "_MAX_BYTES", 1 << 20)
     star = make_star()
     strangers = [star.raw(HALF_GREETING + bytes(100_000)) for _ in range(20)]
-    star.server.poll(Deadline(0.3))
+    star.server.poll(deadline_in(0.3))
     num_closed = sum(is_closed(sock, timeout_s=0.01) for sock in strangers)
     assert 8 <= num_closed <= 10
     star.welcome(star.client())
@@ -239,7 +239,7 @@ def test_of_the_gone_only_the_answers_that_are_waited_for_are_kept(make_star: Ma
                 sock.close()
         assert all(map(star.until_lost, heard))
     first, second = (peer for peer, _ in peers)
-    found = star.server.gather([first, second], Kind.REPLY, Deadline(1))
+    found = star.server.gather([first, second], Kind.REPLY, deadline_in(1))
     assert found[second] == b"last words"
     assert isinstance(found[first], PeerLost)
 

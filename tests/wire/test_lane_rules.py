@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from deltasync.delta.shard import ShardSpec
 from deltasync.delta.tiles import space_of
 from deltasync.errors import CallOrderError, PeerLost, ProtocolViolation, TransportTimeout
-from deltasync.sync.protocol.frames import Emitter
 from deltasync.sync.protocol.links import ReceiverLinks
+from deltasync.sync.protocol.round import Emitter
 from deltasync.sync.protocol.sender_session import Member, SenderSession
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame
@@ -58,9 +58,14 @@ BEGIN = Begin(
     payload_bytes=0,
     places=0,
     timeout_s=1.0,
+    attempt=1,
 )
-PREPARE = Prepare(version=2, num_buckets=1)
+PREPARE = Prepare(version=2, num_buckets=1, digest=None)
 ABORT = Abort(version=2, reason="")
+
+
+def begin(attempt: int, **fields: float) -> Begin:
+    return BEGIN.model_copy(update={"attempt": attempt, **fields})
 
 
 def bucket(sequence: int) -> Bucket:
@@ -125,24 +130,25 @@ def test_w20_a_lane_is_heard_from_the_attempt_on_until_it_has_prepared() -> None
     with connected(3) as (ranks, lanes):
         ranks[1].send(Attempt(number=1), bucket(0), PREPARE, Attempt(number=2), bucket(0))
         ranks[2].send(Attempt(number=1), SHARES, PREPARE)
-        assert taken(lanes) == []
-        ranks[0].send(Attempt(number=1))
         assert taken(lanes) == []  # it may be aborted before it begins
         ranks[0].send(BEGIN, bucket(0), PREPARE)
         found = taken(lanes)
         assert found[0] == (0, BEGIN)
         assert [m for lane, m in found if lane == 1] == [bucket(0), PREPARE]
         assert [m for lane, m in found if lane == 2] == [SHARES, PREPARE]
-        ranks[0].send(Attempt(number=2), BEGIN)
-        assert taken(lanes) == [(0, BEGIN), (1, bucket(0))]
+        ranks[0].send(begin(2))
+        assert taken(lanes) == [(0, begin(2)), (1, bucket(0))]
+        ranks[0].send(begin(2))
+        with pytest.raises(ProtocolViolation):
+            taken(lanes)
 
 
 def begun_patiently(ranks: list[Rank], lanes: ReceiverLinks) -> None:
     """An attempt whose sender has all the time in the world."""
-    for rank in ranks:
+    for rank in ranks[1:]:
         rank.send(Attempt(number=1))
-    ranks[0].send(begin := BEGIN.model_copy(update={"timeout_s": 3600.0}))
-    assert taken(lanes) == [(0, begin)]
+    ranks[0].send(begin(1, timeout_s=3600.0))
+    assert taken(lanes) == [(0, begin(1, timeout_s=3600.0))]
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
@@ -181,19 +187,19 @@ def test_w20_what_is_left_of_an_attempt_is_passed_over(
     with connected(2) as (ranks, lanes):
         for number, (left, is_told) in enumerate(zip(before, told, strict=False), start=1):
             if is_late:  # the lane tells of it after it was aborted
-                ranks[0].send(Attempt(number=number), BEGIN, ABORT)
-                assert taken(lanes) == [(0, BEGIN), (0, ABORT)]
+                ranks[0].send(begin(number), ABORT)
+                assert taken(lanes) == [(0, begin(number)), (0, ABORT)]
             if is_told or left:
                 ranks[1].send(Attempt(number=number), *left)
             if not is_late:
-                ranks[0].send(Attempt(number=number), *([BEGIN] if begins else []), ABORT)
+                ranks[0].send(*([begin(number)] if begins else []), ABORT)
                 found = [message for lane, message in taken(lanes) if lane == 0]
                 assert found[-1] == ABORT
         assert taken(lanes) == []
-        ranks[0].send(Attempt(number=9), BEGIN, PREPARE)
+        ranks[0].send(begin(9), PREPARE)
         ranks[1].send(Attempt(number=9), bucket(0), PREPARE)
         assert sorted(taken(lanes), key=lambda pair: pair[0]) == [
-            (0, BEGIN),
+            (0, begin(9)),
             (0, PREPARE),
             (1, bucket(0)),
             (1, PREPARE),
@@ -205,8 +211,7 @@ def test_w19_w20_a_lane_carries_nothing_else_and_losing_it_is_losing_the_trainer
     said: Message | None,
 ) -> None:
     with connected(2) as (ranks, lanes):
-        for rank in ranks:
-            rank.send(Attempt(number=1))
+        ranks[1].send(Attempt(number=1))
         ranks[0].send(BEGIN)
         if said is None:
             ranks[1].link.close()
@@ -229,25 +234,20 @@ def test_w17_a_rank_says_what_it_sends_whatever_that_is(names: str) -> None:
     """Receivers cannot know whether that is all: the first parameters are numbered otherwise."""
     model = {"a": torch.zeros(9, dtype=torch.int16), "b": torch.zeros(9, dtype=torch.uint8)}
     boxes = {name: ShardSpec.whole((9,)) for name in names}
-    rank, sent = TrainerRank(specs_of(model), boxes, model), list[tuple[Message, torch.Tensor]]()
+    rank = TrainerRank(specs_of(model), boxes, model)
     for tensor in rank.held.values():
         tensor[3] = 1
 
-    def send(message: Message, payload: torch.Tensor) -> None:
-        sent.append((message, payload))
-
-    def emit(*, with_shares: bool) -> None:
+    def sent(*, with_shares: bool) -> list[tuple[Message, torch.Tensor]]:
         buffer = partial(torch.empty, dtype=torch.uint8)
         emitter = Emitter(rank.delta(), 2, compression="none", buffer=buffer)
-        emitter.send_buckets(send, with_shares=with_shares)
+        return list(emitter.frames(with_shares=with_shares))
 
-    emit(with_shares=True)
-    (shares, table), *buckets = sent
+    (shares, table), *buckets = sent(with_shares=True)
     assert shares == Shares(version=2, num_shares=len(names))
     assert space_of(table.numpy(), specs_of(model)).given == tuple(rank.shares)
-    sent.clear()
-    emit(with_shares=False)
-    assert [message for message, _ in sent] == [message for message, _ in buckets]
+    again = sent(with_shares=False)
+    assert [message for message, _ in again] == [message for message, _ in buckets]
 
 
 def test_w26_what_a_sender_checks_before_it_goes_on() -> None:

@@ -112,7 +112,7 @@ TEXTS = [
         )
     ),
     *(
-        b'{"kind":"sealed","version":1,"digest":"%s"}' % digest
+        b'{"kind":"prepared","version":1,"digest":"%s","staged_bytes":0}' % digest
         for digest in (b"00FF00FF89ABCDEF", b"00ff00ff89abcdef\\n", b"00ff00ff89abcde")
     ),
     b'{"kind":"abort","version":1,"reason":"\\ud800"}',

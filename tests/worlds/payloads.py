@@ -35,6 +35,7 @@ def begin_of(*, payload_bytes: int, places: int) -> Begin:
         base_version=0,
         layout_hash="0" * 64,
         timeout_s=0.0,
+        attempt=1,
         payload_bytes=payload_bytes,
         places=places,
     )

@@ -104,6 +104,7 @@ def begin(**fields: Any) -> Begin:
         "payload_bytes": 300,
         "places": 20,
         "timeout_s": 0.0,
+        "attempt": 1,
     }
     return Begin(**(legal | fields))
 
@@ -144,8 +145,8 @@ def zipped(data: bytes, **fields: Any) -> Frame:
     return bucket(data=data, compression="zstd", **fields)
 
 
-def prepare(num_buckets: int = 1, version: int = NEXT) -> Prepare:
-    return Prepare(version=version, num_buckets=num_buckets)
+def prepare(num_buckets: int = 1, version: int = NEXT, digest: str | None = None) -> Prepare:
+    return Prepare(version=version, num_buckets=num_buckets, digest=digest)
 
 
 def commit(version: int = NEXT) -> Commit:

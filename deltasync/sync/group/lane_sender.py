@@ -9,8 +9,8 @@ from contextlib import suppress
 from deltasync.delta.coding import Coding
 from deltasync.delta.snapshot import Plan
 from deltasync.errors import TransportError
-from deltasync.sync.protocol.frames import Emitter, SentBuckets
 from deltasync.sync.protocol.links import CallTimeout, SenderLink
+from deltasync.sync.protocol.round import Emitter, SentBuckets
 from deltasync.transports.base import SendTransport
 from deltasync.wire.messages import Abort, Attempt, Lane
 
@@ -28,7 +28,6 @@ class LaneSender:
     def __init__(self, transport: SendTransport) -> None:
         self.link = SenderLink(transport)
         self._peers: dict[str, int] = {}
-        self._sent: object = None  # the shares of the plan that was sent last
 
     def send(
         self,
@@ -38,9 +37,13 @@ class LaneSender:
         version: int,
         receivers: Sequence[str],
         compression: Coding,
+        with_shares: bool,
         timeout_s: float,
     ) -> SentBuckets:
-        """Send all of a plan. If receivers are lost, none gets all; the result names them."""
+        """Send all of a plan. If receivers are lost, none gets all; the result names them.
+
+        Arguments as in `orders.Send`.
+        """
         self.link.limit = CallTimeout(timeout_s)
         if lost := self._absent(receivers, timeout_s):
             return SentBuckets(lost=lost)
@@ -48,16 +51,14 @@ class LaneSender:
         if failed := self.link.open(list(by_peer)):
             return SentBuckets(lost={by_peer[peer]: str(why) for peer, why in failed.items()})
         try:
-            return self._send_all(plan, attempt, version, compression)
+            emitter = Emitter(plan, version, compression=compression, buffer=self.link.buffer)
+            return self._send_all(emitter, attempt, version, with_shares=with_shares)
         except TransportError as error:
-            gone = {by_peer[p]: str(error) for p in by_peer if not self.link.is_connected(p)}
+            is_connected = self.link.transport.is_connected
+            gone = {name: str(error) for p, name in by_peer.items() if not is_connected(p)}
             if not gone:
                 raise
             return SentBuckets(lost=gone)
-
-    def decided(self) -> None:
-        """Receivers hold what was sent last. Who sat it out, or aborted it, took no shares."""
-        self.link.told(self._sent)
 
     def listen(self, timeout_s: float = 0.0) -> None:
         """Accept lanes that have connected."""
@@ -67,18 +68,19 @@ class LaneSender:
             else:
                 self.link.drop(peer)
 
-    def _send_all(self, plan: Plan, attempt: int, version: int, compression: Coding) -> SentBuckets:
+    def _send_all(
+        self, emitter: Emitter, attempt: int, version: int, *, with_shares: bool
+    ) -> SentBuckets:
         """Send the frames of a plan, or an abort, so that receivers do not wait in vain."""
-        emitter = Emitter(plan, version, compression=compression, buffer=self.link.buffer)
         self.link.send(Attempt(number=attempt))
         try:
-            emitter.send_buckets(self.link.send, with_shares=not self.link.knows(plan.space))
+            for message, payload in emitter.frames(with_shares=with_shares):
+                self.link.send(message, payload)
         except BaseException:
             with suppress(TransportError):
                 self.link.send(Abort(version=version, reason="a rank of the trainer failed"))
             raise
         self.link.send(emitter.prepare())
-        self._sent = plan.space
         return emitter.sent
 
     def _absent(self, receivers: Sequence[str], timeout_s: float) -> dict[str, str]:
@@ -98,4 +100,5 @@ class LaneSender:
         return {name: "its lane is gone" for name in receivers if name not in self._peers}
 
     def _gone(self) -> set[str]:
-        return {name for name, peer in self._peers.items() if not self.link.is_connected(peer)}
+        is_connected = self.link.transport.is_connected
+        return {name for name, peer in self._peers.items() if not is_connected(peer)}

@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from deltasync.errors import MalformedMessage
-from deltasync.sync.protocol.frames import SentBuckets
+from deltasync.sync.protocol.round import SentBuckets
 from deltasync.sync.stats import SyncStats
 from deltasync.transports.address import Address
 from deltasync.wire import frame
@@ -168,13 +168,15 @@ class Compared(_Said):
 class Send(_Order):
     """Send what differs, as the next version, or all of the snapshot, to these receivers.
 
-    The answer reports the digests that receivers will have, for `copies` as in `Ask`.
+    They are told of its shares first, `with_shares`, if a decided version has not told them. The
+    answer reports the digests that receivers will have, for `copies` as in `Ask`.
     """
 
     kind: Literal["send"] = "send"
     attempt: Count
     is_delta: bool
     receivers: tuple[ConnectionId, ...]
+    with_shares: bool
     timeout_s: Seconds
     copies: Annotated[tuple[CopyRuns, ...], FailFast()]
 

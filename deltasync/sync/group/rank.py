@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -30,7 +31,7 @@ from deltasync.sync.source.weights import OwnWeights
 from deltasync.sync.stats import SyncStats
 from deltasync.transports.address import Address
 from deltasync.transports.base import Closing, ReceiveTransport, SendTransport
-from deltasync.transports.control.connection import LONGEST_S, Deadline
+from deltasync.transports.control.connection import LONGEST_S, left_s
 from deltasync.wire.frame import encode
 from deltasync.wire.messages import as_text
 
@@ -146,15 +147,14 @@ class TrainerRank(Closing):
 
     def close(self) -> None:
         """Close every connection."""
-        self._lanes.link.close()
+        self._lanes.link.transport.close()
         self._link.close()
 
     def _receive(self, patience_s: float) -> orders.Order:
         """The next order of this call. Raises SyncAborted if none comes within `patience_s`."""
         while True:
-            order, self._next = self._next or self._hear(Deadline(patience_s)), None
-            if self._work.resolve(order.version):
-                self._lanes.decided()
+            order, self._next = self._next or self._hear(time.monotonic() + patience_s), None
+            self._work.resolve(order.version)
             if order.call == self._call:
                 return order
             if order.call > self._call:
@@ -163,7 +163,7 @@ class TrainerRank(Closing):
             if not isinstance(order, orders.Done):
                 self._answer(orders.Failed(error="SyncAborted", reason="has left this sync"))
 
-    def _hear(self, deadline: Deadline) -> orders.Order:
+    def _hear(self, deadline: float) -> orders.Order:
         try:
             if not self._is_connected:
                 here = orders.Here(
@@ -186,7 +186,7 @@ class TrainerRank(Closing):
             raise MalformedMessage(f"{order.kind} is no order")
         return order
 
-    def _in_turns(self, call: Callable[[float], T], turn_s: float, deadline: Deadline) -> T:
+    def _in_turns(self, call: Callable[[float], T], turn_s: float, deadline: float) -> T:
         """Wait in a call for seconds that it is given, again and again until the deadline.
 
         Accepts lanes meanwhile: receivers connect them before they greet rank 0, which lets ranks
@@ -195,9 +195,9 @@ class TrainerRank(Closing):
         while True:
             self._lanes.listen()
             try:
-                return call(min(turn_s, deadline.remaining_s))
+                return call(min(turn_s, left_s(deadline)))
             except TransportTimeout:
-                if deadline.passed:
+                if time.monotonic() >= deadline:
                     raise
 
     def _carry_out(self, order: orders.Order) -> Exception | None:
@@ -246,6 +246,7 @@ class TrainerRank(Closing):
             version=order.version + order.is_delta,
             receivers=order.receivers,
             compression=self._weights.options.compression,
+            with_shares=order.with_shares,
             timeout_s=order.timeout_s,
         )
         self._weights.release()

@@ -24,8 +24,8 @@ from deltasync.sync.group.model import (
     refuse_drifted,
 )
 from deltasync.sync.group.work import RankWork
-from deltasync.sync.protocol.frames import SentBuckets
 from deltasync.sync.protocol.links import CallTimeout
+from deltasync.sync.protocol.round import SentBuckets
 from deltasync.sync.protocol.sender_session import Copies, Member, digest_checks
 from deltasync.sync.source.layout import SentLayout, specs_of, with_elements
 from deltasync.sync.source.weights import LocalWeights, OwnWeights
@@ -109,7 +109,6 @@ class GroupWeights:
         self._capture = ""
         self.trained = np.zeros(0, np.bool_)
         self.snapshot_bytes = 0
-        self._attempt = 0
         self._snapshots: list[orders.SnapshotState] = []
         self._asked: list[Copies] = []  # by the last order to send
         self.digests_held: dict[bytes, int] = {}
@@ -207,21 +206,25 @@ class GroupWeights:
     def masters(self, number: int) -> tuple[bool, int] | None:
         return self._own.masters(number)
 
-    def next_attempt(self) -> int:
-        """See `round.PeerRanks`."""
-        self._attempt += 1
-        return self._attempt
-
-    def start(self, members: Collection[Member], *, is_delta: bool, timeout_s: float) -> None:
+    def start(
+        self,
+        members: Collection[Member],
+        attempt: int,
+        *,
+        is_delta: bool,
+        with_shares: bool,
+        timeout_s: float,
+    ) -> None:
         """See `round.PeerRanks`."""
         assert self.layout is not None
-        kinds = (one.copies for one in digest_checks(members, len(self.layout.specs)))
-        self._asked = list({key(one): one for one in kinds if one is not None}.values())
+        checks = digest_checks(members, len(self.layout.specs))
+        self._asked = list({key(one): one for _, one in checks if one is not None}.values())
         self._group.order(
             orders.Send(
-                attempt=self._attempt,
+                attempt=attempt,
                 is_delta=is_delta,
                 receivers=tuple(member.connection for member in members),
+                with_shares=with_shares,
                 timeout_s=timeout_s,
                 copies=tuple(map(orders.runs_of, self._asked)),
             )

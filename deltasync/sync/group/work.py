@@ -67,17 +67,13 @@ class RankWork:
                 return self._compare(order)
         raise AssertionError(f"{order.kind} is no work of one rank alone")
 
-    def resolve(self, version: int) -> bool:
-        """Record that receivers hold this version: the one compared last, or an earlier one.
-
-        Returns whether it was the one compared last, which nobody knew.
-        """
+    def resolve(self, version: int) -> None:
+        """Record that receivers hold this version: the one compared last, or an earlier one."""
         if self.undecided is None or self.undecided[0] != version:
-            return False
+            return
         (_, delta), self.undecided = self.undecided, None
         delta.decided()
         self._base = version  # last: whatever breaks off here has another base than receivers
-        return True
 
     def _known(self) -> Declaration:
         if self._declared is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 import uuid
@@ -25,7 +26,7 @@ from deltasync.errors import (
     WireError,
 )
 from deltasync.transports.base import Frame, ReceiveTransport, SendTransport
-from deltasync.transports.control.connection import LONGEST_S, Deadline, Pace, busy_s
+from deltasync.transports.control.connection import LONGEST_S, Pace, busy_s
 from deltasync.wire import messages
 from deltasync.wire.frame import decode, encode
 from deltasync.wire.messages import (
@@ -126,41 +127,45 @@ class CallTimeout:
 
     def __init__(self, timeout_s: float, total_timeout_s: float | None = None) -> None:
         check_seconds("timeout_s", timeout_s)
+        self._timeout_s, self._ends_at = timeout_s, math.inf
         if total_timeout_s is not None:
             check_seconds("total_timeout_s", total_timeout_s)
-        self._timeout_s = timeout_s
-        self._total = None if total_timeout_s is None else Deadline(total_timeout_s)
+            self._ends_at = time.monotonic() + total_timeout_s
 
     def within(self, total_timeout_s: float) -> CallTimeout:
         """The same for a part of the call, which may take this long from now on.
 
         One wait does not take all of that: the rest is for those that were not late.
         """
-        left_s = total_timeout_s if self.left_s is None else min(self.left_s, total_timeout_s)
+        left_s = min(self.left_s, total_timeout_s)
         return CallTimeout(min(self._timeout_s, _WAIT_SHARE * left_s), left_s)
 
     @property
-    def left_s(self) -> float | None:
-        """Seconds that are left for the whole call; None for no limit."""
-        return None if self._total is None else self._total.remaining_s
+    def left_s(self) -> float:
+        """Seconds that are left for the whole call; infinite without a limit."""
+        return max(0.0, self._ends_at - time.monotonic())
 
     @property
     def wait_s(self) -> float:
         """Seconds for the next wait."""
-        total = self._total
-        return self._timeout_s if total is None else min(self._timeout_s, total.remaining_s)
+        return min(self._timeout_s, self.left_s)
 
     @property
     def is_over(self) -> bool:
         """Whether the time for the whole call has passed."""
-        return self._total is not None and self._total.passed
+        return time.monotonic() >= self._ends_at
 
 
 class SenderLink:
-    """Sends messages to the peers of an epoch and reads their answers, each within `timeout_s`."""
+    """Sends messages to the peers of an epoch and reads their answers, each within `timeout_s`.
+
+    Attributes:
+        transport: What carries them. Owned by whoever has made this.
+        limit: How long calls may wait.
+    """
 
     def __init__(self, transport: SendTransport) -> None:
-        self._transport = transport
+        self.transport = transport
         self._epoch: tuple[int, ...] = ()
         self._unread: deque[tuple[int, bytes]] = deque()  # greetings
         self.limit = CallTimeout(60.0)
@@ -173,18 +178,13 @@ class SenderLink:
 
     def open(self, peers: Sequence[int]) -> dict[int, TransportError]:
         """Speak to `peers` from now on. Returns those that could not be reached."""
-        if tuple(peers) == self._epoch and all(map(self.is_connected, peers)):
+        if tuple(peers) == self._epoch and all(map(self.transport.is_connected, peers)):
             return {}
         self._epoch = ()
-        failed = self._transport.open_epoch(peers, timeout_s=self.timeout_s)
+        failed = self.transport.open_epoch(peers, timeout_s=self.timeout_s)
         if not failed:
             self._epoch = tuple(peers)
         return failed
-
-    @property
-    def is_open(self) -> bool:
-        """Whether there are peers to speak to."""
-        return bool(self._epoch)
 
     def greetings(self, *, timeout_s: float) -> list[tuple[int, Message | WireError, int]]:
         """The first message of each new peer, and its bytes.
@@ -192,7 +192,7 @@ class SenderLink:
         Reading many of them takes time: what is left after `_READING_S` is for the next call.
         """
         if not self._unread:
-            self._unread.extend(self._transport.poll(timeout_s=timeout_s))
+            self._unread.extend(self.transport.poll(timeout_s=timeout_s))
         end, read = time.monotonic() + _READING_S, list[tuple[int, Message | WireError, int]]()
         while self._unread and (not read or time.monotonic() < end):
             peer, data = self._unread.popleft()
@@ -202,7 +202,7 @@ class SenderLink:
     def send(self, message: Message, payload: Tensor | None = None) -> None:
         """Send to every peer of the epoch. Raises TransportError after dropping whom it lost."""
         header = encode(message, payload_bytes=0 if payload is None else len(payload))
-        self._transport.send(Frame(header, payload), timeout_s=self.timeout_s)
+        self.transport.send(Frame(header, payload), timeout_s=self.timeout_s)
 
     def knows(self, shares: object) -> bool:
         """Whether every peer of the epoch was `told` of these shares."""
@@ -216,73 +216,58 @@ class SenderLink:
 
     def buffer(self, num_bytes: int) -> Tensor:
         """uint8[num_bytes] to pack the next payload into. Raises what `send` raises."""
-        return self._transport.buffer(num_bytes, timeout_s=self.timeout_s)
-
-    def tell(self, peers: Collection[int], message: Message) -> None:
-        """Send to some peers of the epoch. Raises as `send`."""
-        self._transport.tell(peers, encode(message), timeout_s=self.timeout_s)
-
-    @property
-    def outlives_losses(self) -> bool:
-        """Whether the other peers get what is sent when one is lost."""
-        return self._transport.capabilities.outlives_losses
+        return self.transport.buffer(num_bytes, timeout_s=self.timeout_s)
 
     def hint(self, message: Message) -> None:
-        """Send what may be lost, if there are peers; losing one is found later."""
+        """Send to the peers of the epoch, if there is one; losing one is found later."""
         if self._epoch:
             with suppress(TransportError):
                 self.send(message)
 
     def replies(self) -> dict[int, Message | DeltaSyncError]:
         """The next answer of each peer of the epoch, or why there is none."""
-        return _read(self._transport.collect_replies(timeout_s=self.timeout_s))
+        return _read(self.transport.collect_replies(timeout_s=self.timeout_s))
 
     def some_replies(
-        self, peers: Collection[int], deadline: Deadline
+        self, peers: Collection[int], deadline: float
     ) -> dict[int, Message | DeltaSyncError]:
         """The next answers of some of `peers`: as soon as one has answered, or is lost.
 
         After `deadline`, of all of them: those that have not answered are late, and are dropped.
         """
-        is_late = deadline.passed
-        replies = self._transport.some_replies(peers, timeout_s=deadline.remaining_s)
-        for peer in set(peers) - replies.keys() if is_late else ():
+        left_s = deadline - time.monotonic()
+        replies = self.transport.some_replies(peers, timeout_s=max(0.0, left_s))
+        for peer in set(peers) - replies.keys() if left_s <= 0 else ():
             replies[peer] = TransportTimeout("did not answer in time")
             self.drop(peer)
         return _read(replies)
 
     def last_words(self, peers: Sequence[int]) -> dict[int, str]:
         """Why those of `peers` have failed that are gone and said so. Ends the epoch if one is."""
-        gone = [peer for peer in peers if not self.is_connected(peer)]
+        gone = [peer for peer in peers if not self.transport.is_connected(peer)]
         if not gone:
             return {}
         self._epoch = ()
         try:
             # Not with the others: they read a payload still.
-            self._transport.open_epoch(gone, timeout_s=self.timeout_s)
-            replies = self._transport.collect_replies(timeout_s=0)
+            self.transport.open_epoch(gone, timeout_s=self.timeout_s)
+            replies = self.transport.collect_replies(timeout_s=0)
         except TransportError:
             return {}
         said = {peer: _decoded(data) for peer, data in replies.items() if isinstance(data, bytes)}
         return {peer: reason_of(m) for peer, m in said.items() if isinstance(m, Failed)}
 
-    def is_connected(self, peer: int) -> bool:
-        return self._transport.is_connected(peer)
-
     def drop(self, peer: int) -> None:
         """End the connection to a peer."""
         if peer in self._epoch:
             self._epoch = ()
-        self._transport.drop(peer)
+        self.transport.drop(peer)
 
     def reset(self) -> None:
         """End every connection, in whatever state an interrupt has left it."""
         self._epoch = ()
         self._unread.clear()
-        self._transport.reset()
-
-    def close(self) -> None:
-        self._transport.close()
+        self.transport.reset()
 
 
 class ReceiverLinks:
@@ -306,23 +291,24 @@ class ReceiverLinks:
         self._max_payload_bytes = max_payload_bytes
         self._attempts = [0] * len(links)  # that lanes are at; the first, that has begun
         self._ended = [True] * len(links)
-        self._told, self._is_aborted = 0, False
+        self._is_aborted = False
         self.follows_loss = False
         self._last = 0
 
     def connect(self, hello: Hello, *, timeout_s: float) -> None:
         """Reconnect all of them, the first one last. Raises TransportTimeout, PeerLost."""
-        deadline = Deadline(timeout_s)
+        deadline = time.monotonic() + timeout_s
         self._attempts, self._ended = [0] * len(self._links), [True] * len(self._links)
-        self._told, self._is_aborted = 0, False
+        self._is_aborted = False
         if len(self._links) > 1:
             connection = uuid.uuid4().hex
             for link in self._links[1:]:
                 lane = encode(messages.Lane(connection=connection))
-                link.connect(lane, timeout_s=deadline.remaining_s)
+                link.connect(lane, timeout_s=max(0.0, deadline - time.monotonic()))
             lanes = {"connection": connection, "lanes": len(self._links) - 1}
             hello = hello.model_copy(update=lanes)
-        self._links[0].connect(encode(hello), timeout_s=deadline.remaining_s)
+        timeout_s = max(0.0, deadline - time.monotonic())
+        self._links[0].connect(encode(hello), timeout_s=timeout_s)
 
     def receive(self, *, timeout_s: float) -> tuple[int, Message, Tensor | None]:
         """(lane, message, payload): the next one that counts. See `ReceiveTransport.receive`.
@@ -332,14 +318,10 @@ class ReceiverLinks:
 
         Raises WireError, and Refused when the trainer turns this receiver away.
         """
-        end, num_late = time.monotonic() + timeout_s, 0
+        deadline, num_late = time.monotonic() + timeout_s, 0
         while num_late <= _MAX_LATE:
-            left_s = max(0.0, end - time.monotonic())
-            num_late += not left_s
-            if len(self._links) == 1:
-                lane, frame = 0, self._links[0].receive(timeout_s=left_s)
-            else:
-                lane, frame = self._next(Deadline(left_s))
+            num_late += time.monotonic() >= deadline
+            lane, frame = self._next(deadline)
             message, _ = decode(
                 frame.header,
                 max_payload_bytes=self._max_payload_bytes,
@@ -373,17 +355,12 @@ class ReceiverLinks:
     def _counts(self, lane: int, message: Message) -> bool:
         """Take note of where a lane stands. Whether the message is part of the attempt."""
         match message:
-            case Attempt(number=number):
-                before = self._attempts[lane] if lane else self._told
-                if number <= before:
-                    raise ProtocolViolation(f"attempt {number} after {before}")
-                if lane == 0:
-                    self._told = number
-                else:
-                    self._attempts[lane], self._ended[lane] = number, False
+            case Attempt() if lane:
+                self._go_on_to(message.number, lane)
                 return False
             case Begin() if lane == 0:
-                self._attempts[0], self._is_aborted = self._told, False
+                self._go_on_to(message.attempt, lane)
+                self._is_aborted = False
             case Abort() if lane == 0:
                 self._is_aborted = True
             case Bucket() | Shares() | Prepare() | Abort():
@@ -392,6 +369,11 @@ class ReceiverLinks:
                 raise ProtocolViolation(f"{message.kind} on lane {lane}")
         is_current = self._attempts[lane] == self._attempts[0] and not self._is_aborted
         return lane == 0 or (is_current and not isinstance(message, Abort))
+
+    def _go_on_to(self, attempt: int, lane: int) -> None:
+        if attempt <= self._attempts[lane] and len(self._links) > 1:
+            raise ProtocolViolation(f"attempt {attempt} after {self._attempts[lane]}")
+        self._attempts[lane], self._ended[lane] = attempt, False
 
     def _awaited(self) -> list[int]:
         """The first link, and lanes on which something is to come, in turn."""
@@ -403,12 +385,13 @@ class ReceiverLinks:
         ]
         return sorted([0, *lanes], key=lambda lane: (lane <= self._last, lane))
 
-    def _next(self, deadline: Deadline) -> tuple[int, Frame]:
+    def _next(self, deadline: float) -> tuple[int, Frame]:
         """What comes first, on any lane: nobody waits for one lane alone, whose payload may want
         other receivers, which wait for another.
         """
         if self._awaited() == [0]:
-            return 0, self._links[0].receive(timeout_s=deadline.remaining_s)
+            timeout_s = max(0.0, deadline - time.monotonic())
+            return 0, self._links[0].receive(timeout_s=timeout_s)
         pace = Pace(busy_s(self._links[0].capabilities.devices[0]))
         while True:
             for lane in self._awaited():
@@ -416,7 +399,7 @@ class ReceiverLinks:
                     frame = self._links[lane].receive(timeout_s=0.0)
                     self._last = lane
                     return lane, frame
-            if deadline.passed:
+            if time.monotonic() >= deadline:
                 raise TransportTimeout("nothing came in time")
             time.sleep(pace.pause_s(deadline))
 

@@ -6,14 +6,13 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from deltasync.delta.ledger import digest_text
-from deltasync.delta.snapshot import Digests
 from deltasync.errors import (
     ConfigError,
     DeltaSyncError,
-    EngineFailed,
     LayoutMismatch,
     SyncAborted,
     TransportError,
@@ -24,14 +23,13 @@ from deltasync.errors import (
 from deltasync.sync.protocol.links import SenderLink, reason_of
 from deltasync.sync.protocol.round import Turns
 from deltasync.sync.protocol.sender_session import (
-    Copies,
-    DigestCheck,
     Member,
     copies,
     digest_checks,
     peers_with_wrong_digest,
 )
 from deltasync.sync.source.layout import SentLayout, check_engine
+from deltasync.sync.source.weights import Weights
 from deltasync.wire.frame import FORMAT_VERSION
 from deltasync.wire.messages import (
     Failed,
@@ -84,18 +82,6 @@ class Lobby:
                 )
         return [e for e in engines if not any(hello.engine in taken for hello in e.values())]
 
-    def raise_declined(self) -> None:
-        """Raise EngineFailed if receivers have reported that they cannot take part."""
-        if declined := self.declined():
-            whys = sorted(set(map(reason_of, declined)))
-            raise EngineFailed("; ".join(whys))
-
-    def too_few(self, who_came: str) -> TransportTimeout:
-        """The error if too few have come in time."""
-        refused = self.last_refusal()
-        why = f"; the last one refused: {refused}" if refused else ""
-        return TransportTimeout(f"{who_came}{why}")
-
     def listen(self, *, timeout_s: float) -> None:
         """Take in whoever has connected. Lets go of who waits for other ranks in vain."""
         came = self._link.greetings(timeout_s=timeout_s)
@@ -104,7 +90,7 @@ class Lobby:
             for peer, hello, num_bytes in came:
                 self._take_in(peer, hello, num_bytes)
             came = self._link.greetings(timeout_s=0) if time.monotonic() < end else []
-        for peer in [p for p in self._waiting if not self._link.is_connected(p)]:
+        for peer in [p for p in self._waiting if not self._link.transport.is_connected(p)]:
             del self._waiting[peer]
         self._let_go_of_incomplete()
 
@@ -125,7 +111,9 @@ class Lobby:
             problem = f"{hello.lanes} lanes, this trainer sends on {self._num_lanes}"
             self.refuse(peer, ConfigError(f"{problem}: give the receiver as many"))
         else:
-            self._waiting[peer] = _Arrival(hello, time.monotonic(), _memory_of(hello, num_bytes))
+            num_names = sum(len(names) for names, *_ in hello.parameters)
+            memory = 4 * num_bytes + 64 * num_names + 160 * len(hello.parameters)  # once it is read
+            self._waiting[peer] = _Arrival(hello, time.monotonic(), memory)
 
     def _let_go_of_incomplete(self) -> None:
         """Refuse engines that wait for ranks too long; those first that have done so longest."""
@@ -239,6 +227,99 @@ class Lobby:
         return self._admits(engine) and (self._retained is None or engine in self._retained)
 
 
+class _Arrival(NamedTuple):
+    """A greeting, when it came on the monotonic clock, and the memory that it takes, at most."""
+
+    hello: Hello
+    at_s: float
+    num_bytes: int
+
+
+def join(
+    link: SenderLink, joiners: Sequence[Member], weights: Weights, stream_id: str, version: int
+) -> tuple[list[Member], list[Member], dict[str, str]]:
+    """Tell engines the layout, and by their digests which of them need a full sync.
+
+    One rank that disagrees or is lost counts for its whole engine. Nobody is dropped here.
+
+    Returns:
+        Members that hold the version already, those that wait for a full sync, and why the others
+        are gone, by member.
+    """
+    layout, lost = weights.layout, dict[str, str]()
+    assert layout is not None
+    here = _reached(link, joiners, lost)
+    if not here:
+        return [], [], lost
+    with suppress(TransportError):  # then a reply is missing
+        link.send(
+            Layout(
+                stream_id=stream_id,
+                version=version,
+                parameters=entries(layout.specs),
+                digest=digest_text(weights.digests.total),
+            )
+        )
+    replies = link.replies()
+    held = {peer: reply for peer, reply in replies.items() if isinstance(reply, Held)}
+    silent = {m: replies[m.peer] for m in here if m.peer not in held}
+    why = {m: reason_of(said, answered="answered the layout") for m, said in silent.items()}
+    here = _parts_noted(layout.specs, _left(here, why, lost), held, lost)
+    checks = digest_checks(here, len(layout.specs))
+    weights.learn_digests([copies for _, copies in checks])
+    digests = {peer: int(one.digest, 16) for peer, one in held.items()}
+    wrong = peers_with_wrong_digest(checks, digests, weights.digests)
+    wrong |= {peer for peer, one in held.items() if one.half_written}
+    differ = {m.engine for m in here if m.peer in wrong}
+    here = _reached(link, here, lost)
+    if here:
+        with suppress(TransportError):  # who was lost is found out by the next round
+            link.send(Welcome(full_sync=tuple(sorted(differ))))
+    agreed = [m for m in here if m.engine not in differ]
+    return agreed, [m for m in here if m.engine in differ], lost
+
+
+def _reached(link: SenderLink, members: Sequence[Member], lost: dict[str, str]) -> list[Member]:
+    """Speak to those of whole engines that can be reached, and return them."""
+    here = list(members)
+    while here and (failed := link.open([m.peer for m in here])):
+        why = {m: reason_of(failed[m.peer]) for m in here if m.peer in failed}
+        here = _left(here, why, lost)
+    return here
+
+
+def _left(
+    members: Sequence[Member], problems: Mapping[Member, str], lost: dict[str, str]
+) -> list[Member]:
+    """Those whose engines have no problem. The others are noted as lost."""
+    lost |= {str(member): why for member, why in problems.items()}
+    gone = {member.engine for member in problems}
+    return [member for member in members if member.engine not in gone]
+
+
+def _parts_noted(
+    specs: Sequence[ParameterSpec],
+    members: Sequence[Member],
+    held: Mapping[int, Held],
+    lost: dict[str, str],
+) -> list[Member]:
+    """Members, with what they stage and what their engines hold in parts, which must add up."""
+    here = [replace(m, max_staged_bytes=held[m.peer].max_staged_bytes) for m in members]
+    ranks: dict[str, list[Member]] = defaultdict(list)
+    for member in here:
+        if held[member.peer].parts:
+            ranks[member.engine].append(member)
+    problems: dict[Member, str] = {}
+    for parted in ranks.values():
+        try:
+            known = copies(specs, [(m.holds, dict(held[m.peer].parts)) for m in parted])
+        except LayoutMismatch as error:
+            problems |= dict.fromkeys(parted, reason_of(error))
+            continue
+        here = [replace(m, copies=known) if m in parted else m for m in here]
+    return _left(here, problems, lost)
+
+
 def names_of(engines: Iterable[Mapping[int, Hello]]) -> set[str]:
     """The names of engines, as of `Lobby.engines`."""
     return {hello.engine for hellos in engines for hello in hellos.values()}
@@ -251,111 +332,3 @@ def are_enough(turns: Turns, engines: Collection[str]) -> bool:
     except SyncAborted:
         return False
     return True
-
-
-@dataclass(frozen=True, slots=True)
-class _Arrival:
-    """A greeting, when it came on the monotonic clock, and the memory that it takes."""
-
-    hello: Hello
-    at_s: float
-    num_bytes: int
-
-
-def _memory_of(hello: Hello, num_bytes: int) -> int:
-    """Bytes that a greeting of `num_bytes` takes once it is read, at most."""
-    num_names = sum(len(names) for names, *_ in hello.parameters)
-    return 4 * num_bytes + 64 * num_names + 160 * len(hello.parameters)
-
-
-class Joining:
-    """Engines on their way in: `introduce` the layout to them, then `welcome` them.
-
-    One rank that disagrees or is lost counts for its whole engine. Nobody is dropped here.
-
-    Attributes:
-        agreed: Members that hold the version already.
-        differ: Members that need a full sync and wait for it.
-        lost: Why the others are gone, by member.
-    """
-
-    def __init__(self, link: SenderLink, joiners: Sequence[Member]) -> None:
-        self._link, self._here = link, list(joiners)
-        self._told: dict[int, Held] = {}
-        self._checks: list[DigestCheck] = []
-        self.agreed: list[Member] = []
-        self.differ: list[Member] = []
-        self.lost: dict[str, str] = {}
-
-    def introduce(
-        self, specs: tuple[ParameterSpec, ...], held: Digests, stream_id: str, version: int
-    ) -> list[Copies | None]:
-        """Send the layout, and hear what each holds.
-
-        Returns the copies of which `welcome` compares digests.
-        """
-        layout = Layout(
-            stream_id=stream_id,
-            version=version,
-            parameters=entries(specs),
-            digest=digest_text(held.total),
-        )
-        self._open()
-        if not self._here:
-            return []
-        with suppress(TransportError):  # then a reply is missing
-            self._link.send(layout)
-        replies = self._link.replies()
-        self._told = {p: reply for p, reply in replies.items() if isinstance(reply, Held)}
-        silent = {m: replies[m.peer] for m in self._here if m.peer not in self._told}
-        why = {m: reason_of(said, answered="answered the layout") for m, said in silent.items()}
-        self._leave_out(why)
-        self._here = [
-            replace(m, max_staged_bytes=self._told[m.peer].max_staged_bytes) for m in self._here
-        ]
-        self._note_parts(specs)
-        self._checks = digest_checks(self._here, len(specs))
-        return [check.copies for check in self._checks]
-
-    def welcome(self, version: Digests) -> None:
-        """Tell them whose weights are not those of the version, and need a full sync."""
-        digests = {peer: int(held.digest, 16) for peer, held in self._told.items()}
-        wrong = peers_with_wrong_digest(self._checks, digests, version)
-        wrong |= {peer for peer, held in self._told.items() if held.half_written}
-        differ = {m.engine for m in self._here if m.peer in wrong}
-        self._open()
-        if self._here:
-            with suppress(TransportError):  # who was lost is found out by the next round
-                self._link.send(Welcome(full_sync=tuple(sorted(differ))))
-        self.agreed = [m for m in self._here if m.engine not in differ]
-        self.differ = [m for m in self._here if m.engine in differ]
-
-    def _open(self) -> None:
-        """Speak to those that can be reached, whole engines only."""
-        while self._here and (failed := self._link.open([m.peer for m in self._here])):
-            self._leave_out({m: reason_of(failed[m.peer]) for m in self._here if m.peer in failed})
-
-    def _leave_out(self, problems: Mapping[Member, str]) -> None:
-        self.lost |= {str(member): why for member, why in problems.items()}
-        gone = {member.engine for member in problems}
-        self._here = [member for member in self._here if member.engine not in gone]
-
-    def _note_parts(self, specs: Sequence[ParameterSpec]) -> None:
-        """Note what ranks hold in part; engines whose parts do not add up are left out."""
-        parts = {
-            member: dict(reply.parts)
-            for member in self._here
-            if (reply := self._told[member.peer]).parts
-        }
-        problems: dict[Member, str] = {}
-        known: dict[str, Copies] = {}
-        for engine in {member.engine for member in parts}:
-            ranks = [member for member in parts if member.engine == engine]
-            try:
-                known[engine] = copies(specs, [(member.holds, parts[member]) for member in ranks])
-            except LayoutMismatch as error:
-                problems |= dict.fromkeys(ranks, reason_of(error))
-        self._here = [
-            replace(m, copies=known.get(m.engine)) if m in parts else m for m in self._here
-        ]
-        self._leave_out(problems)

@@ -1,8 +1,8 @@
 """One sync as frames that go one way: into a file, or wherever nobody answers.
 
 They are those of a sync between two processes, without what is negotiated there: `layout`, which
-says what the weights are before, `begin`, each `bucket`, `prepare`, and `sealed`, which says what
-they are after. docs/wire-format.md, section 7.
+says what the weights are before, `begin`, each `bucket`, and `prepare`, which says what they are
+after. docs/wire-format.md, section 7.
 """
 
 from __future__ import annotations
@@ -21,18 +21,16 @@ from deltasync.delta.snapshot import Plan
 from deltasync.delta.staging import LiveWeights, Received
 from deltasync.delta.tiles import Space
 from deltasync.errors import ProtocolViolation, TruncatedFrame
-from deltasync.sync.protocol.frames import Emitter
-from deltasync.sync.protocol.receiver_session import ReceiverSession, ReceiverState
+from deltasync.sync.protocol.receiver_session import ReceiverSession
+from deltasync.sync.protocol.round import Emitter
 from deltasync.transports.base import Frame
 from deltasync.wire.frame import MAX_PAYLOAD_BYTES, decode, encode
 from deltasync.wire.messages import (
     Begin,
     Bucket,
     Layout,
-    Message,
     ParameterSpec,
     Prepare,
-    Sealed,
     Welcome,
     entries,
     layout_hash,
@@ -71,10 +69,9 @@ def one_way_frames(
     hashed = layout_hash(tuple(specs))
     yield Frame(encode(layout))
     yield Frame(encode(emitter.begin(stream_id=stream_id, layout_hash=hashed, timeout_s=0.0)))
-    for message, payload in emitter.buckets():
+    for message, payload in emitter.frames():
         yield Frame(encode(message, payload_bytes=len(payload)), payload)
-    yield Frame(encode(emitter.prepare()))
-    yield Frame(encode(Sealed(version=version, digest=digest_text(plan.ledger.total))))
+    yield Frame(encode(emitter.prepare(digest_text(plan.ledger.total))))
 
 
 def _host_memory(num_bytes: int) -> Tensor:
@@ -94,7 +91,7 @@ class OneWayReader:
         specs: Its parameters.
         live: Weights of these.
         begin: What the sync is; None until it has come.
-        sealed: What the weights must be after; None until all has come.
+        digest: Of what the weights must be after; None until all has come.
     """
 
     def __init__(
@@ -111,10 +108,10 @@ class OneWayReader:
         self.layout: Layout | None = None
         self.specs: tuple[ParameterSpec, ...] = ()
         self.begin: Begin | None = None
-        self.sealed: Sealed | None = None
+        self.digest: str | None = None
 
-    def take(self, frame: Frame) -> tuple[Message, Received | None]:
-        """The message in a frame, and what it has of changes.
+    def take(self, frame: Frame) -> Received | None:
+        """What a frame has of changes.
 
         Raises:
             WireError: The frame is damaged.
@@ -125,59 +122,40 @@ class OneWayReader:
             max_payload_bytes=self._max_payload_bytes,
             arrived_bytes=0 if frame.payload is None else len(frame.payload),
         )
-        return message, self.accept(message, frame.payload)
-
-    def accept(self, message: Message, payload: Tensor | None) -> Received | None:
-        """The same, of a frame that was opened."""
+        session = self._session
         match message:
             case Layout():
-                self._session.on(message)
-                self._bind(message)
-            case Begin():
-                self._begin(message)
+                session.on(message)
+                self.layout, self.specs = message, message.specs()
+                self.live = LiveWeights(self._flats_of(self.specs), Space(whole(self.specs)))
+                self._payloads = PayloadReader(self.live)
+            case Begin() if self.layout is not None and self.begin is None:
+                # What a sender would have said before: whether a full sync follows.
+                full = () if message.base_version is not None else (session.engine,)
+                session.on(Welcome(full_sync=full))
+                session.on(message)
+                check_begin(message, self.live.space)
+                self._payloads.begin(message)
+                self.begin = message
             case Bucket():
-                self._session.on(message)
-                return self._payloads.read(message, payload)
-            case Prepare():
-                self._session.on(message)
-            case Sealed():
-                self._seal(message)
+                session.on(message)
+                return self._payloads.read(message, frame.payload)
+            case Prepare() if message.digest is not None:
+                session.on(message)
+                self.digest = message.digest
             case _:
-                raise ProtocolViolation(f"{message.kind} has no place in frames that go one way")
+                raise ProtocolViolation(f"{message.kind} has no place here in frames of one way")
         return None
 
-    def check_sealed(self) -> None:
-        """Raises TruncatedFrame unless everything has come."""
-        if self.sealed is None:
-            raise TruncatedFrame("the frames end before `sealed`: a part is missing")
+    def whole_digest(self) -> str:
+        """`digest`, of all that has come. Raises TruncatedFrame if there is more to come."""
+        if self.digest is None:
+            raise TruncatedFrame("the frames end before `prepare`: a part is missing")
+        return self.digest
 
     def read(self, frames: Iterable[Frame]) -> Iterator[Received]:
-        """The buckets of the sync, one after another; `sealed` is there after the last."""
+        """The buckets of the sync, one after another; `digest` is there after the last."""
         for frame in frames:
-            _, bucket = self.take(frame)
-            if bucket is not None:
+            if (bucket := self.take(frame)) is not None:
                 yield bucket
-        self.check_sealed()
-
-    def _bind(self, layout: Layout) -> None:
-        self.layout, self.specs = layout, layout.specs()
-        self.live = LiveWeights(self._flats_of(self.specs), Space(whole(self.specs)))
-        self._payloads = PayloadReader(self.live)
-
-    def _begin(self, begin: Begin) -> None:
-        if self.layout is None or self.begin is not None:
-            raise ProtocolViolation("begin where a layout, or what follows begin, has its place")
-        # What a sender would have said before: whether a full sync follows.
-        full = () if begin.base_version is not None else (self._session.engine,)
-        self._session.on(Welcome(full_sync=full))
-        self._session.on(begin)
-        check_begin(begin, self.live.space)
-        self._payloads.begin(begin)
-        self.begin = begin
-
-    def _seal(self, sealed: Sealed) -> None:
-        begun = self._session.begun
-        is_due = self._session.state is ReceiverState.PREPARED and self.sealed is None
-        if begun is None or not is_due or sealed.version != begun.version:
-            raise ProtocolViolation(f"sealed while {self._session.state.name}")
-        self.sealed = sealed
+        self.whole_digest()

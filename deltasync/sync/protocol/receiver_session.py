@@ -20,7 +20,7 @@ from deltasync.errors import (
     VersionGap,
     WrongStream,
 )
-from deltasync.sync.protocol.table import Rule, by_state
+from deltasync.sync.protocol.table import Rule, When, by_state
 from deltasync.wire.messages import (
     Abort,
     Begin,
@@ -126,7 +126,7 @@ class ReceiverSession:
         if begun is None or getattr(what, "version", begun.version) == begun.version:
             kind = what if isinstance(what, str) else type(what)
             for rule in RECEIVER[self.state].get(kind, ()):
-                if rule.when is None or rule.when(self, what, lane):
+                if rule.when is None or rule.when.holds(self, what, lane):
                     if rule.do is not None:
                         rule.do(self, what, lane)
                     for name, value in rule.sets.items():
@@ -153,16 +153,6 @@ class ReceiverSession:
         is_delta = begun is not None and begun.base_version is not None
         has_come = self._has_ended and not self.incomplete
         return is_delta and has_come and not any(self._next_bucket)
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether a sync is under way, or sat out."""
-        return self.begun is not None or self.declined is not None
-
-    @property
-    def awaits_sync(self) -> bool:
-        """Whether it is a member and takes part in none."""
-        return self.state in (ReceiverState.WAITING, ReceiverState.READY)
 
     @property
     def awaits_abort(self) -> bool:
@@ -200,55 +190,6 @@ class ReceiverSession:
         return Failed(version=self.begun.version, error=INCOMPLETE, reason=reason)
 
     # What the table asks for. The documentation shows the docstrings.
-
-    def _is_first_layout(self, layout: Layout, lane: int) -> bool:
-        """No layout has come yet, and the weights are attached."""
-        return self._offered is None and not self.detached
-
-    def _needs_full_sync(self, welcome: Welcome, lane: int) -> bool:
-        """A layout has come, and `full_sync` has its engine."""
-        return self._offered is not None and self.engine in welcome.full_sync
-
-    def _needs_no_full_sync(self, welcome: Welcome, lane: int) -> bool:
-        """A layout has come, and `full_sync` does not have its engine."""
-        return self._offered is not None and self.engine not in welcome.full_sync
-
-    def _is_detached(self, begin: Begin, lane: int) -> bool:
-        """The weights are detached."""
-        return self.detached
-
-    def _is_declined(self, message: Shares | Bucket | Prepare, lane: int) -> bool:
-        """It is of the sync that the receiver sits out."""
-        return message.version == self.declined
-
-    def _is_first(self, shares: Shares, lane: int) -> bool:
-        """Nothing of the sync has come on this connection."""
-        return not self._next_bucket[lane] and lane not in self._ended | self._told
-
-    def _is_late(self, finish: Finish, lane: int) -> bool:
-        """Its engine has one rank, which has not waited for it, and keeps the version."""
-        is_held = self.world == 1 and finish.version == self.version
-        return is_held and self.engine not in finish.undo
-
-    def _is_last_lane(self, prepare: Prepare, lane: int) -> bool:
-        """It has come on every other connection, and no payload was lost."""
-        return len(self._ended | {lane}) == self.lanes and not self.incomplete
-
-    def _is_written(self, what: Abort | Event, lane: int) -> bool:
-        """Something was written since `begin`."""
-        return self._has_written
-
-    def _is_full(self, abort: Abort, lane: int) -> bool:
-        """It was to be a full sync."""
-        return self.begun is not None and self.begun.base_version is None
-
-    def _is_alone(self, event: Event, lane: int) -> bool:
-        """Its engine has one rank."""
-        return self.world == 1
-
-    def _is_undone(self, finish: Finish, lane: int) -> bool:
-        """`undo` has its engine."""
-        return self.engine in finish.undo
 
     def _keep(self, layout: Layout, lane: int) -> None:
         """Keeps the layout."""
@@ -319,6 +260,40 @@ class ReceiverSession:
         self.undone, self.begun, self.declined = False, None, None
 
 
+_FIRST_LAYOUT = When(
+    "No layout has come yet, and the weights are attached",
+    lambda r, layout, lane: r._offered is None and not r.detached,
+)
+_NEEDS_FULL_SYNC = When(
+    "A layout has come, and `full_sync` has its engine",
+    lambda r, welcome, lane: r._offered is not None and r.engine in welcome.full_sync,
+)
+_NEEDS_NO_FULL_SYNC = When(
+    "A layout has come, and `full_sync` does not have its engine",
+    lambda r, welcome, lane: r._offered is not None and r.engine not in welcome.full_sync,
+)
+_DETACHED = When("The weights are detached", lambda r, begin, lane: r.detached)
+_DECLINED = When(
+    "It is of the sync that the receiver sits out",
+    lambda r, message, lane: message.version == r.declined,
+)
+_FIRST = When(
+    "Nothing of the sync has come on this connection",
+    lambda r, shares, lane: not r._next_bucket[lane] and lane not in r._ended | r._told,
+)
+_LAST_LANE = When(
+    "It has come on every other connection, and no payload was lost",
+    lambda r, prepare, lane: len(r._ended | {lane}) == r.lanes and not r.incomplete,
+)
+_WRITTEN = When("Something was written since `begin`", lambda r, what, lane: r._has_written)
+_FULL = When(
+    "It was to be a full sync",
+    lambda r, abort, lane: r.begun is not None and r.begun.base_version is None,
+)
+_ALONE = When("Its engine has one rank", lambda r, event, lane: r.world == 1)
+_UNDONE = When("`undo` has its engine", lambda r, finish, lane: r.engine in finish.undo)
+
+
 def _rules() -> list[Rule[ReceiverState]]:
     outside, joining, waiting, ready, staging, prepared, committing, committed = ReceiverState
     anywhere = tuple(ReceiverState)
@@ -333,32 +308,31 @@ def _rules() -> list[Rule[ReceiverState]]:
     over: dict[str, object] = {"begun": None}
     return [  # in states, on a message or event, the next state, when, what is done, what is set
         Rule((outside,), "greeted", joining, sets={"undone": False, "_offered": None}),
-        Rule((joining,), Layout, when=r._is_first_layout, do=r._keep),
-        Rule((joining,), Welcome, waiting, r._needs_full_sync),
-        Rule((joining,), Welcome, ready, r._needs_no_full_sync, r._hold),
+        Rule((joining,), Layout, when=_FIRST_LAYOUT, do=r._keep),
+        Rule((joining,), Welcome, waiting, _NEEDS_FULL_SYNC),
+        Rule((joining,), Welcome, ready, _NEEDS_NO_FULL_SYNC, r._hold),
         Rule((ready,), Upcoming),
-        Rule((ready,), Begin, ready, r._is_detached, r._decline),
+        Rule((ready,), Begin, ready, _DETACHED, r._decline),
         Rule((ready, waiting), Begin, staging, do=r._begin, sets=new),
-        Rule((ready,), Shares, when=r._is_declined),
-        Rule((ready,), Bucket, when=r._is_declined),
-        Rule((ready,), Prepare, when=r._is_declined),
+        Rule((ready,), Shares, when=_DECLINED),
+        Rule((ready,), Bucket, when=_DECLINED),
+        Rule((ready,), Prepare, when=_DECLINED),
         Rule((ready, waiting), Abort, sets={"declined": None}),
-        Rule((staging,), Shares, when=r._is_first, do=r._tell),
+        Rule((staging,), Shares, when=_FIRST, do=r._tell),
         Rule((staging,), Bucket, do=r._count),
         Rule((staging,), "cut off", sets={"incomplete": True}),
-        Rule((staging,), Prepare, prepared, r._is_last_lane, r._end_lane),
+        Rule((staging,), Prepare, prepared, _LAST_LANE, r._end_lane),
         Rule((staging,), Prepare, do=r._end_lane),
-        Rule((staging, prepared), Abort, outside, r._is_written, sets=over),
-        Rule((staging, prepared), Abort, waiting, r._is_full, sets=over),
+        Rule((staging, prepared), Abort, outside, _WRITTEN, sets=over),
+        Rule((staging, prepared), Abort, waiting, _FULL, sets=over),
         Rule((staging, prepared), Abort, ready, sets=over),
         Rule((prepared,), Commit, committing),
-        Rule((committing,), "committed", ready, r._is_alone, r._hold, whole | over),
+        Rule((committing,), "committed", ready, _ALONE, r._hold, whole | over),
         Rule((committing,), "committed", committed, sets=whole),
-        Rule((committed,), Finish, outside, r._is_undone, sets=mixed | over | {"undone": True}),
+        Rule((committed,), Finish, outside, _UNDONE, sets=mixed | over | {"undone": True}),
         Rule((committed,), Finish, ready, do=r._hold, sets=over),
-        Rule((ready,), Finish, when=r._is_late),
         Rule(in_sync, "writing", do=r._write, sets=mixed | {"_has_written": True}),
-        Rule(after_write, "restored", when=r._is_written, do=r._restore),
+        Rule(after_write, "restored", when=_WRITTEN, do=r._restore),
         Rule((outside, *PATIENT), "corrupted", sets={"dirty": True}),
         Rule((ready,), "detached", sets={"detached": True}),
         Rule(not_ready, "detached", outside, do=r._leave, sets={"detached": True}),

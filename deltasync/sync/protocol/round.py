@@ -4,35 +4,177 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from deltasync.delta.coding import Coding
+from deltasync.delta.coding import Coder, Coding
+from deltasync.delta.snapshot import Bucket as Packing
 from deltasync.delta.snapshot import Plan
 from deltasync.delta.staging import staged_bytes_of
+from deltasync.delta.tiles import table_of
 from deltasync.errors import DeltaSyncError, TransportError
 from deltasync.sync.events import Phase
-from deltasync.sync.protocol.frames import Emitter, SentBuckets
 from deltasync.sync.protocol.links import SenderLink, reason_of
 from deltasync.sync.protocol.receiver_session import DETACHED, INCOMPLETE
 from deltasync.sync.protocol.sender_session import Member, SenderPhase, SenderSession, judge
 from deltasync.sync.source.layout import SentLayout
-from deltasync.transports.control.connection import Deadline
+from deltasync.wire.compression import Compression
+from deltasync.wire.frame import encode
 from deltasync.wire.messages import (
     Abort,
-    Attempt,
+    Begin,
+    Bucket,
     Commit,
     Committed,
     Failed,
     Finish,
     Message,
+    Prepare,
     Prepared,
+    Shares,
     as_text,
 )
+
+
+@dataclass(slots=True)
+class SentBuckets:
+    """What was sent to each receiver.
+
+    Attributes:
+        num_buckets, payload_bytes: Number of payloads, and their bytes.
+        bucket_bytes: Size of the largest payload.
+        lost: Why receivers were lost, by their connection.
+        bytes_by_codec: Of the payloads, see `Coder`.
+    """
+
+    num_buckets: int = 0
+    payload_bytes: int = 0
+    bucket_bytes: int = 0
+    lost: dict[str, str] = field(default_factory=dict)
+    bytes_by_codec: dict[str, int] = field(default_factory=dict)
+
+    def __add__(self, other: SentBuckets) -> SentBuckets:
+        """What two ranks have sent to the same receivers."""
+        return SentBuckets(
+            self.num_buckets + other.num_buckets,
+            self.payload_bytes + other.payload_bytes,
+            max(self.bucket_bytes, other.bucket_bytes),
+            self.lost | other.lost,
+            {
+                name: self.bytes_by_codec.get(name, 0) + other.bytes_by_codec.get(name, 0)
+                for name in dict.fromkeys((*self.bytes_by_codec, *other.bytes_by_codec))
+            },
+        )
+
+
+class Emitter:
+    """Makes the messages that carry one plan: `begin`, its `frames`, `prepare`, in this order.
+
+    A round sends all of them, a lane those after `begin`, a file keeps them all. Use it once.
+
+    Args:
+        plan: What is sent.
+        version: The version that the plan leads to.
+        compression: Of the payloads.
+        buffer: Returns uint8[num_bytes] memory for the next payload as it travels.
+
+    Attributes:
+        sent: The buckets that the caller has sent: each counts when the next one is asked for.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        version: int,
+        *,
+        compression: Coding,
+        buffer: Callable[[int], Tensor],
+    ) -> None:
+        self._plan, self._version = plan, version
+        self._buffer = buffer
+        self._coder = None if compression == "none" else Coder(compression)
+        counts = {} if self._coder is None else self._coder.bytes_by_codec
+        self.sent = SentBuckets(bytes_by_codec=counts)
+        self._raw: Tensor | None = None
+
+    def begin(
+        self, *, stream_id: str, layout_hash: str, timeout_s: float, attempt: int = 0
+    ) -> Begin:
+        """The message that announces the plan. Arguments as in `Begin`."""
+        plan = self._plan
+        return Begin(
+            stream_id=stream_id,
+            version=self._version,
+            base_version=plan.base_version,
+            layout_hash=layout_hash,
+            payload_bytes=plan.payload_bytes,
+            places=plan.places,
+            timeout_s=timeout_s,
+            attempt=attempt,
+        )
+
+    def frames(self, *, with_shares: bool = False) -> Iterator[tuple[Message, Tensor]]:
+        """Each bucket's message, and its uint8[n] payload.
+
+        The payload is a buffer, which the caller sends or keeps before it asks for the next one.
+
+        Args:
+            with_shares: Whether somebody has to be told first what buckets carry: without it they
+                take it for all of the layout.
+        """
+        sent = self.sent
+        if with_shares:
+            table, space = torch.from_numpy(table_of(self._plan.space)), self._plan.space
+            shares = Shares(version=self._version, num_shares=len(space.given))
+            yield shares, self._buffer(len(table)).copy_(table)
+        for bucket in self._plan.buckets():
+            payload, compression = self._packed(bucket)
+            sizes = bucket.sizes
+            message = Bucket(
+                version=self._version,
+                sequence=sent.num_buckets,
+                item_size=sizes.item_size,  # type: ignore[arg-type]
+                tiles=sizes.tiles,
+                places=sizes.places,
+                whole=sizes.whole,
+                compression=compression,
+            )
+            yield message, payload
+            if self._coder is None:
+                sent.bytes_by_codec["none"] = sent.payload_bytes + len(payload)
+            sent.num_buckets += 1
+            sent.payload_bytes += len(payload)
+            sent.bucket_bytes = max(sent.bucket_bytes, len(payload))
+
+    def _packed(self, bucket: Packing) -> tuple[Tensor, Compression]:
+        """A bucket's payload as it travels, and what was done to it."""
+        coder = self._coder
+        if coder is None:
+            sent = self._buffer(bucket.sizes.num_bytes)
+            raw = sent if sent.device == bucket.device else self._scratch(bucket)
+            bucket.pack(raw, lambda: None)
+            return sent if raw is sent else sent.copy_(raw), "none"
+        raw, made = self._scratch(bucket), list[tuple[Tensor, Compression]]()
+        bucket.pack(raw, lambda: made.append(coder.coded(raw, bucket)))
+        [(coded, compression)] = made
+        return self._buffer(len(coded)).copy_(coded), compression
+
+    def _scratch(self, bucket: Packing) -> Tensor:
+        """Memory to pack a bucket into before it is coded."""
+        raw, num_bytes = self._raw, bucket.sizes.num_bytes
+        if raw is None or len(raw) < num_bytes or raw.device != bucket.device:
+            self._raw = None  # its memory first
+            raw = self._raw = torch.empty(num_bytes, dtype=torch.uint8, device=bucket.device)
+        return raw[:num_bytes]
+
+    def prepare(self, digest: str | None = None) -> Prepare:
+        """The message that ends the buckets."""
+        count = self.sent.num_buckets
+        return Prepare(version=self._version, num_buckets=count, digest=digest)
 
 
 @dataclass(slots=True)
@@ -97,11 +239,15 @@ def all_at_once(
 class PeerRanks(Protocol):
     """The other ranks of a trainer, which send to the same receivers what they hold."""
 
-    def next_attempt(self) -> int:
-        """Number the attempt that receivers are told of now, and the others by `start`."""
-        ...
-
-    def start(self, members: Collection[Member], *, is_delta: bool, timeout_s: float) -> None:
+    def start(
+        self,
+        members: Collection[Member],
+        attempt: int,
+        *,
+        is_delta: bool,
+        with_shares: bool,
+        timeout_s: float,
+    ) -> None:
         """Let them send to these, which they know by their connections."""
         ...
 
@@ -141,7 +287,6 @@ class Round:
         self._layout, self._compression = layout, compression
         self._result, self.phases = RoundResult(), list[Phase]()
         self._digests: dict[int, int] = {}  # that receivers would arrive at, by peer
-        self._said: dict[int, str] = {}  # by those that were lost: why they left
         self._finished: set[str] = set()  # engines
         self._is_answering = self._has_asked = self._has_begun = False
         self._is_unchanged = self._has_sent_all = self._is_repeated = self._is_released = False
@@ -149,8 +294,7 @@ class Round:
     def run(self, participants: Sequence[Member], *, version: int, stream_id: str) -> RoundResult:
         """Do the round. The result says whether the version was decided."""
         self._version = version
-        self._engines = frozenset(member.engine for member in participants)
-        self._is_alone = len(self._engines) == 1  # no other engine can go on without it
+        engines = frozenset(member.engine for member in participants)
         try:
             self._session.begin(participants, version=version)
             self._stage(stream_id)
@@ -163,8 +307,8 @@ class Round:
             if len(turns) > 1 and self._writes_as_it_arrives():
                 turns = [frozenset().union(*turns)]  # they are paused, all of them
             taking = frozenset().union(*turns)
-            if self._session.failures or taking != self._engines:
-                self._drop(self._session.narrow(taking, said=self._said))
+            if self._session.failures or taking != engines:
+                self._drop(self._session.narrow(taking))
             if not taking:
                 self._abort("no engine is to take it")
                 return self._result
@@ -175,34 +319,29 @@ class Round:
         return self._result
 
     def _stage(self, stream_id: str) -> None:
-        began = time.perf_counter()
-        for peer, error in self._link.open(list(self._session.participants)).items():
-            self._session.failed(peer, reason_of(error))
-        if self._session.failures:
+        began, session = time.perf_counter(), self._session
+        for peer, error in self._link.open(list(session.participants)).items():
+            session.failed(peer, reason_of(error))
+        if session.failures:
             return
         self._result.coding = self._compression
-        buffer = self._link.buffer if self._is_alone else self._buffer
-        emitter = Emitter(self._plan, self._version, compression=self._compression, buffer=buffer)
-        if self._peer_ranks is not None:
-            self._send(Attempt(number=self._peer_ranks.next_attempt()))
-        self._send(
-            emitter.begin(
-                stream_id=stream_id,
-                layout_hash=self._layout.hash,
-                timeout_s=self._link.timeout_s,
-            )
+        emitter = Emitter(
+            self._plan, self._version, compression=self._compression, buffer=self._buffer
         )
-        if self._has_lost():  # the others may write in place what would come now
+        begin = emitter.begin(
+            stream_id=stream_id,
+            layout_hash=self._layout.hash,
+            timeout_s=self._link.timeout_s,
+            attempt=session.attempt,
+        )
+        self._send(begin)
+        for peer in self._lost():
+            session.failed(peer, "PeerLost: disconnected as the sync began")
+        if session.failures:  # the others may write in place what would come now
             return
-        if self._peer_ranks is not None:
-            self._peer_ranks.start(
-                self._session.participants.values(),
-                is_delta=self._plan.base_version is not None,
-                timeout_s=self._link.timeout_s,
-            )
         self._send_buckets(emitter)
         sent = time.perf_counter()
-        if self._has_sent_all and (not self._session.failures or self._goes_on()):
+        if self._has_sent_all and (not session.failures or self._goes_on()):
             self._is_answering = self._has_asked = True
             self._send(emitter.prepare())
             # Even if that lost somebody: an answer left unread would be taken for the next one.
@@ -211,62 +350,54 @@ class Round:
         self._result.transfer_s, self._result.wait_s = now - began, now - sent
         self.phases += [("send", began, sent), ("wait", sent, now)]
 
-    def _has_lost(self) -> bool:
-        """Whether a participant is gone."""
-        for peer in self._lost():
-            self._session.failed(peer, "PeerLost: disconnected as the sync began")
-        return bool(self._session.failures)
-
     def _send_buckets(self, emitter: Emitter) -> None:
         """Send our own, and wait until the trainer's other ranks have sent theirs.
 
         The first bucket is packed before the phase is reported: an engine that writes what arrives
         does not wait, paused, for memory that is allocated then.
         """
+        ranks, session, plan = self._peer_ranks, self._session, self._plan
+        with_shares = ranks is not None and not self._link.knows(plan.space)
+        if ranks is not None:
+            ranks.start(
+                session.participants.values(),
+                session.attempt,
+                is_delta=plan.base_version is not None,
+                with_shares=with_shares,
+                timeout_s=self._link.timeout_s,
+            )
         try:
-            is_plain = self._is_alone and self._on_phase is None
-            send = self._link.send if is_plain else self._send_bucket
-            is_part = self._peer_ranks is not None and not self._link.knows(self._plan.space)
-            emitter.send_buckets(send, with_shares=is_part)
-            self._has_sent_all = True
-            self._is_released = self._packed()
-            is_alone, is_full = self._peer_ranks is None, self._plan.base_version is None
-            self._is_unchanged = is_alone and not (is_full or emitter.sent.num_buckets)
-            self._report_begun()
+            for message, payload in emitter.frames(with_shares=with_shares):
+                self._report_begun()
+                went = self._send(message, payload)
+                if session.failures and not (went and self._goes_on()):
+                    break
+            else:
+                self._has_sent_all, self._is_released = True, self._packed()
+                is_delta = plan.base_version is not None
+                self._is_unchanged = ranks is None and is_delta and not emitter.sent.num_buckets
+                self._report_begun()
         except TransportError as error:
             self._note_lost(error)
         self._result.sent = emitter.sent
-        if self._peer_ranks is not None:
-            theirs = self._peer_ranks.sent()
+        if ranks is not None:
+            theirs = ranks.sent()
             self._result.sent += theirs
-            for member in self._session.participants.values():
+            for member in session.participants.values():
                 if member.connection in theirs.lost:
-                    self._session.failed(member.peer, theirs.lost[member.connection])
-
-    def _send_bucket(self, bucket: Message, payload: Tensor) -> None:
-        self._report_begun()
-        try:
-            self._link.send(bucket, payload)
-        except TransportError as error:
-            self._let_leave(error)
+                    session.failed(member.peer, theirs.lost[member.connection])
 
     def _buffer(self, num_bytes: int) -> Tensor:
         while True:
             try:
                 return self._link.buffer(num_bytes)
             except TransportError as error:
-                self._let_leave(error)
-
-    def _let_leave(self, error: TransportError) -> None:
-        """Note who was lost. Raises the error unless the others go on without them."""
-        before = len(self._session.failures)
-        self._note_lost(error)
-        if len(self._session.failures) == before or not self._goes_on():
-            raise error
+                if not (self._note_lost(error) and self._goes_on()):
+                    raise
 
     def _goes_on(self) -> bool:
         """Whether engines that have not failed get all payloads, whoever was lost."""
-        is_sure = self._link.outlives_losses and self._peer_ranks is None
+        is_sure = self._link.transport.capabilities.outlives_losses and self._peer_ranks is None
         return is_sure and bool(self._sound())
 
     def _sound(self) -> set[str]:
@@ -287,36 +418,37 @@ class Round:
             self._report_phase(self._sound(), is_decided=False)
 
     def _collect_prepared(self) -> None:
-        digests: dict[int, int] = {}
-        incomplete: dict[int, str] = {}
-        for peer, reply in self._replies():
-            if peer in self._session.failures:
+        session, incomplete, asleep = self._session, dict[int, str](), self._result.asleep
+        replies = self._link.replies()
+        self._is_answering = False
+        for peer, reply in replies.items():
+            if peer not in session.participants:
+                continue
+            if peer in session.failures:
                 if isinstance(reply, Failed):
-                    self._said[peer] = reason_of(reply)
+                    session.failed(peer, reason_of(reply), is_own=True)
             elif isinstance(reply, Failed) and reply.error == INCOMPLETE:
                 incomplete[peer] = reason_of(reply)
             elif not isinstance(reply, Prepared) or reply.version != self._version:
-                self._session.failed(peer, reason_of(reply))
+                session.failed(peer, reason_of(reply))
                 is_delta = self._plan.base_version is not None
                 if is_delta and isinstance(reply, Failed) and reply.error == DETACHED:
-                    self._result.asleep.add(peer)
+                    asleep.add(peer)
             else:
-                digests[peer] = int(reply.digest, 16)
+                self._digests[peer] = int(reply.digest, 16)
                 self._result.receiver_bytes = max(self._result.receiver_bytes, reply.staged_bytes)
         if incomplete:
-            may_repeat = not (self._link.outlives_losses or self._is_released)
-            may_repeat = may_repeat and not self._writes_as_it_arrives()  # an abort is dirty then
-            asleep = self._result.asleep
-            self._is_repeated = self._session.spare(incomplete, asleep, may_repeat=may_repeat)
-        judge(self._session, digests, self._plan.ledger, len(self._layout.specs))
-        self._digests = digests
+            is_sure = self._link.transport.capabilities.outlives_losses or self._is_released
+            may_repeat = not (is_sure or self._writes_as_it_arrives())  # an abort is dirty then
+            self._is_repeated = session.spare(incomplete, asleep, may_repeat=may_repeat)
+        judge(session, self._digests, self._plan.ledger, len(self._layout.specs))
 
     def _commit(self, turns: Sequence[frozenset[str]]) -> None:
         began = time.perf_counter()
         self._session.decide()
         self._result.decided = True
         self._link.told(self._plan.space)
-        self._send_decided(Commit(version=self._version))
+        self._send(Commit(version=self._version))
         waiting = deque(turns)
         while waiting:
             self._report_phase(turn := waiting.popleft(), is_decided=True)
@@ -334,25 +466,17 @@ class Round:
 
         Returns whether all the time for that has passed.
         """
-        if self._is_alone:
-            for peer, reply in self._replies():
-                self._note_committed(peer, reply)
-            self._let_go_on(engines)
-            return False
-        deadline = Deadline(self._link.timeout_s)
-        awaited: dict[str, set[int]] = {}
-        for peer, member in self._session.participants.items():
-            if member.engine in engines:
-                awaited.setdefault(member.engine, set()).add(peer)
+        deadline = time.monotonic() + self._link.timeout_s
+        here = self._session.participants
+        awaited = {peer: member.engine for peer, member in here.items() if member.engine in engines}
         while awaited:
-            peers = frozenset().union(*awaited.values())
-            for peer, reply in self._link.some_replies(peers, deadline).items():
+            before = set(awaited.values())
+            for peer, reply in self._link.some_replies(awaited, deadline).items():
                 self._note_committed(peer, reply)
-                awaited[self._session.participants[peer].engine].discard(peer)
-            done = {engine for engine, rest in awaited.items() if not rest}
-            self._let_go_on(done)
-            awaited = {engine: rest for engine, rest in awaited.items() if rest}
-        return deadline.passed
+                del awaited[peer]
+            if done := before.difference(awaited.values()):
+                self._let_go_on(done)
+        return time.monotonic() >= deadline
 
     def _note_committed(self, peer: int, reply: Message | DeltaSyncError) -> None:
         if not isinstance(reply, Committed) or reply.version != self._version:
@@ -364,34 +488,25 @@ class Round:
             self._result.receiver_commit_s = max(self._result.receiver_commit_s, reply.commit_s)
 
     def _let_go_on(self, engines: Collection[str]) -> None:
-        """Tell the ranks of engines how all of them fared."""
-        if not engines:
-            return
-        undo = self._session.undone(engines)
-        finish = Finish(version=self._version, undo=undo)
-        if self._is_alone:
-            self._send_decided(finish)
-        else:
-            self._tell_decided(engines, finish)
+        """Tell the ranks of engines how all of them fared. One rank alone knows that."""
+        undo, is_connected = self._session.undone(engines), self._link.transport.is_connected
+        here = [m for m in self._session.participants.values() if m.engine in engines]
+        if peers := [m.peer for m in here if m.world > 1 and is_connected(m.peer)]:
+            finish = encode(Finish(version=self._version, undo=undo))
+            try:
+                self._link.transport.tell(peers, finish, timeout_s=self._link.timeout_s)
+            except TransportError as error:
+                self._note_lost(error)
         self._finished.update(engines)
         for engine in set(engines).difference(undo):
             self._report_phase(frozenset([engine]), is_decided=True, is_held=True)
 
-    def _tell_decided(self, engines: Collection[str], message: Message) -> None:
-        here = self._session.participants.values()
-        peers = [m.peer for m in here if m.engine in engines and self._link.is_connected(m.peer)]
-        try:
-            self._link.tell(peers, message)
-        except TransportError:  # who is gone has answered, or is known to have failed
-            if not self._lost():
-                raise
-
     def _abort(self, reason: str) -> None:
-        if self._link.is_open:
-            with suppress(TransportError):
-                self._link.send(Abort(version=self._version, reason=as_text(reason)))
-        said = self._said if self._has_asked else self._link.last_words(self._lost())
-        self._drop(self._session.abort(self._result.asleep, said=said))
+        self._link.hint(Abort(version=self._version, reason=as_text(reason)))
+        if not self._has_asked:
+            for peer, why in self._link.last_words(self._lost()).items():
+                self._session.failed(peer, why, is_own=True)
+        self._drop(self._session.abort(self._result.asleep))
 
     def _break_off(self, error: BaseException) -> None:
         """Leave nobody in doubt: an undecided version is aborted, after a decision all rejoin."""
@@ -399,7 +514,7 @@ class Round:
             case SenderPhase.STAGING:
                 for peer in self._session.participants:
                     # An answer that was not read must not be taken for the next one.
-                    if self._is_answering or not self._link.is_connected(peer):
+                    if self._is_answering or not self._link.transport.is_connected(peer):
                         self._session.failed(peer, "the sender broke off")
                 self._abort(f"the sender failed: {type(error).__name__}")
             case SenderPhase.DECIDED:
@@ -438,32 +553,27 @@ class Round:
         room = min(member.max_staged_bytes for member in self._session.participants.values())
         return self._plan.base_version is None or self._staged_bytes() > room
 
-    def _replies(self) -> list[tuple[int, Message | DeltaSyncError]]:
-        replies = self._link.replies()
-        self._is_answering = False
-        return [item for item in replies.items() if item[0] in self._session.participants]
-
-    def _send(self, message: Message) -> None:
-        """Losing a peer is no error here: the session knows, and the round sees it there."""
+    def _send(self, message: Message, payload: Tensor | None = None) -> bool:
+        """Whether it went to all that are not lost, as far as is known."""
         try:
-            self._link.send(message)
+            self._link.send(message, payload)
         except TransportError as error:
-            self._note_lost(error)
+            return self._note_lost(error)
+        return True
 
-    def _send_decided(self, message: Message) -> None:
-        """Losing a peer says nothing of the version: its answer does, or did before it left."""
-        try:
-            self._link.send(message)
-        except TransportError:
-            if not self._lost():
-                raise
+    def _note_lost(self, error: TransportError) -> bool:
+        """Losing a peer is no error here. Before the decision it has failed; later its answer says
+        so, or has said that all is well before it left.
 
-    def _note_lost(self, error: TransportError) -> None:
-        lost = self._lost()
+        Returns whether that explains the error: a peer has failed that had not.
+        """
+        lost, before = self._lost(), len(self._session.failures)
         if not lost:
             raise error
-        for peer in lost:
+        for peer in lost if self._session.phase is SenderPhase.STAGING else ():
             self._session.failed(peer, reason_of(error))
+        return len(self._session.failures) > before
 
     def _lost(self) -> list[int]:
-        return [peer for peer in self._session.participants if not self._link.is_connected(peer)]
+        is_connected = self._link.transport.is_connected
+        return [peer for peer in self._session.participants if not is_connected(peer)]

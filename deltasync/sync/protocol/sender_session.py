@@ -92,17 +92,11 @@ def copies(
     return times.astype(np.uint64)
 
 
-@dataclass(frozen=True, slots=True)
-class DigestCheck:
-    """Receivers whose digests prove together that they hold a version.
-
-    Attributes:
-        peers: One receiver; or the ranks of an engine that hold parts.
-        copies: uint64[parameters]: how often they hold each parameter; None for once, all of them.
-    """
-
-    peers: frozenset[int]
-    copies: Copies | None
+DigestCheck = tuple[frozenset[int], Copies | None]
+"""Peers whose digests prove together that they hold a version, and uint64[parameters], how often
+they hold each parameter; None for once, all of them. One receiver, or the ranks of an engine that
+hold parts.
+"""
 
 
 def digest_checks(members: Iterable[Member], num_parameters: int) -> list[DigestCheck]:
@@ -110,10 +104,14 @@ def digest_checks(members: Iterable[Member], num_parameters: int) -> list[Digest
     together: dict[str | int, list[Member]] = defaultdict(list)
     for member in members:
         together[member.peer if member.copies is None else member.engine].append(member)
-    return [
-        DigestCheck(frozenset(m.peer for m in ranks), _copies_of(ranks[0], num_parameters))
-        for ranks in together.values()
-    ]
+    checks: list[DigestCheck] = []
+    for first, *others in together.values():
+        held = first.copies
+        if held is None and first.holds is not None:
+            held = np.zeros(num_parameters, np.uint64)
+            held[list(first.holds)] = 1
+        checks.append((frozenset(m.peer for m in (first, *others)), held))
+    return checks
 
 
 def peers_with_wrong_digest(
@@ -127,21 +125,12 @@ def peers_with_wrong_digest(
         version: The digests of the version.
     """
     wrong: set[int] = set()
-    for check in checks:
-        if check.peers <= digests.keys():
-            found = sum(digests[peer] for peer in check.peers) & MASK
-            if found != version.digest_of(check.copies):
-                wrong |= check.peers
+    for peers, held in checks:
+        if peers <= digests.keys():
+            found = sum(digests[peer] for peer in peers) & MASK
+            if found != version.digest_of(held):
+                wrong |= peers
     return wrong
-
-
-def _copies_of(member: Member, num_parameters: int) -> Copies | None:
-    """What a member holds, or its engine together; None for one copy of everything."""
-    if member.copies is not None or member.holds is None:
-        return member.copies
-    copies = np.zeros(num_parameters, np.uint64)
-    copies[list(member.holds)] = 1
-    return copies
 
 
 class SenderPhase(Enum):
@@ -160,6 +149,7 @@ class SenderSession:
         version: The last version decided.
         members: Those that hold it, by peer.
         failures: Why participants of the current sync failed, by peer.
+        attempt: Number of the current sync among all attempts.
     """
 
     version: int = 0
@@ -169,6 +159,7 @@ class SenderSession:
     participants: dict[int, Member] = field(default_factory=dict)
     _done: set[int] = field(default_factory=set)
     _offered: int = 0
+    attempt: int = 0
 
     def captured(self, version: int) -> None:
         """A new version was taken from the source; nobody holds it yet."""
@@ -190,16 +181,18 @@ class SenderSession:
         self._on("begin", version)
         self.participants = {member.peer: member for member in participants}
         self._done, self.failures, self._offered = set(), {}, version
+        self.attempt += 1
 
     def prepared(self, peer: int) -> None:
         """A participant can commit, and would arrive at the sender's digest."""
         self._on("prepared")
         self._done.add(self.participants[peer].peer)
 
-    def failed(self, peer: int, reason: str) -> None:
-        """A participant failed."""
+    def failed(self, peer: int, reason: str, *, is_own: bool = False) -> None:
+        """A participant failed. What it has said itself counts more than what is known here."""
         self._on("failed")
-        self.failures.setdefault(self.participants[peer].peer, reason)
+        if is_own or self.participants[peer].peer not in self.failures:
+            self.failures[peer] = reason
         self._done.discard(peer)
 
     def spare(
@@ -221,15 +214,9 @@ class SenderSession:
                 self.failed(peer, reason)
         return not incomplete.keys() <= self.failures.keys()
 
-    def narrow(
-        self, engines: Collection[str], *, said: Mapping[int, str] | None = None
-    ) -> list[Member]:
-        """Only these engines go on. Returns the ranks of the others, which have to leave.
-
-        Some of these have `said` why they failed, as in `abort`.
-        """
+    def narrow(self, engines: Collection[str]) -> list[Member]:
+        """Only these engines go on. Returns the ranks of the others, which have to leave."""
         self._on("narrow")
-        self.failures |= said or {}
         leaving = [m for m in self.participants.values() if m.engine not in engines]
         failed = self._failed_engines()
         for member in leaving:
@@ -245,16 +232,12 @@ class SenderSession:
         self._on("decide")
         self.version, self._done = self._offered, set()
 
-    def abort(
-        self, asleep: Collection[int] = (), *, said: Mapping[int, str] | None = None
-    ) -> list[Member]:
+    def abort(self, asleep: Collection[int] = ()) -> list[Member]:
         """The version will never be. Returns who has to leave: every rank of a failed engine.
 
-        Peers that are `asleep` have failed, and need not leave for that. Others have `said` why
-        they failed as they left, which their connection alone does not tell.
+        Peers that are `asleep` have failed, and need not leave for that.
         """
         self._on("abort")
-        self.failures |= said or {}
         return self._leave(asleep)
 
     def committed(self, peer: int) -> None:

@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from deltasync.wire.messages import Message
 
 State = TypeVar("State", bound=Enum)
+
+
+class When(NamedTuple):
+    """A condition: as the documentation shows it, and whether it holds."""
+
+    text: str
+    holds: Callable[..., bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +35,7 @@ class Rule(Generic[State]):
     states: tuple[State, ...]
     on: type[Message] | str
     then: State | None = None
-    when: Callable[..., bool] | None = None
+    when: When | None = None
     do: Callable[..., None] | None = None
     sets: Mapping[str, object] = field(default_factory=dict)
 

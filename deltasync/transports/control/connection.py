@@ -21,17 +21,25 @@ from __future__ import annotations
 import contextlib
 import hmac
 import os
+import selectors
 import socket
 import struct
+import threading
 import time
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
 
-from deltasync.errors import ConfigError, PeerLost, TransportError, TransportTimeout
+from deltasync.errors import (
+    ConfigError,
+    PeerLost,
+    TransportClosed,
+    TransportError,
+    TransportTimeout,
+)
 from deltasync.transports import forks
 from deltasync.transports.base import Capabilities, Frame
 
@@ -49,6 +57,7 @@ _INTERRUPTED = "an interrupt came while a message was on its way"
 _MESSAGE_OVERHEAD_BYTES = 256
 _MAX_DRAINED_BYTES = 1 << 20  # of what a connection still says when it is ended
 _MIN_PAUSE_S, _MAX_PAUSE_S = 0.00005, 0.001
+_EPOLL_RESOLUTION_S = 0.001  # shorter waits would be rounded up to it
 
 
 class Kind(IntEnum):
@@ -68,30 +77,21 @@ class Kind(IntEnum):
     MEMORY = 13
 
 
-class Deadline:
-    """A moment on the monotonic clock, at most `LONGEST_S` from now on. Raises ConfigError."""
+def deadline_in(timeout_s: float) -> float:
+    """A moment of `time.monotonic`, at most `LONGEST_S` from now on. Raises ConfigError."""
+    if not timeout_s <= LONGEST_S:  # nor is it NaN
+        raise ConfigError(f"timeout_s is {timeout_s}: give at most {LONGEST_S:,.0f} seconds")
+    return time.monotonic() + timeout_s
 
-    def __init__(self, timeout_s: float) -> None:
-        if not timeout_s <= LONGEST_S:  # nor is it NaN
-            raise ConfigError(f"timeout_s is {timeout_s}: give at most {LONGEST_S:,.0f} seconds")
-        self._at = time.monotonic() + timeout_s
 
-    @property
-    def remaining_s(self) -> float:
-        """Seconds left, never negative."""
-        return max(0.0, self._at - time.monotonic())
+def left_s(deadline: float) -> float:
+    """Seconds until then, never negative."""
+    return max(0.0, deadline - time.monotonic())
 
-    @property
-    def passed(self) -> bool:
-        return time.monotonic() >= self._at
 
-    def part(self, fraction: float) -> Deadline:
-        """An earlier deadline: when `fraction` of the time left has gone."""
-        return Deadline(self.remaining_s * fraction)
-
-    def sooner(self, limit_s: float) -> Deadline:
-        """This deadline, or one in `limit_s` if that comes first."""
-        return Deadline(min(self.remaining_s, limit_s))
+def part_of(deadline: float, fraction: float) -> float:
+    """An earlier deadline: when `fraction` of the time left has gone."""
+    return time.monotonic() + fraction * left_s(deadline)
 
 
 _BUSY_S = 0.002
@@ -111,15 +111,15 @@ class Pace:
 
     def __init__(self, busy_s: float = 0.0) -> None:
         """For the first `busy_s` there is no wait at all: a sleep takes longer than it says."""
-        self._busy = Deadline(busy_s)
+        self._busy_until = time.monotonic() + busy_s
         self._pause_s = _MIN_PAUSE_S
 
-    def pause_s(self, deadline: Deadline) -> float:
+    def pause_s(self, deadline: float) -> float:
         """Seconds until the next look, never beyond `deadline`."""
-        if not self._busy.passed:
+        if time.monotonic() < self._busy_until:
             return 0.0
         pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, _MAX_PAUSE_S)
-        return min(pause_s, deadline.remaining_s)
+        return min(pause_s, left_s(deadline))
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +193,7 @@ class Connection:
 
     Attributes:
         lost: Why the connection has ended, or None. What arrived before can still be taken.
+        peer: Its number at a server; None before it has greeted.
         local_host: The address by which the other end reaches this machine; empty without TCP.
     """
 
@@ -211,6 +212,7 @@ class Connection:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self.local_host = str(sock.getsockname()[0])
         self.lost: PeerLost | None = None
+        self.peer: int | None = None
         self._socket = sock
         self._is_server = is_server
         self._kinds = frozenset(kinds)
@@ -452,3 +454,100 @@ class Connection:
         self._signs, self._checks = (down, up) if self._is_server else (up, down)
         if not self._is_server:
             self._write(Kind.NONCE, self._nonce)
+
+
+class Gate:
+    """Lets one thread at a time use an end, and `close` from any thread wake it."""
+
+    def __init__(self, busy_s: float = 0.0) -> None:
+        """Every wait begins with `busy_s` of looking again and again: waking up takes time."""
+        self._busy_s = busy_s
+        self._lock = threading.RLock()
+        self._closed = ""  # why it is
+        with forks.making:
+            self._alarm, self._bell = map(forks.closed_in_children, socket.socketpair())
+        # Looked up for each message of each peer: the selector takes several times as long.
+        self._watched: dict[Connection | socket.socket, int] = {}
+        self._watch_anew()
+        forks.inert_in_children(self._forked)
+
+    def _watch_anew(self) -> None:
+        with forks.making:
+            self._selector = forks.closed_in_children(selectors.DefaultSelector())
+        self._selector.register(self._alarm, selectors.EVENT_READ)
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Held during every public call. Raises TransportClosed after `close`."""
+        with self._lock:
+            self.check()
+            yield
+
+    def check(self) -> None:
+        """Raise TransportClosed after `close`."""
+        if self._closed:
+            raise TransportClosed(self._closed)
+
+    def wait(self, timeout_s: float) -> list[object]:
+        """The watched things that became ready, at most after `timeout_s`."""
+        self.check()
+        if 0 < timeout_s < _EPOLL_RESOLUTION_S:
+            time.sleep(timeout_s)
+            timeout_s = 0
+        now, events = time.monotonic(), list[tuple[selectors.SelectorKey, int]]()
+        deadline, busy_until = now + timeout_s, now + min(self._busy_s, timeout_s)
+        while not events and time.monotonic() < busy_until:
+            events = self._selector.select(0)
+        if not events:
+            events = self._selector.select(max(0.0, deadline - time.monotonic()))
+        self.check()
+        return [key.fileobj for key, _ in events]
+
+    def watch(self, source: Connection | socket.socket) -> None:
+        """Wake when `source` can be read, or written to if something waits to be."""
+        events = selectors.EVENT_READ
+        if isinstance(source, Connection) and source.is_writing:
+            events |= selectors.EVENT_WRITE
+        if self._watched.get(source) == events:
+            return
+        try:
+            self._selector.modify(source, events)
+        except KeyError:
+            self._selector.register(source, events)
+        self._watched[source] = events
+
+    def forget(self, source: Connection | socket.socket) -> None:
+        """Stop waking for `source`; must be called before it is closed."""
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(source)
+        self._watched.pop(source, None)
+
+    def reset(self, listener: socket.socket) -> None:
+        """Close all that is watched but the listener, also what an interrupt has left to nobody."""
+        self._selector.close()  # which no longer has what the system has, if it was interrupted
+        for source in self._watched:
+            if source is not listener:
+                source.close()
+        self._watched.clear()
+        self._watch_anew()
+        self.watch(listener)
+
+    def close(self, dispose: Callable[[], None]) -> None:
+        """Wake the call in progress, wait until it has left, then `dispose`, once.
+
+        In a forked child there is nothing to dispose of.
+        """
+        self._closed = self._closed or "this end of the transport was closed"
+        with contextlib.suppress(OSError):
+            self._bell.send(b"!")
+        with self._lock:
+            if self._alarm.fileno() == -1:
+                return
+            dispose()
+            self._selector.close()
+            self._alarm.close()
+            self._bell.close()
+
+    def _forked(self) -> None:
+        self._lock = threading.RLock()
+        self._closed = f"this end of the transport cannot be used: {forks.PARENTS_OWN}"

@@ -2,33 +2,199 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import resource
 import socket
+import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 
-from deltasync.errors import (
-    ConfigError,
-    PeerLost,
-    TransportError,
-    TransportTimeout,
-)
+from deltasync.errors import ConfigError, PeerLost, TransportError, TransportTimeout
+from deltasync.transports import forks
 from deltasync.transports.control.connection import (
     DEFAULT_MAX_MESSAGE_BYTES,
     Connection,
-    Deadline,
+    Gate,
     Kind,
     Message,
 )
-from deltasync.transports.control.gate import Gate
-from deltasync.transports.control.newcomers import (
-    MAX_GREETING_BYTES,
-    Newcomers,
-    Patience,
-)
 
+MAX_GREETING_BYTES = 16 << 20  # a hello names every parameter: 100,000 take about 10 MB
+_MAX_NEWCOMERS = 128
+_MAX_BYTES = 256 << 20  # of greetings: half of them here, or whole and not asked for
+_MAX_ACCEPTED = 16  # in a row, before those that are here are served
+_SPARE_DESCRIPTORS = 64  # left to the rest of the process
+_REST_S = 0.1  # without accepting, when there are no descriptors
+_LONGEST_TICK_S = 1.0
+_MOMENT_S = 0.2  # of a call, beyond its timeout, for greetings that have begun to arrive,
+_LEAST_S, _SHARE = 0.005, 0.02  # or this share of the time, if calls take it again and again
 _MAX_QUIET_BYTES = 32 << 10  # of one that has greeted, and has nothing more to say yet
 _RETRY_S = 0.01
 _LEAST_DIAL_S, _LONGEST_DIAL_S = 0.05, 1.0  # a host may swallow packets
+
+
+logger = logging.getLogger(__name__)
+
+
+class Newcomers:
+    """Connections that have not greeted: bounded in number, bytes, descriptors and time.
+
+    Whoever reaches the listener can make one, so that nothing here is kept for long or costs a call
+    more than its share. With a secret a connection is heard only once it has proved that it knows
+    it. Not thread-safe: its owner holds the gate.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        gate: Gate,
+        *,
+        secret: bytes | None,
+        timeout_s: float,
+        admit: Callable[[socket.socket], None],
+    ) -> None:
+        """Accept on `listener`, which must listen and belongs to this object from now on.
+
+        One that has not greeted after `timeout_s` of listening is turned away, and one that
+        `admit` raises OSError for before a byte of it is read.
+        """
+        listener.setblocking(False)
+        self.listener, self._gate, self._secret = listener, gate, secret
+        self._timeout_s, self._admit = timeout_s, admit
+        self._ends_at: dict[Connection, float] = {}  # on our clock, in order of arrival
+        self._clock_s, self._ticked_at = 0.0, time.monotonic()
+        self._saved_s, self._spent_at = _MOMENT_S, self._ticked_at
+        self._rest_until: float | None = None
+        self._has_warned = False
+        gate.watch(listener)
+
+    @contextlib.contextmanager
+    def moment(self) -> Iterator[float]:
+        """Until when this call may go on for newcomers: for `_MOMENT_S` now and then.
+
+        So an engine that has begun to greet comes in with this call, and whoever keeps sending
+        takes `_SHARE` of the time, or `_LEAST_S` a call.
+        """
+        began = time.monotonic()
+        saved_s = min(_MOMENT_S, self._saved_s + _SHARE * (began - self._spent_at))
+        yield began + max(_LEAST_S, saved_s)
+        self._spent_at = time.monotonic()
+        self._saved_s = max(0.0, saved_s - (self._spent_at - began))
+
+    @property
+    def is_greeting(self) -> bool:
+        """Whether part of a greeting is here."""
+        return any(c.has_part for c in self._ends_at)
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds until `tend` has something to do; at most a minute."""
+        ends = [self._rest_until - time.monotonic()] if self._rest_until else []
+        return min([60.0, *ends, *(end - self._clock_s for end in self._ends_at.values())])
+
+    def accept(self) -> list[Connection]:
+        """Take in who has connected."""
+        accepted: list[Connection] = []
+        while len(accepted) < _MAX_ACCEPTED:
+            try:
+                with forks.making:
+                    sock = forks.closed_in_children(self.listener.accept()[0])
+            except (BlockingIOError, ConnectionError):
+                break
+            except OSError as error:  # no descriptor, or no memory, for one more
+                self._take_a_rest(str(error.strerror))
+                break
+            if sock.fileno() >= _most_descriptors():
+                sock.close()
+                self._take_a_rest("few file descriptors are left")
+                break
+            if (connection := self._opened(sock)) is not None:
+                accepted.append(connection)
+        return accepted
+
+    def heard(self, connection: Connection) -> bytes | None:
+        """The greeting of one that was just read, if it is whole: it is no newcomer then."""
+        greeting = connection.take(Kind.GREETING)
+        if greeting is None:
+            return None
+        self._ends_at.pop(connection, None)
+        return greeting.data
+
+    def tend(self, bytes_elsewhere: int) -> None:
+        """Turn away who is late and, oldest first, what takes too many bytes; listen again.
+
+        The clock stands still while nobody listens, or a trainer that is busy would lose those
+        that connect meanwhile.
+        """
+        now = time.monotonic()
+        self._clock_s += min(now - self._ticked_at, _LONGEST_TICK_S)
+        self._ticked_at = now
+        for connection, end in list(self._ends_at.items()):
+            if self._clock_s >= end:
+                self.turn_away(connection)
+        excess = bytes_elsewhere + sum(c.num_part_bytes for c in self._ends_at) - _MAX_BYTES
+        for connection in [c for c in self._ends_at if c.has_part]:
+            if excess > 0:
+                excess -= connection.num_part_bytes
+                self.turn_away(connection)
+        if self._rest_until is not None and now >= self._rest_until:
+            self._rest_until = None
+            self._gate.watch(self.listener)
+
+    def turn_away(self, connection: Connection) -> None:
+        """End the connection of a newcomer. Idempotent."""
+        self._ends_at.pop(connection, None)
+        self._gate.forget(connection)
+        connection.close()
+
+    def close(self) -> None:
+        """Stop listening. Idempotent."""
+        self._gate.forget(self.listener)
+        self.listener.close()
+
+    def reset(self) -> None:
+        """Turn all away."""
+        for connection in list(self._ends_at):
+            self.turn_away(connection)
+        self._gate.reset(self.listener)
+
+    def _opened(self, sock: socket.socket) -> Connection | None:
+        try:
+            self._admit(sock)
+            connection = Connection(
+                sock,
+                is_server=True,
+                kinds={Kind.GREETING},
+                max_message_bytes=MAX_GREETING_BYTES,
+                secret=self._secret,
+            )
+        except OSError:  # it is refused, or has gone
+            sock.close()
+            return None
+        if len(self._ends_at) >= _MAX_NEWCOMERS:
+            self.turn_away(next(iter(self._ends_at)))
+        self._ends_at[connection] = self._clock_s + self._timeout_s
+        self._gate.watch(connection)
+        return connection
+
+    def _take_a_rest(self, why: str) -> None:
+        """Make room for one, and look again later: the listener would wake every call at once."""
+        if self._ends_at:
+            self.turn_away(next(iter(self._ends_at)))
+        self._gate.forget(self.listener)
+        self._rest_until = time.monotonic() + _REST_S
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("cannot accept connections: %s; raise the limit `ulimit -n`", why)
+
+
+def _most_descriptors() -> int:
+    """Connections get descriptors below this number."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        limit = 1 << 30
+    return limit - min(_SPARE_DESCRIPTORS, limit // 4)
 
 
 class Server:
@@ -66,24 +232,23 @@ class Server:
             timeout_s=greeting_timeout_s,
             admit=admit,
         )
-        self._patience = Patience()
         self._peers: dict[int, Connection] = {}
         self._heard: frozenset[int] = frozenset()
         self._greetings: deque[tuple[int, bytes]] = deque()
         self._gone: dict[int, Connection] = {}  # of those heard: their last replies, and why
         self._next_peer = 0
 
-    def poll(self, deadline: Deadline) -> list[tuple[int, bytes]]:
+    def poll(self, deadline: float) -> list[tuple[int, bytes]]:
         """Greetings that came since the last call; waits for one until the deadline.
 
         No more at a time than one of the largest takes: reading them takes time too.
         """
-        with self._patience.spent() as moment:
-            while not moment.passed and self._greeting_bytes < MAX_GREETING_BYTES:
-                if not self.pump(moment.remaining_s if self._newcomers.is_greeting else 0):
+        with self._newcomers.moment() as end:
+            while time.monotonic() < end and self._greeting_bytes < MAX_GREETING_BYTES:
+                if not self.pump(end - time.monotonic() if self._newcomers.is_greeting else 0):
                     break
-        while not self._greetings and not deadline.passed:
-            self.pump(deadline.remaining_s)
+        while not self._greetings and time.monotonic() < deadline:
+            self.pump(deadline - time.monotonic())
         greetings: list[tuple[int, bytes]] = []
         while self._greetings and sum(len(data) for _, data in greetings) < MAX_GREETING_BYTES:
             greetings.append(self._greetings.popleft())
@@ -121,7 +286,7 @@ class Server:
         """
         ready = self._gate.wait(min(timeout_s, self._newcomers.patience_s))
         for source in ready:
-            if self._newcomers.is_listener(source):
+            if source is self._newcomers.listener:
                 for newcomer in self._newcomers.accept():
                     self._serve(newcomer)
             elif isinstance(source, Connection) and source.fileno() >= 0:
@@ -144,13 +309,13 @@ class Server:
                 connection.write(kind, data, descriptor)
                 self._settle(connection)
 
-    def flush(self, peers: Collection[int], deadline: Deadline) -> dict[int, TransportError]:
+    def flush(self, peers: Collection[int], deadline: float) -> dict[int, TransportError]:
         """Wait until `peers` have taken what was written; drop those that do not."""
         while writing := [p for p in peers if p in self._peers and self._peers[p].is_writing]:
-            if deadline.passed:
+            if time.monotonic() >= deadline:
                 late = {peer: self.expire(peer, "did not read in time") for peer in writing}
                 return self.losses(peers) | late
-            self.pump(deadline.remaining_s)
+            self.pump(deadline - time.monotonic())
         return self.losses(peers)
 
     def losses(self, peers: Iterable[int]) -> dict[int, TransportError]:
@@ -164,7 +329,7 @@ class Server:
         return message.data if message else None
 
     def gather(
-        self, peers: Collection[int], kind: Kind, deadline: Deadline
+        self, peers: Collection[int], kind: Kind, deadline: float
     ) -> dict[int, bytes | TransportError]:
         """The next message of `kind` from each of `peers`; drops those that are late."""
         found = self.arrived(peers, kind, deadline)
@@ -175,7 +340,7 @@ class Server:
         self,
         peers: Collection[int],
         kind: Kind,
-        deadline: Deadline,
+        deadline: float,
         on_lost: Callable[[Collection[int]], object] = lambda peers: None,
     ) -> dict[int, bytes | TransportError]:
         """The next message of `kind` from each of `peers`, or why it is gone, without the late.
@@ -185,7 +350,7 @@ class Server:
         found: dict[int, bytes | TransportError] = {}
         is_late = False
         while not is_late and (missing := [peer for peer in peers if peer not in found]):
-            is_late = deadline.passed
+            is_late = time.monotonic() >= deadline
             more = self.some(missing, kind, deadline)
             if lost := [peer for peer, reply in more.items() if not isinstance(reply, bytes)]:
                 on_lost(lost)
@@ -193,7 +358,7 @@ class Server:
         return found
 
     def some(
-        self, peers: Collection[int], kind: Kind, deadline: Deadline
+        self, peers: Collection[int], kind: Kind, deadline: float
     ) -> dict[int, bytes | TransportError]:
         """The next message of `kind` of those of `peers` that have one, or why they are gone.
 
@@ -208,9 +373,9 @@ class Server:
                     found[peer] = data
                 elif peer not in self._peers:
                     found[peer] = self.loss(peer)
-            if found or deadline.passed:
+            if found or time.monotonic() >= deadline:
                 return found
-            self.pump(deadline.remaining_s)
+            self.pump(deadline - time.monotonic())
 
     def drop(self, peer: int, reason: TransportError | None = None) -> None:
         """End the connection to `peer`. Idempotent."""
@@ -241,7 +406,7 @@ class Server:
     def _serve(self, connection: Connection) -> None:
         connection.flush()
         connection.read()
-        if connection in self._newcomers:
+        if connection.peer is None:
             greeting = self._newcomers.heard(connection)
             if greeting is not None:
                 self._welcome(connection, greeting)
@@ -250,9 +415,9 @@ class Server:
     def _welcome(self, connection: Connection, greeting: bytes) -> None:
         """Make a newcomer that has greeted a peer."""
         self._allow(connection, is_heard=False)
-        self._peers[self._next_peer] = connection
-        self._greetings.append((self._next_peer, greeting))
-        self._next_peer += 1
+        connection.peer, self._next_peer = self._next_peer, self._next_peer + 1
+        self._peers[connection.peer] = connection
+        self._greetings.append((connection.peer, greeting))
 
     def _allow(self, connection: Connection, *, is_heard: bool) -> None:
         """Let a peer send replies, or what fits into a few."""
@@ -263,12 +428,10 @@ class Server:
         """Watch a connection that stands; let go of one that has ended."""
         if connection.lost is None:
             self._gate.watch(connection)
-            return
-        if connection in self._newcomers:
+        elif connection.peer is None:
             self._newcomers.turn_away(connection)
-        for peer, candidate in list(self._peers.items()):
-            if candidate is connection:
-                self._let_go(peer, connection.lost)
+        elif connection.peer in self._peers:
+            self._let_go(connection.peer, connection.lost)
 
     def _let_go(self, peer: int, reason: PeerLost) -> None:
         connection = self._peers.pop(peer)
@@ -308,7 +471,7 @@ class Client:
         """The address by which the server reaches this machine."""
         return self._current().local_host
 
-    def connect(self, greeting: bytes, deadline: Deadline) -> None:
+    def connect(self, greeting: bytes, deadline: float) -> None:
         """Reconnect and greet. Raises TransportTimeout, or PeerLost if turned away."""
         self.hang_up()
         self._connection = Connection(
@@ -320,7 +483,7 @@ class Client:
         )
         self._gate.watch(self._connection)
         while not self._connection.can_write:
-            if self.poll(deadline.remaining_s) is None and deadline.passed:
+            if self.poll(deadline - time.monotonic()) is None and time.monotonic() >= deadline:
                 raise TransportTimeout("the sender did not answer in time")
         self.write(Kind.GREETING, greeting, deadline)
 
@@ -337,16 +500,16 @@ class Client:
             raise PeerLost(str(connection.lost))
         return message
 
-    def next(self, deadline: Deadline) -> Message:
+    def next(self, deadline: float) -> Message:
         """The next message. Raises TransportTimeout, PeerLost."""
         while True:
-            expired = deadline.passed
-            if message := self.poll(deadline.remaining_s):
+            expired = time.monotonic() >= deadline
+            if message := self.poll(deadline - time.monotonic()):
                 return message
             if expired:
                 raise TransportTimeout("nothing came in time")
 
-    def write(self, kind: Kind, data: bytes, deadline: Deadline) -> None:
+    def write(self, kind: Kind, data: bytes, deadline: float) -> None:
         """Hand a message to the socket. Raises PeerLost, TransportTimeout."""
         most = MAX_GREETING_BYTES if kind is Kind.GREETING else DEFAULT_MAX_MESSAGE_BYTES
         if len(data) > most:
@@ -354,11 +517,11 @@ class Client:
         connection = self._current()
         connection.write(kind, data)
         while connection.is_writing:
-            if deadline.passed:
+            if time.monotonic() >= deadline:
                 # Half a message may be on its way: nothing can follow it.
                 self.hang_up()
                 raise TransportTimeout("the sender did not read in time")
-            self._run(connection, deadline.remaining_s)
+            self._run(connection, deadline - time.monotonic())
         if connection.lost is not None:
             raise PeerLost(str(connection.lost))
 
@@ -379,12 +542,13 @@ class Client:
             connection.flush()
             connection.read()
 
-    def _dial_until(self, deadline: Deadline) -> socket.socket:
+    def _dial_until(self, deadline: float) -> socket.socket:
         """Dial until somebody serves. Raises TransportTimeout with the last refusal."""
         while True:
             try:
-                return self._dial(max(_LEAST_DIAL_S, min(_LONGEST_DIAL_S, deadline.remaining_s)))
+                left_s = deadline - time.monotonic()
+                return self._dial(max(_LEAST_DIAL_S, min(_LONGEST_DIAL_S, left_s)))
             except OSError as error:
-                if deadline.passed:
+                if time.monotonic() >= deadline:
                     raise TransportTimeout(f"no sender appeared: {error}") from error
-            self._gate.wait(min(_RETRY_S, deadline.remaining_s))
+            self._gate.wait(min(_RETRY_S, deadline - time.monotonic()))

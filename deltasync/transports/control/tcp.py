@@ -8,7 +8,7 @@ import warnings
 
 from deltasync.errors import ConfigError
 from deltasync.transports import forks
-from deltasync.transports.control.connection import Deadline
+from deltasync.transports.control.connection import deadline_in, left_s
 
 
 def check_network(host: str, secret: bytes | None) -> None:
@@ -38,12 +38,12 @@ def dial_tcp(host: str, port: int, *, timeout_s: float) -> socket.socket:
 
     That is for all addresses of the host, each of which gets its part.
     """
-    failure, deadline = OSError(f"{host} has no address"), Deadline(timeout_s)
+    failure, deadline = OSError(f"{host} has no address"), deadline_in(timeout_s)
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     for number, (family, kind, _, _, where) in enumerate(found):
         sock = forks.new_socket(family, kind)
         try:
-            sock.settimeout(max(deadline.remaining_s / (len(found) - number), 0.001))
+            sock.settimeout(max(left_s(deadline) / (len(found) - number), 0.001))
             sock.connect(where)
             return sock
         except OSError as error:
