@@ -11,6 +11,7 @@ import functools
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -125,22 +126,17 @@ class Gpu:
             raise TransportError(f"cudaIpcCloseMemHandle: {_text(status)}")
 
 
-class _Array:
-    """Memory as torch takes it from others."""
-
-    def __init__(self, pointer: int, num_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (pointer, False),
-            "strides": None,
-            "version": 3,
-        }
-
-
 def _wrap(at: ctypes.c_void_p, num_bytes: int, device: torch.device) -> Tensor:
+    """uint8[num_bytes] of memory that is not torch's."""
     pointer = at.value or 0
-    tensor = torch.as_tensor(_Array(pointer, num_bytes), device=device)
+    interface = {
+        "shape": (num_bytes,),
+        "typestr": "|u1",
+        "data": (pointer, False),
+        "strides": None,
+        "version": 3,
+    }
+    tensor = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device=device)
     if tensor.data_ptr() != pointer or tensor.device != device:  # torch copies across devices
         raise RuntimeError(f"the memory at {pointer:#x} is not on {device}")
     return tensor

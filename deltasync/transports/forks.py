@@ -15,37 +15,32 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import selectors
 import socket
 import threading
 from collections.abc import Callable
 from types import MethodType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 PARENTS_OWN = "this is of the process that forked this one; make another one here"
 
 
-class Closable(Protocol):
-    """A socket or a selector: closing it gives a descriptor up and does nothing else."""
-
-    def close(self) -> object: ...
-
-
 _Native = TypeVar("_Native")
-_Closable = TypeVar("_Closable", bound=Closable)
+_Closable = TypeVar("_Closable", bound=socket.socket | selectors.BaseSelector)
 
 making = threading.RLock()
 """Hold it from the moment that a descriptor exists until its owner is known; never while waiting.
 
 No fork happens meanwhile, so that no child has a descriptor of which it does not know.
 """
-_closables: WeakSet[Closable] = WeakSet()
+_closables: WeakSet[socket.socket | selectors.BaseSelector] = WeakSet()
 _inert: WeakKeyDictionary[object, Callable[[Any], None]] = WeakKeyDictionary()
 _natives: WeakSet[object] = WeakSet()
 
 
 def closed_in_children(closable: _Closable) -> _Closable:
-    """The same; children close it."""
+    """The same; children close it, which gives a descriptor up and does nothing else."""
     _closables.add(closable)
     return closable
 

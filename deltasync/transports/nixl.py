@@ -22,7 +22,7 @@ from __future__ import annotations
 import socket
 import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -218,11 +218,11 @@ class _Buffer:
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """A slot of the sender: whose it is, where, and how many bytes it has."""
+    """A slot of the sender: whose it is, where, and where its stamp is."""
 
     owner: str
     place: Place
-    num_bytes: int
+    stamp: Place
 
 
 class Receiver(SlotReceiver):
@@ -269,8 +269,7 @@ class Receiver(SlotReceiver):
         return dial_tcp(*self._address, timeout_s=timeout_s)
 
     def _forget(self) -> None:
-        self._client.hang_up()
-        self._waiting.clear()
+        super()._forget()
         self._segments.clear()
         self._held = self._cut_off = None
         if self._agent is not None:
@@ -302,9 +301,6 @@ class Receiver(SlotReceiver):
             self._gate.wait(_POLL_S)
             return None
 
-    def _sizes(self) -> Mapping[int, int]:
-        return {index: segment.num_bytes for index, segment in self._segments.items()}
-
     def _map(self, message: Message) -> None:
         data = message.data
         if len(data) <= _MEMORY.size:
@@ -318,7 +314,9 @@ class Receiver(SlotReceiver):
                 raise BrokenProtocol("memory in place of some that is in use")
         assert self._agent is not None  # as long as the connection lasts
         owner = self._agent.meet(data[_MEMORY.size :])
-        self._segments[index] = _Segment(owner, Place(memory_type, device, address), num_bytes)
+        place = Place(memory_type, device, address)
+        self._segments[index] = _Segment(owner, place, place.after(num_bytes))
+        self._sizes[index] = num_bytes
 
     def _buffer_of(self, told: Announcement) -> _Buffer | None:
         return next((buffer for buffer in self._buffers if buffer.told is told), None)
@@ -354,9 +352,8 @@ class Receiver(SlotReceiver):
             return
         if not buffer.is_checking:
             buffer.is_checking = True
-            segment = self._segments[told.slot]
-            place, stamp = segment.place.after(segment.num_bytes), buffer.stamp.view(torch.uint8)
-            buffer.read = self._agent.read(segment.owner, place, stamp)
+            segment, stamp = self._segments[told.slot], buffer.stamp.view(torch.uint8)
+            buffer.read = self._agent.read(segment.owner, segment.stamp, stamp)
             return
         buffer.read = None
         if int(buffer.stamp.item()) != told.sequence:

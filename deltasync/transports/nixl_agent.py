@@ -8,6 +8,7 @@ used.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import secrets
 from collections.abc import Iterator
@@ -22,7 +23,6 @@ from deltasync.transports import forks
 
 MEMORY_TYPES = ("cpu", "cuda")  # their places are what travels
 logger = logging.getLogger(__name__)
-_warned: set[str] = set()  # of what this process was warned of, once
 _UNREADABLE = "the sender's memory cannot be read"
 _INSTEAD = "or use the collective transport"
 # How often the thread that serves reads looks for work that nothing woke it for. At NIXL's
@@ -197,12 +197,11 @@ def _errors_of(library: Any) -> tuple[type[Exception], ...]:
     return *own, ValueError
 
 
+@functools.cache
 def _warn_of_ports() -> None:
     """Log once what no option of ours can close."""
-    if not _warned:
-        _warned.add("ports")
-        logger.warning(
-            "UCX listens on every network of this host, and serves whoever connects: over TCP they "
-            "can read and write the memory of this process. Set UCX_NET_DEVICES to the network "
-            "of the other end, and let nobody else reach it"
-        )
+    logger.warning(
+        "UCX listens on every network of this host, and serves whoever connects: over TCP they "
+        "can read and write the memory of this process. Set UCX_NET_DEVICES to the network "
+        "of the other end, and let nobody else reach it"
+    )

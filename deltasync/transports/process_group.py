@@ -9,7 +9,6 @@ thread that returns from a back end into an interpreter that is gone would crash
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -49,9 +48,7 @@ _WAY_OUT = {"nccl": "; NCCL wants a GPU of its own for every member: on one GPU 
 
 def bounded(timeout_s: float) -> float:
     """A timeout as back ends take it: neither zero nor endless, whatever arrived."""
-    if math.isnan(timeout_s):
-        return _MIN_TIMEOUT_S
-    return min(max(timeout_s, _MIN_TIMEOUT_S), _MAX_TIMEOUT_S)
+    return min(max(_MIN_TIMEOUT_S, timeout_s), _MAX_TIMEOUT_S)  # the least for what is no number
 
 
 def device_of(backend: str, device: torch.device | str | None) -> torch.device:
@@ -183,7 +180,9 @@ class GroupSpec:
         store = PrefixStore(self.name, tcp)
         group: Group
         if self.backend == "nccl":
-            _meet(self, store, timeout)
+            # NCCL waits for ever for a member that never comes, and nothing can abort that.
+            store.set(f"here/{self.rank}", "")
+            store.wait([f"here/{rank}" for rank in range(self.size)], timeout)
             if is_left():
                 return None
             group = _nccl_group(self, store)
@@ -261,10 +260,7 @@ class Broadcast:
         self._tensor: Tensor | None = tensor
         self._work: Work | None = None
         forks.inert_in_children(self._forked)
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        options.rootTensor = 0
-        options.asyncOp = True
+        options = dist.BroadcastOptions()  # from rank 0, and not waited for
         options.timeout = timedelta(seconds=timeout_s)
         try:
             with _current(stream):
@@ -377,15 +373,6 @@ def _release(groups: list[Group], join: Join | None, cut_off: list[Broadcast]) -
 def _abort(group: Group) -> None:
     with contextlib.suppress(RuntimeError):
         group.abort()
-
-
-def _meet(plan: GroupSpec, store: Store, timeout: timedelta) -> None:
-    """Wait until all members are about to connect. Raises RuntimeError.
-
-    NCCL waits for ever for one that never comes, and nothing can abort that.
-    """
-    store.set(f"here/{plan.rank}", "")
-    store.wait([f"here/{rank}" for rank in range(plan.size)], timeout)
 
 
 def _gloo_group(plan: GroupSpec, store: Store, timeout: timedelta) -> Group:

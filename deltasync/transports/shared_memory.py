@@ -43,7 +43,9 @@ class _Slot(Slot):
         size = -(-num_bytes // _GRANULE_BYTES) * _GRANULE_BYTES
         self.free()
         with forks.making:
-            self._descriptor = _create_segment(size)
+            self._descriptor = os.memfd_create("deltasync", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self._descriptor, size)
+        fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_SEAL)
         return torch.frombuffer(mmap.mmap(self._descriptor, size), dtype=torch.uint8)
 
     @contextmanager
@@ -95,15 +97,3 @@ class Receiver(UnixReceiver):
             raise BrokenProtocol(f"a segment that cannot be mapped: {error.strerror}") from error
         os.close(descriptor)
         return Segment(torch.frombuffer(memory, dtype=torch.uint8), Mark(_CPU))
-
-
-def _create_segment(size: int) -> int:
-    """Create a segment of `size` zero bytes that can neither grow nor shrink; its descriptor."""
-    descriptor = os.memfd_create("deltasync", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(descriptor, size)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_SEAL)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor

@@ -15,7 +15,7 @@ import struct
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import ClassVar
@@ -294,6 +294,7 @@ class SlotReceiver(SocketReceiver):
         )
         self._device = device
         self._waiting: deque[Announcement] = deque()  # told of, not handed out yet
+        self._sizes: dict[int, int] = {}  # bytes of the slots that are known
 
     def receive(self, *, timeout_s: float) -> Frame:
         """What a timeout interrupts, the next call goes on with."""
@@ -313,6 +314,11 @@ class SlotReceiver(SocketReceiver):
     def progress(self) -> None:
         with self._gate.entered():
             self._advance()
+
+    def _forget(self) -> None:
+        self._waiting.clear()
+        self._sizes.clear()
+        self._client.hang_up()
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
@@ -339,10 +345,6 @@ class SlotReceiver(SocketReceiver):
     @abstractmethod
     def _payload(self, told: Announcement) -> Tensor | None:
         """What is told of, for the caller to read from now on; None if it is not here yet."""
-
-    @abstractmethod
-    def _sizes(self) -> Mapping[int, int]:
-        """Bytes of the slots that are known."""
 
     @abstractmethod
     def _map(self, message: Message) -> None:
@@ -374,7 +376,7 @@ class SlotReceiver(SocketReceiver):
             limit = self._capabilities.max_payload_bytes
             if not 0 < num_bytes <= (limit or num_bytes):
                 raise BrokenProtocol(f"a payload of {num_bytes} bytes; this end takes {limit}")
-            if start + num_bytes > self._sizes().get(slot, 0):
+            if start + num_bytes > self._sizes.get(slot, 0):
                 raise BrokenProtocol(f"{num_bytes} bytes at {start} in segment {slot}")
         return Announcement(data[_FRAME.size :], slot, start, num_bytes, sequence)
 

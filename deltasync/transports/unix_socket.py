@@ -12,7 +12,7 @@ import socket
 import struct
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -106,13 +106,12 @@ class UnixReceiver(SlotReceiver):
     def _forget(self) -> None:
         """Unmap, after the reads that were enqueued, then close the connection."""
         self._held = None
-        self._waiting.clear()
         self._releases.clear()
         try:
             while self._segments:
                 self._segments.popitem()[1].close()
         finally:
-            self._client.hang_up()
+            super()._forget()
 
     def _take_back(self) -> None:
         """Mark where the reads of the last payload end on the current stream."""
@@ -139,9 +138,6 @@ class UnixReceiver(SlotReceiver):
         self._held = told
         return segment.memory[told.start : told.start + told.num_bytes]
 
-    def _sizes(self) -> Mapping[int, int]:
-        return {index: segment.memory.numel() for index, segment in self._segments.items()}
-
     def _map(self, message: Message) -> None:
         assert message.descriptor is not None  # without one it is no SEGMENT
         try:
@@ -155,12 +151,13 @@ class UnixReceiver(SlotReceiver):
             in_use = [*self._waiting, *(told for _, told in self._releases)]
             if any(told.slot == index for told in in_use):
                 raise BrokenProtocol("a segment in place of one that is in use")
-            if index in self._segments:
+            if self._sizes.pop(index, None):
                 self._segments.pop(index).close()
             self._segments[index] = self._mapped(num_bytes, tuple(handles), message.descriptor)
         except BaseException:
             os.close(message.descriptor)
             raise
+        self._sizes[index] = num_bytes
 
     @abstractmethod
     def _mapped(self, num_bytes: int, handles: tuple[bytes, ...], descriptor: int) -> Segment:

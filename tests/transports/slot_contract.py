@@ -20,6 +20,7 @@ from deltasync.testing.links import (
     PATIENCE_S,
     PROMPT_S,
     Link,
+    background,
     greeted,
     payload_of,
     same_frame,
@@ -86,6 +87,7 @@ LIES: dict[str, Callable[[Liar], object]] = {
     "a payload larger than its slot": lambda liar: liar.announce().frame(0, 0, MEMORY_BYTES + 1),
     "a payload across the end": lambda liar: liar.announce().frame(0, MEMORY_BYTES - 6, 10),
     "a payload that overflows": lambda liar: liar.announce().frame(0, 1 << 63, 1 << 63),
+    "an empty payload": lambda liar: liar.announce().frame(0, 0, 0),
     "no header": lambda liar: liar.announce().frame(0, 0, 10, b""),
     "a short frame": lambda liar: liar.write(Kind.FRAME, b"short"),
     "a reply": lambda liar: liar.write(Kind.REPLY, b""),
@@ -249,6 +251,19 @@ class SlotContract(TransportContract):
             liar.read()  # the descriptors of what it was told of, to be closed with the rest
             liar.close()
         link.check([good])
+
+    def test_a_sender_that_keeps_sending_does_not_hold_a_receiver(
+        self, liar: tuple[Liar, ReceiveTransport]
+    ) -> None:
+        sender, receiver = liar
+        receiving = background(lambda: receiver.receive(timeout_s=0.3))
+        with within(PROMPT_S):
+            while not receiving.done():
+                sender.connection.flush()
+                if not sender.connection.is_writing:
+                    sender.announce()
+        receiver.close()
+        assert isinstance(receiving.exception(0), TransportTimeout)
 
     @pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
     def test_a_sender_that_lies_is_lost(
