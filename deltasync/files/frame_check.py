@@ -27,7 +27,7 @@ _RULES: dict[type[Exception], str] = {
     TruncatedFrame: "W1, W6, W9, W10, W21, W27 to W30 or W33",
     BadMagic: "W2",
     UnsupportedVersion: "W3",
-    LimitExceeded: "W4, W9, W11, W13 or W27",
+    LimitExceeded: "W4, W9, W11, W13, W27 or W28",
     ChecksumMismatch: "W5",
     MalformedMessage: "W6 to W10 or W17",
     UnknownCodec: "W9",

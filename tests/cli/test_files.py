@@ -90,11 +90,11 @@ def test_verify_counts_the_tensors_that_it_does_not_list(tmp_path: Path) -> None
 
 
 def test_verify_says_what_of_a_patch_file_is_damaged_and_where(patch: Path) -> None:
-    assert re.fullmatch(r"patch file, .* kB, 5 sound frames\n", output("verify", patch))
+    assert re.fullmatch(r"patch file, .* kB, 4 sound frames\n", output("verify", patch))
     data = patch.read_bytes()
     patch.write_bytes(data[:-1])
     first, second = output("verify", patch, code=1).splitlines()
-    assert first.endswith("4 sound frames")
+    assert first.endswith("3 sound frames")
     where = re.match(
         r"damaged frame at byte ([\d,]+), rule W1, W6, W9, W10, W21, W27 to W30 or W33: "
         r"TruncatedFrame: ",
