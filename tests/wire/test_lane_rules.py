@@ -224,7 +224,7 @@ def test_w19_w20_a_lane_carries_nothing_else_and_losing_it_is_losing_the_trainer
 @pytest.mark.parametrize("number", [1, 2])
 def test_w20_numbers_increase_on_the_first_link_too(number: int) -> None:
     with connected(2) as (ranks, lanes):
-        ranks[0].send(Attempt(number=2), Attempt(number=number))
+        ranks[0].send(begin(2), ABORT, begin(number))
         with pytest.raises(ProtocolViolation):
             taken(lanes)
 
