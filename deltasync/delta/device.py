@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -26,17 +26,6 @@ from deltasync.delta.readers import Reader, copy_read
 from deltasync.delta.source import COPIED, WORDS, Source
 from deltasync.delta.tiles import Ints, Section, Space
 from deltasync.wire.changes import ALIGNMENT, TILE, Sizes
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Emitted(Changes):
-    """Changes as they were packed here.
-
-    Attributes:
-        opened: The same, as kernels take them.
-    """
-
-    opened: Opened
 
 
 class DeviceFound:
@@ -99,9 +88,8 @@ class DeviceFound:
             self._fill(changes, tile_of, whole, num_whole, sums)
             if changes.memory is not payload:
                 payload.copy_(changes.memory)
-        columns = changes.tiles, changes.counts, changes.places, changes.values, changes.whole
         opened = Opened(section, sizes.tiles, tile_of, changes.places, whole)
-        return Emitted(sizes, *columns, changes.memory, opened)
+        return replace(changes, opened=opened)
 
     def warm_up(self) -> None:
         """Compile what `emit` launches."""
@@ -308,9 +296,8 @@ class DeviceDetector:
         with on(self.device):
             self.ahead.index_fill_(0, changes.tiles.to(torch.int64), 1)
             flag = self.tiles.blank()
-            if isinstance(changes, Emitted):
-                opened = changes.opened
-            else:
+            opened = changes.opened
+            if not isinstance(opened, Opened):
                 opened = self.tiles.open(changes, section, flag, torch.full_like(flag, -1))
             self.tiles.write(opened, (changes.values, changes.whole), flag)
 

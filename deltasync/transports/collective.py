@@ -31,7 +31,6 @@ import itertools
 import secrets
 import time
 from collections.abc import Collection, Iterable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -66,6 +65,7 @@ from deltasync.transports.control.connection import (
     part_of,
 )
 from deltasync.transports.control.tcp import check_network, listen_tcp, warn_of_strangers
+from deltasync.transports.marks import Mark
 from deltasync.transports.process_group import (
     GroupSpec,
     Join,
@@ -84,15 +84,6 @@ _FAREWELL_S = 5.0
 # The rest of a timeout is kept for telling who was late.
 _WORK_SHARE = 0.8
 _LATE = "was not ready in time"
-
-
-class _Job(Protocol):
-    """What this end has to do in a round."""
-
-    @property
-    def error(self) -> str | None: ...
-
-    def is_done(self) -> bool: ...
 
 
 class Sender(SocketSender):
@@ -336,7 +327,7 @@ class Sender(SocketSender):
         return {}
 
     def _round(
-        self, ticket: int, deadline: float, job: _Job | None = None
+        self, ticket: int, deadline: float, job: Mark | Join | None = None
     ) -> dict[int, TransportError]:
         """Wait until all members have answered `ticket` well and `job` is done.
 
@@ -353,7 +344,7 @@ class Sender(SocketSender):
         return self._blame(complaints, deadline, job)
 
     def _blame(
-        self, complaints: dict[int, str], deadline: float, job: _Job | None = None
+        self, complaints: dict[int, str], deadline: float, job: Mark | Join | None = None
     ) -> dict[int, TransportError]:
         """Abandon the group and drop those to blame: the lost, else the late, else this end if
         `job` failed, else who has something to complain of.
@@ -376,7 +367,7 @@ class Sender(SocketSender):
             for peer, text in complaints.items()
         }
 
-    def _blame_this_end(self, job: _Job, *, is_alone: bool) -> None:
+    def _blame_this_end(self, job: Mark | Join, *, is_alone: bool) -> None:
         grace = deadline_in(GRACE_S)  # the others may have noticed first
         pace = Pace()
         while not is_alone and not job.is_done() and time.monotonic() < grace:
@@ -386,7 +377,7 @@ class Sender(SocketSender):
         if is_alone:
             raise TransportTimeout("this end was not ready in time")
 
-    def _answers(self, ticket: int, deadline: float, job: _Job | None) -> dict[int, str]:
+    def _answers(self, ticket: int, deadline: float, job: Mark | Join | None) -> dict[int, str]:
         """What the members answered to `ticket`, as far as it takes to know how this ends.
 
         An empty text says that all is well.
