@@ -45,7 +45,7 @@ from deltasync.sync.source.tensors import (
 )
 from deltasync.wire.messages import ParameterSpec
 
-_NAMES, _IS_TRAINED = attrgetter("names"), attrgetter("requires_grad")
+_NAMES, _IS_TRAINED = attrgetter("names"), attrgetter("tensor.requires_grad")
 
 
 class Weights(Protocol):
@@ -193,6 +193,7 @@ class OwnWeights(LocalWeights):
         super().__init__(options)
         self.source = _Kept(source, options) if options.leave_out else source
         self._devices: list[torch.device] = []  # of what was captured
+        self._trained: NDArray[np.bool_] | None = None
 
     def check_coding(self, options: SenderOptions) -> None:
         if options.compression in ("none", "zstd"):
@@ -229,7 +230,7 @@ class OwnWeights(LocalWeights):
         tensors: list[NamedTensor] | None = None,
     ) -> SourceLayout:
         """Start from the source as it is. Arguments as of `SourceLayout`. Returns the layout."""
-        self._is_looked_up = False
+        self._is_looked_up, self._trained = False, None
         tensors = self.source.tensors() if tensors is None else tensors
         layout = SourceLayout(self.source, specs, tensors, boxes)
         last, self._snapshot, self.layout = self._snapshot, None, None
@@ -254,6 +255,7 @@ class OwnWeights(LocalWeights):
     def delta(self, base_version: int) -> Delta:
         layout, snapshot, held = self.layout, self.snapshot, self.options.max_inflight_bytes
         assert layout is not None
+        self._trained = None
         compare = partial(
             snapshot.compare,
             bucket_bytes=self._bucket_bytes(snapshot),
@@ -280,9 +282,10 @@ class OwnWeights(LocalWeights):
 
     @property
     def trained(self) -> NDArray[np.bool_]:
-        assert self.layout is not None
-        tensors = [entry.tensor for entry in self.layout.tensors]
-        return np.fromiter(map(_IS_TRAINED, tensors), np.bool_, len(tensors))
+        if self._trained is None:  # once a sync
+            assert self.layout is not None
+            self._trained = np.array([*map(_IS_TRAINED, self.layout.tensors)], np.bool_)
+        return self._trained
 
     def masters(self, number: int) -> tuple[bool, int] | None:
         layout, sums, is_rounded = self.layout, list[int](), False
