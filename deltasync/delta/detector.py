@@ -66,11 +66,15 @@ class Span:
     ) -> Span:
         """Of parts that follow each other; of several, if `_kind` says that they can be joined."""
         share, start, stop = parts[0]
-        begins, num, old = list[Ints](), 0, list[Bits]()
-        for one, low, high in parts:
+        begins, num = list[Ints](), 0
+        for _, low, high in parts:
             begins.append(np.arange(num, num + high - low, TILE))
             num += high - low
-            old.append(unsigned(lines[one][low:high]))
+        copies = [lines[one][low:high] for one, low, high in parts]
+        at, memory = addresses(copies), {one.untyped_storage().data_ptr() for one in copies}
+        if len(memory) == 1 and (np.diff(at) == [one.nbytes for one in copies[:-1]]).all():
+            copies = [copies[0].as_strided((num,), (1,))]  # they lie side by side
+        old = [unsigned(one) for one in copies]
         first = int(space.first[share]) + start // TILE
         if len(parts) == 1:
             new = partial(_read, readers[share], start, stop)
@@ -80,7 +84,8 @@ class Span:
             unsigned(flat.line[low:high]) for flat, (_, low, high) in zip(flats, parts, strict=True)
         ]
         new = partial(_joined, source, flats[0].tensor.dtype, readers[share].dtype)
-        return cls(first, np.concatenate(begins), new, partial(_side_by_side, old))
+        before = partial(_side_by_side, old) if len(old) > 1 else lambda: old[0]
+        return cls(first, np.concatenate(begins), new, before)
 
 
 def spans_of(

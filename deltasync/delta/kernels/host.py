@@ -134,6 +134,8 @@ def differing(
         elements of each tile that differ; all, if it goes whole whatever they are.
     """
     positions = _positions(new, old)
+    if positions is not None and not len(positions) and not ahead.any():
+        return None
     if positions is None:  # most words differ: count before finding
         mask = _differ(new, old)
         ends = pairwise([*begins.tolist(), len(mask)])
