@@ -60,7 +60,7 @@ def received(made: Fleet, target: nn.Module | CopiedTarget | RoutedTarget) -> We
     # Not scrubbed after the sync, which could see first what something else wrote.
     serving = made.add(target, options=ReceiverOptions(scrub_every=0))
     made.wait(1)
-    made.sender.send_weights(timeout_s=5)
+    made.sender.send_weights(timeout_s=60)
     until(lambda: serving.receiver.version == made.sender.version)
     return serving.receiver
 
@@ -89,7 +89,7 @@ def test_versions_are_exported_while_the_receiver_is_in_use_and_when_the_sender_
         for number in range(3):
             if number < 2:
                 step(source, generator.manual_seed(number), 0.1)
-                made.sender.send_weights(timeout_s=5)
+                made.sender.send_weights(timeout_s=60)
                 until(lambda: receiver.version == made.sender.version)
             else:
                 made.sender.close()
@@ -219,7 +219,7 @@ def test_an_engine_that_lacks_a_parameter_is_refused_by_name(tmp_path: Path) -> 
             for rank, (name, shape) in enumerate(shapes.items())
         ]
         made.wait(2)
-        made.sender.send_weights(timeout_s=5)
+        made.sender.send_weights(timeout_s=60)
         until(lambda: receivers[0].version == 1)
         with pytest.raises(LayoutMismatch, match="does not hold 'b'"):
             export_weights(receivers[0], tmp_path / "model")

@@ -20,7 +20,7 @@ from deltasync.integrations.trainer_info import TrainerInfo
 from deltasync.transports import collective, cuda_ipc, inprocess, shared_memory
 from deltasync.transports.base import SendTransport
 from tests.worlds.fleets import Split, model
-from tests.worlds.links import Model, random_model, step
+from tests.worlds.links import AMPLE_S, Model, random_model, step
 from tests.worlds.ranks import run_ranks
 from tests.worlds.remote import Remote, bits, serve
 from tests.worlds.toy_engines import CHECKPOINT, SHAPES
@@ -55,7 +55,7 @@ class Trainer:
         boxes: list[Boxes],
         link: Callable[[int], SendTransport],
         stack: ExitStack,
-        timeout_s: float = 5.0,
+        timeout_s: float = AMPLE_S,
         servers: int = 1,
     ) -> None:
         self.model, self._timeout_s = model(0, SHAPES), timeout_s
@@ -176,7 +176,8 @@ def test_a_rank_whose_lane_has_no_address_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fails", KINDS)
 def test_what_the_engine_fails_in_ends_the_call_on_all_ranks(fails: str, tmp_path: Path) -> None:
-    with trainer(in_rows(3), tmp_path, timeout_s=5.0) as here:
+    timeout_s = 5.0 if fails == "update" else AMPLE_S  # workers are waited for in vain
+    with trainer(in_rows(3), tmp_path, timeout_s=timeout_s) as here:
         if fails in ("update", "name"):
             here.send()
             here.step(1)

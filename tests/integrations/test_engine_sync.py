@@ -167,7 +167,7 @@ def test_what_an_engine_fails_in_is_an_error_of_ours_reported_once_and_made_up_f
 ) -> None:
     with engine_of(tmp_path, kind=kind, timeout_s=3.0) as here:
         server = here.servers["0"]
-        here.send()
+        here.send(timeout_s=60)
 
         def fail() -> None:
             if call.startswith("connect"):
@@ -185,7 +185,7 @@ def test_what_an_engine_fails_in_is_an_error_of_ours_reported_once_and_made_up_f
             assert server.calls.count("SyncFailed") + server.calls.count("SyncStats") == 1
             assert server.is_paused == is_paused
             server.calls.clear()
-            assert here.send().receivers == 1
+            assert here.send(timeout_s=60).receivers == 1
             here.check()
             first = next(call for call in server.calls if call != "ReceiveStats")  # may come late
             assert (first, server.calls.count("SyncStats")) == ("connect", 1)
@@ -229,7 +229,7 @@ def test_an_update_that_ends_late_ends_before_the_next_one_begins(
     kind: type[Server], call: str, tmp_path: Path
 ) -> None:
     with engine_of(tmp_path, timeout_s=1.0, kind=kind) as here:
-        here.send(timeout_s=30)
+        here.send(timeout_s=60)
         server = here.servers["0"]
         server.hangs = call
         server.calls.clear()
@@ -240,7 +240,7 @@ def test_an_update_that_ends_late_ends_before_the_next_one_begins(
                 here.send(total_timeout_s=0.5)
         assert server.calls == before  # it was asked for nothing
         server.goes_on.set()
-        assert here.send(timeout_s=30).receivers == 1
+        assert here.send(timeout_s=60).receivers == 1
         here.check()
         if call == "pause":  # what was too late then is not asked for
             assert server.calls[:3] == ["pause", "resume", "connect"]
@@ -270,7 +270,7 @@ def test_close_while_an_update_is_under_way_leaves_a_mixture_paused_and_nothing_
     fails: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with engine_of(tmp_path, timeout_s=2.0) as here:
-        here.send(timeout_s=30)
+        here.send(timeout_s=60)
         server = here.servers["0"]
         server.hangs, server.fails = "update", fails
         outcome(here.train)
@@ -330,7 +330,7 @@ def test_an_engine_of_which_a_write_was_not_undone_stays_paused_until_it_is_whol
     undoes: bool, kind: type[Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kind, "let_connect", let_connect)
-    with engine_of(tmp_path, kind=kind, timeout_s=5.0) as here:
+    with engine_of(tmp_path, kind=kind) as here:
         here.send()
         with monkeypatch.context() as patch:
             patch.setattr(Stuck, "fails", True)
@@ -364,7 +364,7 @@ def test_a_version_that_changes_weights_is_not_written_without_a_pause(tmp_path:
             self.commit(version, holder, "write" if version == 1 else "pass")
 
     with engine_of(tmp_path, timeout_s=2.0, kind=Passes) as here:
-        here.send()
+        here.send(timeout_s=60)
         before = here.servers["0"].module.get_parameter("a").clone()
         error = outcome(here.train)
         assert isinstance(error, DeltaSyncError)
@@ -375,7 +375,7 @@ def test_a_version_that_changes_weights_is_not_written_without_a_pause(tmp_path:
 def test_an_update_that_outlasts_the_sync_is_a_typed_error(tmp_path: Path) -> None:
     """As if the trainer's thread slept when all workers had written."""
     with engine_of(tmp_path, link=Watched, timeout_s=2.0) as here:
-        here.send()
+        here.send(timeout_s=60)
         here.link.before = at(1, "some replies", lambda: time.sleep(4))
         with pytest.raises(TransportTimeout, match="was not named"):
             here.train()
@@ -398,7 +398,7 @@ def test_a_worker_whose_trainer_is_gone_does_not_wait_for_its_version(tmp_path: 
 def test_weights_that_sleep_are_not_touched_and_take_the_next_delta(
     max_staged_bytes: int, tmp_path: Path
 ) -> None:
-    with engine_of(tmp_path, max_staged_bytes=max_staged_bytes, timeout_s=20.0) as here:
+    with engine_of(tmp_path, max_staged_bytes=max_staged_bytes) as here:
         here.send()
         server = here.servers["0"]
         worker, held = server.workers[0], server.module.get_parameter("a").clone()
@@ -494,7 +494,7 @@ def test_an_engine_that_an_earlier_trainer_left_behind_takes_no_part(tmp_path: P
     left.declines = None
     with engine_of(tmp_path, server=left) as earlier:
         earlier.send()
-    with engine_of(tmp_path, timeout_s=4.0) as here:
+    with engine_of(tmp_path) as here:
         for _ in range(4):
             time.sleep(0.3)  # it comes back by itself, where another trainer listens now
             assert here.train().receivers == 1
@@ -514,7 +514,7 @@ def test_workers_take_their_secret_from_the_environment(
             here.send()
         assert not here.servers["0"].holds(here.source)
         monkeypatch.setenv("DELTASYNC_SECRET", "of both ends")
-        assert here.send(timeout_s=30).receivers == 1
+        assert here.send(timeout_s=60).receivers == 1
         here.check()
 
 
@@ -536,7 +536,7 @@ before = list(server.calls)
 pid = os.fork()
 if pid == 0:
     here.sync.disconnect()
-    result = outcome(lambda: here.send(timeout_s=5))
+    result = outcome(lambda: here.send(timeout_s=60))
     print(type(result).__name__, "forked" in str(result), flush=True)
     here.sync.close()
     print(server.calls == before, server.is_paused, flush=True)
@@ -549,7 +549,7 @@ context.__exit__(None, None, None)
 """
 _WITHIN_ATEXIT = """
 def last():
-    result = outcome(lambda: here.send(timeout_s=5))
+    result = outcome(lambda: here.send(timeout_s=60))
     print(type(result).__name__, "atexit" in str(result), server.calls)
     here.sync.close()
 atexit.register(last)

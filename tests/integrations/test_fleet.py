@@ -343,7 +343,7 @@ def test_too_few_servers_abort_a_version_and_nobody_changes(
 
 @pytest.mark.parametrize("needed", [2, 5])
 def test_the_first_version_waits_for_enough_servers(needed: int, tmp_path: Path) -> None:
-    with fleet_of(tmp_path, 1, min_engines=needed, timeout_s=6.0) as here:
+    with fleet_of(tmp_path, 1, min_engines=needed) as here:
         for _ in range(2):
             with pytest.raises(SyncAborted, match=f"1 of at least {needed} servers"):
                 here.send()
@@ -434,7 +434,7 @@ def test_all_servers_asleep_keep_their_places_and_one_that_hangs_keeps_nobody_el
     tmp_path: Path,
 ) -> None:
     with fleet_of(tmp_path, 3, timeout_s=4.0) as here:
-        here.send()
+        here.send(timeout_s=60)
         for hangs in ("", "resume"):
             for server in here.servers.values():
                 server.workers[0].sleep()

@@ -119,7 +119,7 @@ def test_a_mixture_stays_paused_when_the_trainers_configuration_is_wrong(
     sync: str, kind: type[Server], tmp_path: Path
 ) -> None:
     """As if the weights slept, which is a ConfigError too."""
-    with fleet_of(tmp_path, 2, kind=kind, timeout_s=5.0, **MANY_BUCKETS) as here:
+    with fleet_of(tmp_path, 2, kind=kind, **MANY_BUCKETS) as here:
         if sync == "delta":
             here.send()
             here.source.get_parameter("a").data.mul_(-2)
@@ -139,7 +139,7 @@ def test_a_mixture_stays_paused_that_joined_as_all_others_slept(
     kind: type[Server], tmp_path: Path
 ) -> None:
     options = {**MANY_BUCKETS, "min_engines": 1}
-    with fleet_of(tmp_path, 1, kind=kind, timeout_s=5.0, **options) as here:
+    with fleet_of(tmp_path, 1, kind=kind, **options) as here:
         here.send()
         here.servers["0"].workers[0].sleep()
         here.add(kind(model(5, MANY_BUCKETS["shapes"])), "1")
@@ -164,7 +164,7 @@ def test_a_call_that_hangs_costs_later_syncs_of_a_rolling_fleet_nothing(
     """Nor does anybody else stay paused, or behind, for it."""
     options: dict[str, Any] = {"pauses": "rolling", "max_staged_bytes": max_staged_bytes}
     with fleet_of(tmp_path, 3, timeout_s=5.0, **options) as here:
-        here.send()
+        here.send(timeout_s=60)
         here.servers["0"].hangs = "resume"
         began = time.monotonic()
         assert list(here.train().lost) == ["0"]
@@ -185,7 +185,7 @@ def test_a_rolling_fleet_waits_for_a_server_that_resumes_late_beside_one_that_do
     tmp_path: Path,
 ) -> None:
     with fleet_of(tmp_path, 3, pauses="rolling", timeout_s=3.0) as here:
-        here.send()
+        here.send(timeout_s=60)
         here.servers["0"].hangs = here.servers["1"].hangs = "resume"
         late = threading.Timer(4.0, here.servers["1"].goes_on.set)  # its turn comes after 3 s
         late.start()
@@ -211,7 +211,7 @@ def test_nothing_is_decided_when_no_time_is_left_to_write_it(
     kind: type[Server], tmp_path: Path
 ) -> None:
     """All keep the version that they have, their places, and generate."""
-    with fleet_of(tmp_path, 3, link=Watched, kind=kind, timeout_s=5.0) as here:
+    with fleet_of(tmp_path, 3, link=Watched, kind=kind) as here:
         here.send()
         calls = [list(server.calls) for server in here.servers.values()]
         here.link.before = at(1, "replies", lambda: time.sleep(0.6))
@@ -230,7 +230,7 @@ def test_nothing_is_decided_when_no_time_is_left_to_write_it(
 def test_closing_ends_a_sync_of_another_thread_and_waits_for_nobody_who_hangs(
     call: str, tmp_path: Path
 ) -> None:
-    with fleet_of(tmp_path, 3, timeout_s=10.0) as here:
+    with fleet_of(tmp_path, 3) as here:
         if call != "connect":
             here.send()
         slow = here.servers["1"]
@@ -241,7 +241,7 @@ def test_closing_ends_a_sync_of_another_thread_and_waits_for_nobody_who_hangs(
             hung(slow)
             if call == "disconnect":
                 until(lambda: bool(found))
-            with in_thread(here.fleet.close, timeout_s=5.0):
+            with in_thread(here.fleet.close, timeout_s=PROMPT_S):
                 pass
             slow.goes_on.set()
         is_over = isinstance(found[0], DeltaSyncError)
@@ -253,7 +253,7 @@ def test_closing_ends_a_sync_of_another_thread_and_waits_for_nobody_who_hangs(
 
 def test_closing_resumes_servers_although_another_one_hangs(tmp_path: Path) -> None:
     with fleet_of(tmp_path, 3, timeout_s=3.0) as here:
-        here.send()
+        here.send(timeout_s=60)
         for server in here.servers.values():
             server.fails = "resume"
         assert set(here.train().lost) == set(here.servers)
@@ -267,7 +267,7 @@ def test_closing_resumes_servers_although_another_one_hangs(tmp_path: Path) -> N
 def test_a_fleet_reports_what_its_call_returns_or_raises(tmp_path: Path) -> None:
     """Its servers by their own names, with those that are behind."""
     events: list[SyncEvent] = []
-    with fleet_of(tmp_path, 3, timeout_s=5.0) as here:
+    with fleet_of(tmp_path, 3) as here:
         here.send()
         for behind in ("1", "2"):
             here.servers[behind].declines = RuntimeError("planted")
@@ -366,7 +366,7 @@ def test_a_server_that_is_added_again_is_not_written_until_its_earlier_stay_has_
     hangs: str, tmp_path: Path
 ) -> None:
     with fleet_of(tmp_path, 2, timeout_s=3.0) as here:
-        here.send()
+        here.send(timeout_s=60)
         server = here.servers["1"]
         server.hangs = hangs
         assert list(here.train().lost) == ["1"]
@@ -402,7 +402,7 @@ def test_a_server_whose_workers_did_not_disconnect_connects_by_another_name(
 def test_a_server_that_joins_and_leaves_again_and_again_leaves_nothing_behind(
     tmp_path: Path,
 ) -> None:
-    with fleet_of(tmp_path, 1) as here:
+    with fleet_of(tmp_path, 1, timeout_s=10.0) as here:
         here.send()
         server, threads = Server(model(5)), threading.active_count()
         for _ in range(20):
@@ -423,7 +423,7 @@ from tests.worlds.fleets import Server, fleet_of, model, outcome
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 with tempfile.TemporaryDirectory() as folder, fleet_of(Path(folder), 3, timeout_s=5.0) as here:
-    here.send()
+    here.send(timeout_s=60)
     held = []
     try:
         while True:

@@ -176,7 +176,7 @@ def test_a_receive_that_was_given_up_does_not_disturb_the_next_update() -> None:
 
     weights = weights_on()
     with ExitStack() as stack:
-        here = trainer(stack, weights, timeout_s=5.0)
+        here = trainer(stack, weights)
         here.update()
         here.rollouts[0].prepare()
         asyncio.run(begin(here.rollouts[0]))  # nobody sends

@@ -49,9 +49,9 @@ def test_real_syncs_are_counted_at_both_ends(
     with subscribe(Metrics(registry)), fleet(source) as here:
         here.add(random_model({"w": (64, 4)}, 1), engine="x")
         here.wait(1)
-        here.sender.send_weights(timeout_s=5)
+        here.sender.send_weights(timeout_s=60)
         step(source, torch.Generator().manual_seed(0), 0.1)
-        stats = here.sender.send_weights(timeout_s=5)
+        stats = here.sender.send_weights(timeout_s=60)
         until(lambda: value("receiver_syncs_total", kind="delta") == 1)
     assert value("syncs_total", kind="full") == value("syncs_total", kind="delta") == 1
     assert value("version") == value("engine_version", engine="x") == 2

@@ -36,7 +36,7 @@ def refusal(source: WeightSource, held: Mapping[str, Tensor], **options: Any) ->
 
         def first_sync() -> None:
             here.wait(1)
-            here.sender.send_weights(timeout_s=5)
+            here.sender.send_weights(timeout_s=60)
 
         with pytest.raises(DeltaSyncError) as caught:
             first_sync()
@@ -190,7 +190,7 @@ def test_stacked_experts_are_refused_until_they_are_split() -> None:
         here.wait(1)
         for number, share in enumerate([0, 0.1, 1]):
             step(source, share, number)
-            here.sender.send_weights(timeout_s=5)
+            here.sender.send_weights(timeout_s=60)
             assert_holds(replica, dict(served_weights(weights.items(), every)))
 
 
@@ -224,7 +224,7 @@ def test_weights_that_change_where_they_lie_or_move_are_served(form: Form, is_fi
                 source.get_submodule("down").weight = nn.Parameter(
                     weight(source, "down").data.to(dtype, copy=True) * 4
                 )
-            here.sender.send_weights(timeout_s=5)
+            here.sender.send_weights(timeout_s=60)
             assert_holds(replica, cold(source, form))
 
 
@@ -235,7 +235,7 @@ def test_syncs_in_the_background_serve_what_was_there_when_they_began(form: Form
     with fleet(served(source, form)) as here:
         here.add(replica)
         here.wait(1)
-        here.sender.send_weights(timeout_s=5)
+        here.sender.send_weights(timeout_s=60)
         for number in range(3):
             step(source, 0.5, number)
             weight(source, "up").data[0, 0] = 2.0**number
@@ -244,11 +244,11 @@ def test_syncs_in_the_background_serve_what_was_there_when_they_began(form: Form
                 here.sender.refresh_source()
             read = threading.Event()
             thread = threading.Thread(
-                target=lambda at=read: here.sender.send_weights(timeout_s=9, on_source_read=at.set)
+                target=lambda at=read: here.sender.send_weights(timeout_s=60, on_source_read=at.set)
             )
             thread.start()
-            assert read.wait(10)
+            assert read.wait(60)
             for parameter in source.parameters():
                 parameter.data *= 3
-            thread.join(10)
+            thread.join(60)
             assert_holds(replica, expected)

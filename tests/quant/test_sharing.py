@@ -124,7 +124,7 @@ def test_an_engine_of_4_bits_holds_what_a_cold_load_gives(
             if is_stream:
                 streamed.take(served_weights(passing(model), lambda name, _: form_of(form, name)))
             here.wait(1)
-            here.sender.send_weights(timeout_s=10)
+            here.sender.send_weights(timeout_s=60)
             expected = cold(model, form) | scale
             assert set(expected) == set(replica.state_dict())
             assert_holds(replica, expected)

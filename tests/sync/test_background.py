@@ -57,7 +57,7 @@ class Gate(ThroughReceiver):
         frame = super().receive(timeout_s=timeout_s)
         if decode(frame.header)[0].kind == self.kind:
             self.reached.set()
-            assert self.is_open.wait(30)
+            assert self.is_open.wait(60)
             if self.breaks:
                 self.breaks = False
                 raise PeerLost("planted")
@@ -89,7 +89,7 @@ class Training:
         *,
         kind: str = "prepare",
         device: str = "cpu",
-        timeout_s: float = 20.0,
+        timeout_s: float = 60.0,
         **options: Any,
     ) -> None:
         self.model = random_model(SHAPES, 0).requires_grad_(True).to(device)
@@ -134,7 +134,7 @@ class Training:
         """Whether the replica has the last weights, if need be by another sync."""
         with suppress(DeltaSyncError):
             self.hook.wait()
-            self.sender.send_weights(timeout_s=20)
+            self.sender.send_weights(timeout_s=60)
         return self.holds(-1)
 
     @contextmanager
@@ -144,7 +144,7 @@ class Training:
             step = thread.submit(self.step)
             assert wait([step], 0.2).not_done
             yield
-            step.result(20)
+            step.result(60)
 
     def close(self) -> None:
         self.gate.is_open.set()
@@ -160,7 +160,7 @@ def held_back(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threadi
     def later(link: inprocess.Sender, frame: Frame, *, timeout_s: float) -> None:
         if frame.payload is not None:
             reached.set()
-            assert go_on.wait(20)
+            assert go_on.wait(60)
         send(link, frame, timeout_s=timeout_s)
 
     monkeypatch.setattr(inprocess.Sender, "send", later)
@@ -192,13 +192,13 @@ def test_steps_go_on_while_receivers_stage_and_skipped_syncs_lose_nothing(
     """Of two receivers, one fails: the other takes what was read before the weights moved on."""
     training = opened("skip", kind=kind)
     failing = gated(training.receivers, random_model(SHAPES, 2).bfloat16(), "other", kind)
-    training.sender.wait_for_receivers(2, timeout_s=10)
-    training.sender.send_weights(timeout_s=20)
+    training.sender.wait_for_receivers(2, timeout_s=60)
+    training.sender.send_weights(timeout_s=60)
     failing.breaks = True
     training.gate.is_open.clear()
     for _ in range(3):
         training.step()
-    assert training.gate.reached.wait(20)
+    assert training.gate.reached.wait(60)
     assert training.holds(0)
     training.gate.is_open.set()
     training.hook.wait()
@@ -222,7 +222,7 @@ def test_the_optimizer_waits_until_the_weights_have_been_read(
     with monkeypatch.context() as patched:
         reading, go_on = held_back(patched)
         training.step()
-        assert reading.wait(20)
+        assert reading.wait(60)
         with training.blocked_step():
             assert all(map(torch.equal, training.held().values(), training.after[1].values()))
             go_on.set()
@@ -231,7 +231,7 @@ def test_the_optimizer_waits_until_the_weights_have_been_read(
     training.step()
     if on_busy == "wait":
         with training.blocked_step():
-            assert training.gate.reached.wait(20)
+            assert training.gate.reached.wait(60)
             training.gate.is_open.set()
     training.gate.is_open.set()
     training.hook.wait()
@@ -281,7 +281,7 @@ def test_nothing_is_captured_once_the_weights_may_have_changed() -> None:
     with fleet(Source(model)) as here:
         gate = gated(here, replicas[0], "first", "commit")
         here.wait(1)
-        here.sender.send_weights(timeout_s=5)
+        here.sender.send_weights(timeout_s=60)
         here.add(replicas[1], engine="second")
         here.wait(2)
         gate.is_open.clear()
@@ -292,15 +292,17 @@ def test_nothing_is_captured_once_the_weights_may_have_changed() -> None:
         here.sender.refresh_source()
         looked.clear()
         with ThreadPoolExecutor(1) as thread:
-            call = thread.submit(here.sender.send_weights, timeout_s=5, on_source_read=released.set)
-            assert gate.reached.wait(10)
-            assert released.wait(10)
+            call = thread.submit(
+                here.sender.send_weights, timeout_s=60, on_source_read=released.set
+            )
+            assert gate.reached.wait(60)
+            assert released.wait(60)
             next(model.parameters()).data += 1  # the optimizer is half way
             gate.is_open.set()
-            assert isinstance(call.exception(10), SyncAborted)
+            assert isinstance(call.exception(60), SyncAborted)
         assert not looked
         here.wait(2)
-        here.sender.send_weights(timeout_s=5)
+        here.sender.send_weights(timeout_s=60)
         assert all(bits_equal(model, replica) for replica in replicas)
 
 
@@ -345,7 +347,7 @@ class Rank:
             trainer.ranks[number],
             on_busy="wait",
             callback=self._callback,
-            timeout_s=5,
+            timeout_s=60,
         )
 
     def _callback(self, _: object) -> None:
@@ -388,7 +390,7 @@ def test_an_interrupted_wait_lets_no_optimizer_step(
     training = opened("wait")
     reading, go_on = held_back(monkeypatch)
     training.step()
-    assert reading.wait(20)
+    assert reading.wait(60)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -441,7 +443,7 @@ def test_any_history_leaves_receivers_at_a_step_of_their_trainer(actions: list[s
                     training.gate.breaks = True
         training.gate.is_open.set()
         training.hook.wait()
-        training.sender.wait_for_receivers(1, timeout_s=10)
+        training.sender.wait_for_receivers(1, timeout_s=60)
         training.step()
         until(training.is_sent)
     finally:

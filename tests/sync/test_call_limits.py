@@ -81,12 +81,12 @@ def test_a_receiver_that_answers_slowly_each_time_cannot_exceed_the_total(decide
         link.delay_s = 0.5
         began = time.monotonic()
         with pytest.raises(TransportTimeout, match="total_timeout_s has passed"):
-            here.sender.send_weights(timeout_s=5, total_timeout_s=0.8 if decided else 0.3)
+            here.sender.send_weights(timeout_s=60, total_timeout_s=0.8 if decided else 0.3)
         assert time.monotonic() - began < 4
         assert here.sender.version == version + decided
         link.delay_s = 0.0
         here.wait(1)
-        assert here.sender.send_weights(timeout_s=5).receivers == 1
+        assert here.sender.send_weights(timeout_s=60).receivers == 1
         assert bits_equal(source, replica)
 
 
@@ -104,13 +104,13 @@ def test_nothing_is_decided_once_the_time_for_the_call_has_passed(
         nudge(source)
         here.link.is_slow = True
         with pytest.raises(TransportTimeout, match="total_timeout_s has passed"):
-            here.sender.send_weights(timeout_s=5, total_timeout_s=1)
+            here.sender.send_weights(timeout_s=60, total_timeout_s=1)
         assert here.sender.version == version
         here.link.is_slow = False
         if max_staged_bytes is not None:  # it has written something: it leaves, and rejoins
             until(lambda: bool(here.serving["engine/0"].errors))
         here.wait(1)
-        assert here.sender.send_weights(timeout_s=5).version == version + 1
+        assert here.sender.send_weights(timeout_s=60).version == version + 1
         assert bits_equal(source, replica)
 
 
@@ -121,11 +121,11 @@ def test_whoever_answers_in_time_stays_a_member() -> None:
         nudge(source)
         links[0].delay_s = 1.0
         with pytest.raises(TransportTimeout, match=r"slow\[0/1\]: TransportTimeout"):
-            here.sender.send_weights(timeout_s=5, total_timeout_s=0.3)
+            here.sender.send_weights(timeout_s=60, total_timeout_s=0.3)
         assert here.sender.engines == {"quick"}
         links[0].delay_s = 0.0
         here.wait(2)
-        stats = here.sender.send_weights(timeout_s=5, total_timeout_s=30)
+        stats = here.sender.send_weights(timeout_s=60, total_timeout_s=30)
         assert (stats.kind, stats.receivers) == ("delta", 2)
         assert all(bits_equal(source, replica) for replica in replicas)
 
@@ -134,10 +134,10 @@ def test_ranks_of_a_trainer_have_a_total_too() -> None:
     model = random_model(SHAPES, 0)
     with trainer_of(model, rows_of(model, 2)) as trainer:
         with pytest.raises(SyncAborted, match=r"rank 1 of the trainer did not come in 0\.\d+ s"):
-            trainer.sender.send_weights(timeout_s=5, total_timeout_s=0.2)
+            trainer.sender.send_weights(timeout_s=60, total_timeout_s=0.2)
         began = time.monotonic()
         with pytest.raises(SyncAborted, match="rank 0 of the trainer says nothing"):
-            trainer.ranks[1].send_weights(timeout_s=5, total_timeout_s=0.2)
+            trainer.ranks[1].send_weights(timeout_s=60, total_timeout_s=0.2)
         assert time.monotonic() - began < 2
 
 
@@ -157,7 +157,7 @@ def test_options_take_effect_with_the_next_sync_or_are_refused_by_name() -> None
         options = SenderOptions(bucket_bytes=1024, compression="zstd")
         here.sender.options = options
         nudge(source)
-        here.sender.send_weights(timeout_s=5)
+        here.sender.send_weights(timeout_s=60)
         assert bits_equal(source, replica)
         for name, changed in LATE.items():
             with pytest.raises(ConfigError, match=f"^{name} .*cannot change now: make a new Weigh"):

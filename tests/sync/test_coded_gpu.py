@@ -96,10 +96,10 @@ def test_a_wrong_base_is_found_on_the_gpu_before_anything_is_written() -> None:
         as_bits(target.get_parameter("matrix").data)[tuple(changed.nonzero()[5])] ^= 64
         before = {name: weights.data.clone() for name, weights in target.named_parameters()}
         with pytest.raises(SyncAborted, match="DigestMismatch: it would not arrive"):
-            here.sender.send_weights(timeout_s=20)
+            here.sender.send_weights(timeout_s=60)
         until(lambda: bool(serving.errors))
         assert all(torch.equal(before[n], p.data) for n, p in target.named_parameters())
         here.wait(1)
-        assert here.sender.send_weights(timeout_s=20).full_synced == 1
+        assert here.sender.send_weights(timeout_s=60).full_synced == 1
         torch.cuda.synchronize()
         assert bits_equal(source, target)

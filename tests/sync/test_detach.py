@@ -89,14 +89,14 @@ def test_an_engine_that_sleeps_does_not_keep_another_from_the_weights() -> None:
         other = model(2)
         receiver = WeightReceiver(ModuleTarget(other), here.link.receiver(), engine="other")
         serving = Serving(receiver).start()
-        here.trainer.submit(here.sender.wait_for_receivers, 2, timeout_s=5).result()
+        here.trainer.submit(here.sender.wait_for_receivers, 2, timeout_s=60).result()
         assert here.join(staging).receivers == 2
         here.receiver.detach()
-        stats = here.send_step().result(5)
+        stats = here.send_step().result(60)
         assert (stats.receivers, list(stats.lost)) == (1, ["engine[0/1]"])
         assert bits_equal(here.source, other)
         here.receiver.attach()
-        here.trainer.submit(here.sender.wait_for_receivers, 2, timeout_s=5).result()
+        here.trainer.submit(here.sender.wait_for_receivers, 2, timeout_s=60).result()
         assert here.join(staging).receivers == 2  # it has rejoined
         serving.stop()
         assert serving.errors == []
@@ -120,15 +120,15 @@ def test_what_was_staged_is_not_written_once_the_engine_sleeps() -> None:
 
 def test_an_engine_of_two_ranks_that_sleeps_before_it_knows_of_the_other_is_dirty() -> None:
     """Whether the other rank has the version nobody here knows, and nothing is undone later."""
-    hand = Hand(ReceiverOptions(stall_timeout_s=5), world=2)
+    hand = Hand(ReceiverOptions(stall_timeout_s=60), world=2)
     thread = threading.Thread(target=lambda: hand.say([*STAGED, prepare(), commit()]))
     thread.start()
     until(lambda: hand.receiver.state is ReceiverState.COMMITTED)
     hand.receiver.detach()
     now = bits_of(hand.module)
     finish = Finish(version=6, undo=())
-    hand.transport.send(Frame(encode(finish)), timeout_s=1)
-    thread.join(10)
+    hand.transport.send(Frame(encode(finish)), timeout_s=60)
+    thread.join(60)
     assert not thread.is_alive()
     assert hand.receiver.is_dirty
     assert all((one == other).all() for one, other in zip(now, bits_of(hand.module), strict=True))

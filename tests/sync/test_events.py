@@ -51,12 +51,12 @@ def joined(here: Fleet, *engines: str) -> SyncStats:
     for number, name in enumerate(engines):
         here.add(random_model(SHAPES, number + 1), engine=name)
     here.wait(len(engines))
-    return here.sender.send_weights(timeout_s=5)
+    return here.sender.send_weights(timeout_s=60)
 
 
 def send_step(here: Fleet, source: torch.nn.Module) -> SyncStats:
     source.get_parameter("a").data += 1
-    return here.sender.send_weights(timeout_s=5)
+    return here.sender.send_weights(timeout_s=60)
 
 
 def assert_in_order(
@@ -77,7 +77,7 @@ def test_each_end_reports_each_sync() -> None:
     with heard() as events, fleet(source) as here:
         here.add(random_model(SHAPES, 0), engine="same")
         here.wait(1)
-        here.sender.send_weights(timeout_s=5)
+        here.sender.send_weights(timeout_s=60)
         until(lambda: bool(of(events, ReceiveStats)))
         here.serving["same/0"].stop()
         first = joined(here, "x", "y")
@@ -139,13 +139,13 @@ def test_a_sync_that_a_receiver_breaks_is_a_failure_at_both_ends() -> None:
     with heard() as events, fleet(source) as here:
         serving = here.add(target)
         here.wait(1)
-        here.sender.send_weights(timeout_s=5)
+        here.sender.send_weights(timeout_s=60)
         target.fails = True
         with pytest.raises(SyncAborted):
-            here.sender.send_weights(timeout_s=5)
+            here.sender.send_weights(timeout_s=60)
         until(lambda: bool(serving.errors) and len(of(events, SyncFailed)) == 2)
         here.wait(1)
-        stats = here.sender.send_weights(timeout_s=5)
+        stats = here.sender.send_weights(timeout_s=60)
     failed = {event.role: event for event in of(events, SyncFailed)}
     assert "planted" in failed["sender"].lost["engine[0/1]"]
     assert failed["sender"].version == failed["receiver"].version == 2
@@ -162,15 +162,15 @@ def test_what_a_scrub_finds_is_reported_and_so_is_its_repair() -> None:
     with heard() as events, fleet(source) as here:
         serving = here.add(replica, options=options)
         here.wait(1)
-        here.sender.send_weights(timeout_s=5)
+        here.sender.send_weights(timeout_s=60)
         until(lambda: not serving.receiver._scrub_is_due)
         source.get_parameter("a").data[:4] += 1
-        here.sender.send_weights(timeout_s=5)
+        here.sender.send_weights(timeout_s=60)
         as_bits(replica.get_parameter("a").data)[63] ^= 1
         serving.receiver._scrub_is_due = True
         until(lambda: any(event.corrupted for event in of(events, SyncFailed)))
         here.wait(1)
-        here.sender.send_weights(timeout_s=5)
+        here.sender.send_weights(timeout_s=60)
         until(lambda: of(events, ReceiveStats)[-1].was_dirty)
     found = next(event for event in of(events, SyncFailed) if event.corrupted)
     assert isinstance(found.error, DirtyReceiver)
@@ -187,40 +187,40 @@ def test_a_commit_is_reported_when_the_pause_is_over() -> None:
     with heard() as events, engine() as here:
         for syncs in range(3):
             sent = here.send_step()
-            assert here.receiver.stage(timeout_s=5)
+            assert here.receiver.stage(timeout_s=60)
             assert len(of(events, ReceiveStats)) == syncs
             here.receiver.commit()
-            sent.result(5)
+            sent.result(60)
             assert len(of(events, ReceiveStats)) == syncs  # the engine may be paused still
         with pytest.raises(TransportTimeout):
             here.receiver.stage(timeout_s=0)
         assert len(of(events, ReceiveStats)) == 3
         sent = here.send_step()
-        assert here.receiver.stage(timeout_s=5)
+        assert here.receiver.stage(timeout_s=60)
         here.receiver.commit()
-        sent.result(5)
+        sent.result(60)
         here.receiver.close()
     assert [event.version for event in of(events, ReceiveStats)] == [1, 2, 3, 4]
 
 
 def test_a_sync_that_the_sender_aborts_is_a_failure_of_a_receiver_that_is_dirty() -> None:
-    options = ReceiverOptions(max_staged_bytes=1, stall_timeout_s=2)
+    options = ReceiverOptions(max_staged_bytes=1, stall_timeout_s=60)
 
     def stops() -> None:
         raise RuntimeError("planted")
 
     with heard() as events, engine(options) as here:
         sent = here.send()
-        assert here.receiver.stage(timeout_s=5)
+        assert here.receiver.stage(timeout_s=60)
         here.receiver.commit()
-        sent.result(5)
+        sent.result(60)
         here.nudge()
-        aborted = here.trainer.submit(here.sender.send_weights, timeout_s=5, on_source_read=stops)
-        assert here.receiver.stage(timeout_s=5)
+        aborted = here.trainer.submit(here.sender.send_weights, timeout_s=60, on_source_read=stops)
+        assert here.receiver.stage(timeout_s=60)
         with pytest.raises(SyncAborted, match="the sender gave up"):
             here.receiver.commit()
         with pytest.raises(RuntimeError, match="planted"):
-            aborted.result(5)
+            aborted.result(60)
     failed = {event.role: (event.version, event.is_dirty) for event in of(events, SyncFailed)}
     assert failed.pop("sender")
     assert failed == {"receiver": (2, True)}
@@ -236,10 +236,10 @@ def test_stores_report_what_is_published_and_fetched(tmp_path: Path) -> None:
     sender = StoreSender(ModuleSource(source), tmp_path)
     with heard() as events, StoreReceiver(ModuleTarget(target), tmp_path) as receiver:
         anchor = sender.publish()
-        receiver.fetch(timeout_s=5)
+        receiver.fetch(timeout_s=60)
         source.get_parameter("a").data[0] += 1
         delta = sender.publish()
-        receiver.fetch(timeout_s=5)
+        receiver.fetch(timeout_s=60)
         source.register_parameter("c", torch.nn.Parameter(torch.zeros(1)))
         with pytest.raises(SourceChanged):
             sender.publish()

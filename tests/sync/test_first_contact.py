@@ -129,7 +129,7 @@ def test_a_name_with_surrogates_is_refused_at_the_end_that_has_it(tmp_path: Path
         made.wait(1)
         for _ in range(2):  # the trainer's fault: the engine is not refused, and waits on
             with pytest.raises(ConfigError, match="its name is no Unicode"):
-                made.sender.send_weights(timeout_s=10)
+                made.sender.send_weights(timeout_s=60)
         made.wait(1)
         assert not serving.errors
     assert torch.equal(good.get_parameter("a"), torch.ones(3))

@@ -351,7 +351,7 @@ class World:
                 break
         assert clean == 2, "it does not settle"
         self.mutate(0.05)
-        stats = self.send(timeout_s=20)  # nothing is in its way
+        stats = self.send(timeout_s=60)  # nothing is in its way
         assert (stats.kind, stats.receivers, stats.lost) == ("delta", 3, {})
         for end in self.ends.values():
             end.is_corrupt = False
@@ -451,7 +451,7 @@ def test_breaking_off_in_place_is_dirty_refuses_to_serve_and_heals() -> None:
                 end.receiver.check_serving()
         world.mutate(0.1)
         world.fleet.wait(3)
-        assert world.send(timeout_s=20).full_synced == 3  # all have left, and rejoin
+        assert world.send(timeout_s=60).full_synced == 3  # all have left, and rejoin
         world.settle()
 
 

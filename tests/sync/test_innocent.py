@@ -38,7 +38,7 @@ __all__ = ["Fleet"]  # tests of events use it
 SHAPES = {"a": (40, 50), "b": (300,), "c": (1,)}
 SMALL = SenderOptions(bucket_bytes=1024)
 WAYS = {"staged": None, "in place": 0}
-OPTIONS = [ReceiverOptions(stall_timeout_s=20, max_staged_bytes=most) for most in WAYS.values()]
+OPTIONS = [ReceiverOptions(stall_timeout_s=60, max_staged_bytes=most) for most in WAYS.values()]
 STAGED, IN_PLACE = OPTIONS
 
 
@@ -135,7 +135,7 @@ def test_who_slept_when_ranks_said_what_they_send_is_told_again() -> None:
         sleeper.receiver.detach()
         change(source)
         here.step()
-        assert isinstance(here.outcomes(timeout_s=5.0)[0], ConfigError)
+        assert isinstance(here.outcomes()[0], ConfigError)
         sleeper.receiver.attach()
         assert (here.send().receivers, sleeper.errors) == (1, [])
         assert bits_equal(source, good)
@@ -161,10 +161,10 @@ def test_an_engine_that_paused_for_a_sync_that_was_given_up_is_a_member_still() 
         with closing(receiver), StagingThread(receiver) as staging:
             here.wait(2)
             here.link.lose_at("begin", here, "bad/0")
-            sent = threads.submit(here.sender.send_weights, timeout_s=5)
+            sent = threads.submit(here.sender.send_weights, timeout_s=60)
             while not sent.done():
                 serve(staging)
-            assert sent.result(5).receivers == 1
+            assert sent.result(60).receivers == 1
             assert receiver.state is ReceiverState.READY
             assert staging.last_error is None
         assert isinstance(outcomes.pop(), int)
@@ -190,11 +190,11 @@ def test_a_commit_that_is_called_too_early_costs_nothing() -> None:
             here.wait(1)
             here.link.before = call
             for turn in range(3):
-                stats = here.sender.send_weights(timeout_s=20)
+                stats = here.sender.send_weights(timeout_s=60)
                 assert (stats.receivers, stats.joined, stats.lost) == (1, int(turn == 0), {})
                 call("between")
                 change(source, turn)
-            assert serving.result(20) == [1, 2, 3]
+            assert serving.result(60) == [1, 2, 3]
         assert too_early >= {"layout", "begin", "bucket", "prepare", "commit", "between"}
 
 
@@ -226,21 +226,21 @@ def test_a_second_thread_in_commit_is_refused_and_costs_the_first_nothing(
         with closing(receiver), StagingThread(receiver) as staging:
             here.wait(1)
             for version in (1, 2):
-                sent = threads.submit(here.sender.send_weights, timeout_s=20)
-                assert staging.wait_staged(timeout_s=20)
+                sent = threads.submit(here.sender.send_weights, timeout_s=60)
+                assert staging.wait_staged(timeout_s=60)
                 target.writes.clear()
                 target.goes_on.clear()
                 first = threads.submit(staging.commit)
-                assert target.writes.wait(20)
+                assert target.writes.wait(60)
                 calls = (receiver.commit, receiver.stage, staging.commit)
                 others = [threads.submit(call) for call in calls]
-                wait(others, timeout=20)
+                wait(others, timeout=60)
                 target.goes_on.set()
-                assert first.result(20) == version
+                assert first.result(60) == version
                 for other in others:
                     with pytest.raises(ConfigError, match="under way"):
-                        other.result(20)
-                stats = sent.result(20)
+                        other.result(60)
+                stats = sent.result(60)
                 assert (stats.receivers, stats.joined, stats.lost) == (1, int(version == 1), {})
                 assert (receiver.state, staging.last_error) == (ReceiverState.READY, None)
                 assert bits_equal(source, replica)

@@ -32,12 +32,12 @@ def test_an_interrupted_commit_is_undone_or_dirty(
 
     with engine() as here:
         sent = here.send()
-        assert here.receiver.receive_weights(timeout_s=10) == 1
-        sent.result(10)
+        assert here.receiver.receive_weights(timeout_s=60) == 1
+        sent.result(60)
         before = bits_of(here.replica)
         as_bits(here.source.get_parameter("b").data)[3] ^= 1
-        sent = here.send_step(timeout_s=5)
-        assert here.receiver.stage(timeout_s=10)
+        sent = here.send_step(timeout_s=60)
+        assert here.receiver.stage(timeout_s=60)
         with monkeypatch.context() as patched:
             patched.setattr(Staging, "commit", half)
             if again:
@@ -51,8 +51,8 @@ def test_an_interrupted_commit_is_undone_or_dirty(
         assert here.holds(before) != again
         healing = Serving(here.receiver).start()
         with pytest.raises(SyncAborted):
-            sent.result(10)
-        here.send().result(10)
+            sent.result(60)
+        here.send().result(60)
         healing.stop()
         assert bits_equal(here.source, here.replica)
         assert not here.receiver.is_dirty
@@ -65,7 +65,7 @@ def test_a_first_engine_that_cannot_be_served_is_refused_and_the_next_one_served
         here.wait(1)
         here.add(replica, engine="good")
         here.wait(2)
-        stats = here.sender.send_weights(timeout_s=5)
+        stats = here.sender.send_weights(timeout_s=60)
         assert stats.receivers == 1
         assert "odd" in stats.lost
         assert bits_equal(source, replica)
@@ -82,7 +82,7 @@ def test_a_large_greeting_is_heard_at_the_first_sync(tmp_path: Path) -> None:
 
         def is_sent() -> bool:
             with suppress(NoReceivers):
-                joined.append(sender.send_weights(timeout_s=5).joined)
+                joined.append(sender.send_weights(timeout_s=60).joined)
             return bool(joined)
 
         until(is_sent)

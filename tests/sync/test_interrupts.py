@@ -105,7 +105,7 @@ def test_a_signal_handler_that_calls_the_sender_is_refused_and_costs_the_sync_no
         here.on_phase = lambda: signal.raise_signal(signal.SIGUSR1)
         change(here.source)
         version = here.sender.version
-        assert here.sender.send_weights(timeout_s=10).version == version + 1
+        assert here.sender.send_weights(timeout_s=60).version == version + 1
         assert len(refused) == len(calls)
         here.calm()
     finally:
@@ -119,7 +119,7 @@ def test_an_exception_that_another_thread_plants_is_like_an_interrupt(here: Send
         try:
             while True:
                 change(here.source)
-                here.sender.send_weights(timeout_s=10)
+                here.sender.send_weights(timeout_s=60)
                 began.set()
         except BaseException as error:
             ended.append(error)
@@ -150,11 +150,11 @@ def test_what_a_callback_raises_ends_its_call_alone(here: Sending) -> None:
         here.on_phase = fail
         change(here.source)
         with pytest.raises(raised, match="planted"):
-            here.sender.send_weights(timeout_s=10)
+            here.sender.send_weights(timeout_s=60)
         here.calm()
         change(here.source)
         with pytest.raises(raised, match="planted"):
-            here.sender.send_weights(timeout_s=10, on_source_read=fail)
+            here.sender.send_weights(timeout_s=60, on_source_read=fail)
         here.calm()
 
 
@@ -169,9 +169,9 @@ def test_a_call_right_after_an_interrupted_one_succeeds(here: Sending) -> None:
     for _ in range(3):
         here.on_phase = fail
         with pytest.raises(KeyboardInterrupt):
-            here.sender.send_weights(timeout_s=10)
+            here.sender.send_weights(timeout_s=60)
         with subscribe(told.append):
-            stats = here.sender.send_weights(timeout_s=10)
+            stats = here.sender.send_weights(timeout_s=60)
         assert stats in told
         assert stats.receivers == 1
         assert stats.lost == {"e0[0/1]": "a call was interrupted: it rejoins"}

@@ -174,7 +174,7 @@ def test_a_result_that_was_replaced_is_named_and_refused_when_the_receiver_rejoi
         for _ in range(2):  # the first one may only find that the connection was lost
             it.here.wait(1)
             with pytest.raises(SyncAborted):
-                it.here.sender.send_weights(timeout_s=20)
+                it.here.sender.send_weights(timeout_s=60)
         until(lambda: any("has replaced 'layers.1.alpha'" in str(e) for e in it.serving.errors))
 
 
@@ -222,7 +222,7 @@ def test_another_trainer_goes_on_with_what_is_kept() -> None:
 
 def sync(here: Fleet) -> None:
     here.wait(1)
-    here.sender.send_weights(timeout_s=20)
+    here.sender.send_weights(timeout_s=60)
 
 
 def received(

@@ -26,7 +26,7 @@ class Lobby:
         receiver = self.here.transport.receiver()
         parameters = tuple(((f"p{n}",), (), 1) for n in range(names))
         greeting = hello(engine, rank, world, parameters=parameters)
-        receiver.connect(encode(greeting), timeout_s=1)
+        receiver.connect(encode(greeting), timeout_s=60)
         return receiver
 
     def count(self) -> int:
@@ -37,7 +37,7 @@ class Lobby:
         return int(str(told.value).split()[0])
 
     def refusal(self, receiver: ReceiveTransport) -> str:
-        answer, _ = decode(receiver.receive(timeout_s=1).header)
+        answer, _ = decode(receiver.receive(timeout_s=60).header)
         assert isinstance(answer, Refused)
         return answer.reason
 
@@ -48,7 +48,7 @@ class Lobby:
             self.here.add(replica, rank=rank, world=world)
             peer = 1500 + rank
             until(lambda peer=peer: self.here.transport.is_connected(peer))  # type: ignore[misc]
-        assert self.here.sender.send_weights(timeout_s=20).receivers == world
+        assert self.here.sender.send_weights(timeout_s=60).receivers == world
         assert all(bits_equal(self.here.source, replica) for replica in ranks)
 
 
@@ -107,7 +107,7 @@ def test_engines_that_never_become_whole_are_bounded_in_time(
 def test_reasons_of_strangers_do_not_pile_up(waiting: Lobby) -> None:
     for number in range(1000):
         failed = Failed(version=None, error="E", reason=f"{number}: " + "x" * 4000)
-        waiting.here.transport.receiver().connect(encode(failed), timeout_s=1)
+        waiting.here.transport.receiver().connect(encode(failed), timeout_s=60)
     with pytest.raises(EngineFailed) as told:
         waiting.count()
     assert len(str(told.value)) < 65 * 4096

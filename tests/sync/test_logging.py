@@ -37,7 +37,7 @@ def test_a_sync_is_one_line_at_each_end(caplog: pytest.LogCaptureFixture) -> Non
     with fleet(source) as here:
         here.join({"same": random_model(SHAPES, 0), "other": random_model(SHAPES, 1)})
         source.get_parameter("a").data[0, :3] += 1
-        stats = here.sender.send_weights(timeout_s=5)
+        stats = here.sender.send_weights(timeout_s=60)
         until(lambda: len(lines(caplog, INFO, "sync.receiver")) == 4)
     first, second = lines(caplog, INFO, "sync.sender")
     assert re.fullmatch(
@@ -65,7 +65,7 @@ def test_losses_and_second_tries_are_warned_of(caplog: pytest.LogCaptureFixture)
         here.join({"leaves": random_model(SHAPES, 1)})
         source.get_parameter("a").data += 1
         here.link.lose_at("begin", here, "leaves/0")
-        here.sender.send_weights(timeout_s=5)
+        here.sender.send_weights(timeout_s=60)
     why = "PeerLost: peer 1: the receiver hung up"
     assert lines(caplog, WARNING, "sync.sender") == [
         f"sending v2 again, to 1 receivers: leaves[0/1]: {why}",

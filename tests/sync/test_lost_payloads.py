@@ -35,7 +35,7 @@ pytestmark = pytest.mark.timeout(300)  # gloo forms groups anew
 SHAPES = {"a": (64, 1024), "b": (33,), "c": (64, 512)}
 NAMES = ("0", "1", "2")
 OPTIONS = SenderOptions(bucket_bytes=120_000)
-STAGED = ReceiverOptions(stall_timeout_s=20)
+STAGED = ReceiverOptions(stall_timeout_s=60)
 
 
 class End(collective.Receiver):
@@ -101,7 +101,7 @@ class Three:
         assert isinstance(end, End)
         return end
 
-    def send(self, *, timeout_s: float = 20, **settings: Any) -> Any:
+    def send(self, *, timeout_s: float = 60, **settings: Any) -> Any:
         return self.here.sender.send_weights(timeout_s=timeout_s, **settings)
 
     def check(self, names: Sequence[str] = NAMES) -> None:
@@ -184,7 +184,7 @@ def test_a_rank_of_the_trainer_tells_of_a_loss_when_it_has_sent_all() -> None:
             here.step()
             trainer.step()
             here.end(dies, lane=1).dies_at = 2  # the last one of the second rank
-            lose(here, dies, lambda: trainer.send(timeout_s=20))
+            lose(here, dies, trainer.send)
 
 
 @pytest.mark.parametrize("error", [INCOMPLETE, DETACHED])

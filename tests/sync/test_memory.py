@@ -83,7 +83,7 @@ def test_a_staging_thread_outlives_a_lack_of_host_memory(kind: str, tmp_path: Pa
         come(child, tmp_path / "lacking")
         bits += 1
         with pytest.raises(SyncAborted):
-            sender.send_weights(timeout_s=10)
+            sender.send_weights(timeout_s=60)
         Path(tmp_path, "aborted").touch()
         come(child, tmp_path / "recovered")
         sender.wait_for_receivers(1, timeout_s=30)

@@ -150,7 +150,7 @@ def test_a_sender_killed_at_any_phase_leaves_the_old_version_and_comes_back(
     source, replica, folder, first = model(0), model(5), str(tmp_path), 0
     if kind == "gloo":
         listen(kind, folder).close()  # picks the port that every trainer of the test then uses
-    options = ReceiverOptions(stall_timeout_s=20)
+    options = ReceiverOptions(stall_timeout_s=60)
     receiver = WeightReceiver(ModuleTarget(replica), connect(kind, folder), options=options)
     with closing(receiver), ExitStack() as stack:
         for phase in [*phases, ""]:

@@ -63,7 +63,7 @@ def test_a_release_of_another_format_is_named_at_both_ends(tmp_path: Path) -> No
         Child(next_release, str(tmp_path / "socket")) as child,
     ):
         until(lambda: "UnsupportedVersion" in refusal())
-        child.wait(timeout_s=20)
+        child.wait(timeout_s=60)
 
 
 @pytest.mark.promise(
@@ -81,9 +81,9 @@ def test_why_a_receiver_fails_within_a_sync_is_named_at_both_ends(kind: str) -> 
         limited = here.add(small, engine="small", options=ReceiverOptions(max_payload_bytes=2048))
         here.add(large, engine="large")
         here.wait(2)
-        here.sender.send_weights(timeout_s=20)
+        here.sender.send_weights(timeout_s=60)
         as_bits(source.get_parameter("w").data).add_(1)
-        stats = here.sender.send_weights(timeout_s=20)
+        stats = here.sender.send_weights(timeout_s=60)
         assert stats.lost.keys() == {"small[0/1]"}
         assert "LimitExceeded" in stats.lost["small[0/1]"]
         until(lambda: any(isinstance(error, LimitExceeded) for error in limited.errors))
@@ -108,14 +108,14 @@ def test_why_a_receiver_left_between_syncs_is_named_by_the_trainer(kind: str) ->
     with fleet(source, link=LINKS[kind]) as here:
         serving = here.add(replica, options=options)
         here.wait(1)
-        here.sender.send_weights(timeout_s=20)
+        here.sender.send_weights(timeout_s=60)
         as_bits(replica.get_parameter("w").data)[299] ^= 1
         told = ""
         for _ in range(10):
             as_bits(source.get_parameter("w").data)[0] ^= 1
             here.wait(1)
             try:
-                stats = here.sender.send_weights(timeout_s=20)
+                stats = here.sender.send_weights(timeout_s=60)
             except SyncAborted as error:  # it left within that
                 told += str(error)
                 continue

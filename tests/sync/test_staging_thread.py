@@ -161,7 +161,7 @@ def test_leaving_with_a_staged_version_fails_it_at_the_sender_and_loses_nothing(
         with StagingThread(here.receiver) as staging:
             here.join(staging)
             old = bits_of(here.replica)
-            sent = here.stage_step(staging, timeout_s=1)
+            sent = here.stage_step(staging, timeout_s=2)
             began = time.monotonic()
         assert time.monotonic() - began < PROMPT_S
         with within(PROMPT_S), pytest.raises(SyncAborted):
@@ -181,7 +181,7 @@ def test_the_sender_goes_between_stage_and_commit_and_the_decided_version_is_wri
     with staging_engine() as (here, staging):
         here.join(staging)
         with pytest.raises(SyncAborted):
-            here.stage_step(staging, timeout_s=1).result(60)
+            here.stage_step(staging, timeout_s=2).result(60)
         here.sender.close()
         assert staging.commit() == 2
         assert bits_equal(here.source, here.replica)
@@ -191,7 +191,7 @@ def test_the_sender_goes_between_stage_and_commit_and_the_decided_version_is_wri
 def test_a_sync_in_place_that_the_sender_gave_up_before_commit_is_dirty_and_heals() -> None:
     with staging_engine(IN_PLACE) as (here, staging):
         with pytest.raises(SyncAborted):
-            here.stage_step(staging, timeout_s=1).result(60)
+            here.stage_step(staging, timeout_s=2).result(60)
         with pytest.raises(PeerLost):
             staging.commit()
         assert here.receiver.is_dirty

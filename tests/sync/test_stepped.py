@@ -109,7 +109,7 @@ def test_a_wrapper_with_masters_is_followed_by_the_advice_of_both_errors() -> No
         for step in range(3):
             train(model, step)
             wrapper.step()
-            here.sender.send_weights(timeout_s=10)
+            here.sender.send_weights(timeout_s=60)
             assert bits_equal(model, engine)
 
 

@@ -36,7 +36,7 @@ def weights_of(seed: int = 0) -> Weights:
 
 def sync(here: Fleet, weights: Weights) -> None:
     here.source.take(weights.items())
-    here.sender.send_weights(timeout_s=10)
+    here.sender.send_weights(timeout_s=60)
 
 
 def hold(tensors: dict[str, Tensor] | nn.ParameterDict, weights: Weights) -> bool:
@@ -113,7 +113,7 @@ def test_what_was_sent_has_to_be_taken_again() -> None:
         here.source.take(weights.items())
         here.join(CopiedTarget())
         with pytest.raises(ConfigError, match="take them"):
-            here.sender.send_weights(timeout_s=5)
+            here.sender.send_weights(timeout_s=60)
         sync(here, weights)
 
 
@@ -132,7 +132,7 @@ def test_masters_are_sent_in_the_dtypes_that_the_first_engine_holds(
             for tensor in weights.values():
                 tensor *= factor
             here.source.take(weights.items())
-            stats = here.sender.send_weights(timeout_s=10)
+            stats = here.sender.send_weights(timeout_s=60)
             assert list(here.source.declared()) == ANNOUNCED  # in the trainer's own dtypes
             assert hold(replica, weights)
         assert stats.kind == "delta"

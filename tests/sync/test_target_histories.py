@@ -288,7 +288,7 @@ def test_any_history_leaves_what_a_fresh_engine_would_hold(
             max_staged_bytes=None if is_staged else 0,
             kernels=kernels,
             scrub_every=1,
-            stall_timeout_s=5,
+            stall_timeout_s=60,
         )
         for number, target in enumerate(targets):
             here.add(target, rank=number, world=len(engines), options=options)

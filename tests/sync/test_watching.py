@@ -71,7 +71,7 @@ def test_trained_parameters_that_never_change_are_named_once(
         for number, names in enumerate(changes):
             for name in names:
                 here.source.get_parameter(name).data[0] += 1
-            for warning in here.sender.send_weights(timeout_s=5).warnings:
+            for warning in here.sender.send_weights(timeout_s=60).warnings:
                 if "require grad" in warning:
                     told[number] = warning
     assert told.keys() == expected.keys()
@@ -100,7 +100,7 @@ def test_a_density_that_jumps_is_warned_of(
     with one(Model({"w": torch.zeros(1000)}), options) as here:
         for count in [10] * 8 + changed:
             here.source.get_parameter("w").data[:count] += 1
-            told += [(count, w) for w in here.sender.send_weights(timeout_s=5).warnings]
+            told += [(count, w) for w in here.sender.send_weights(timeout_s=60).warnings]
     assert [count for count, _ in told] == expected
     assert all(w.startswith(f"{count / 10:.3f}% of the elements changed") for count, w in told)
 
@@ -123,7 +123,7 @@ def test_densities_are_those_of_what_changed(
     with one(source, SenderOptions(report_density=kind, kernels=kernels)) as here:
         for name, count in {"layers.0.a": 2, "layers.0.b": 3, "head": 1}.items():
             source.get_parameter(name).data[:count] += 1
-        assert here.sender.send_weights(timeout_s=5).density_by == pytest.approx(expected)
+        assert here.sender.send_weights(timeout_s=60).density_by == pytest.approx(expected)
 
 
 def test_densities_of_sharded_trainers_are_those_of_all_ranks() -> None:

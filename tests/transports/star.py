@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
-from deltasync.testing.links import background
+from deltasync.testing.links import PATIENCE_S, PROMPT_S, background
 from deltasync.transports.control.connection import Gate, Kind, deadline_in
 from deltasync.transports.control.endpoints import Client, Server
 
@@ -34,7 +34,7 @@ class Star:
         stack: ExitStack,
         secret: bytes | None = None,
         *,
-        greeting_timeout_s: float = 10.0,
+        greeting_timeout_s: float = PATIENCE_S,
     ) -> None:
         self._stack = stack
         self.gate = Gate()
@@ -52,14 +52,14 @@ class Star:
         stack.callback(self.is_over.set)
 
     def raw(self, said: bytes = b"") -> socket.socket:
-        sock = self._stack.enter_context(socket.create_connection(self.address, 10))
+        sock = self._stack.enter_context(socket.create_connection(self.address, PATIENCE_S))
         sock.sendall(said)
         return sock
 
     def peer(self) -> tuple[int, socket.socket]:
         """One that has greeted, and says the rest by hand."""
         sock = self.raw(GREETING)
-        ((peer, _),) = self.server.poll(deadline_in(10))
+        ((peer, _),) = self.server.poll(deadline_in(PATIENCE_S))
         return peer, sock
 
     def client(self, secret: bytes | None = None) -> Client:
@@ -73,22 +73,22 @@ class Star:
         self._stack.callback(lambda: gate.close(client.hang_up))
         return client
 
-    def welcome(self, client: Client, *, timeout_s: float = 10.0) -> int:
+    def welcome(self, client: Client, *, timeout_s: float = PATIENCE_S) -> int:
         """Let an honest client in, by polls that do not wait, as a sync's do."""
         connected = background(lambda: client.connect(b"honest", deadline_in(timeout_s)))
         give_up = deadline_in(timeout_s)
         while time.monotonic() < give_up:
             for peer, greeting in self.server.poll(deadline_in(0)):
                 if greeting == b"honest":
-                    connected.result(10)
+                    connected.result(PATIENCE_S)
                     return peer
         raise AssertionError("an honest receiver was not let in")
 
     def assert_serves(self, client: Client, peer: int) -> None:
         self.server.write([peer], Kind.FRAME, b"question")
-        assert client.next(deadline_in(10)).data == b"question"
-        client.write(Kind.REPLY, b"answer", deadline_in(10))
-        assert self.server.gather([peer], Kind.REPLY, deadline_in(10)) == {peer: b"answer"}
+        assert client.next(deadline_in(PATIENCE_S)).data == b"question"
+        client.write(Kind.REPLY, b"answer", deadline_in(PATIENCE_S))
+        assert self.server.gather([peer], Kind.REPLY, deadline_in(PATIENCE_S)) == {peer: b"answer"}
 
     def attack(self, act: Callable[[socket.socket], object]) -> None:
         """Connect and `act`, again and again in another thread."""
@@ -102,15 +102,24 @@ class Star:
 
         thread = threading.Thread(target=run)
         thread.start()
-        self._stack.callback(thread.join, 10)
+        self._stack.callback(thread.join, PATIENCE_S)
         self._stack.callback(self.is_over.set)
 
     def until_lost(self, peer: int) -> bool:
         """Wait until a peer is lost; whether it was, in a short time."""
-        give_up = deadline_in(10)
+        give_up = deadline_in(PROMPT_S)
         while self.server.is_connected(peer) and time.monotonic() < give_up:
             self.server.pump(0.1)
         return not self.server.is_connected(peer)
+
+    def turns_away(self, stranger: socket.socket) -> bool:
+        """Poll, and hear nobody, until a stranger is turned away; whether it was, in short."""
+        give_up = deadline_in(PROMPT_S)
+        while time.monotonic() < give_up:
+            assert self.server.poll(deadline_in(0.05)) == []
+            if is_closed(stranger, timeout_s=0.01):
+                return True
+        return False
 
 
 @pytest.fixture
@@ -119,7 +128,7 @@ def make_star() -> Iterator[Callable[..., Star]]:
         yield lambda secret=None, **options: Star(stack, secret, **options)
 
 
-def is_closed(sock: socket.socket, *, timeout_s: float = 5.0) -> bool:
+def is_closed(sock: socket.socket, *, timeout_s: float = PROMPT_S) -> bool:
     """Whether the other end closes the connection within a short time, whatever it says first."""
     sock.settimeout(timeout_s)
     try:

@@ -56,7 +56,7 @@ class TestSharedMemory(SlotContract):
     def test_who_writes_to_a_payload_harms_nobody_else(self, link: Link) -> None:
         link.add(2)
         link.open()
-        buffer = link.sender.buffer(1000, timeout_s=1)
+        buffer = link.sender.buffer(1000, timeout_s=PATIENCE_S)
         first, second = link.exchange(Frame(b"x", buffer.fill_(2)))
         assert first.payload is not None
         assert second.payload is not None

@@ -88,7 +88,7 @@ def test_a_receiver_takes_nothing_from_another_user(shared: Path) -> None:
             time.sleep(0.01)
         with closing(shared_memory.Receiver(shared / "weights")) as receiver:
             with pytest.raises(TransportTimeout, match=f"user {SOMEBODY}"):
-                receiver.connect(b"hello", timeout_s=0.3)
+                receiver.connect(b"hello", timeout_s=1)
             done(child, shared)
 
 

@@ -90,22 +90,22 @@ class Rank:
         self.link = inprocess.Sender()
 
     def greeted(self) -> Message:
-        [(peer, greeting)] = self.link.poll(timeout_s=1)
-        assert not self.link.open_epoch([peer], timeout_s=1)
+        [(peer, greeting)] = self.link.poll(timeout_s=60)
+        assert not self.link.open_epoch([peer], timeout_s=60)
         return decode(greeting)[0]
 
     def send(self, *said: Message) -> None:
         for message in said:
             payload = torch.zeros(64, dtype=torch.uint8) if isinstance(message, Bucket) else None
             header = encode(message, payload_bytes=0 if payload is None else 64)
-            self.link.send(Frame(header, payload), timeout_s=1)
+            self.link.send(Frame(header, payload), timeout_s=60)
 
 
 @contextmanager
 def connected(world: int) -> Iterator[tuple[list[Rank], ReceiverLinks]]:
     ranks = [Rank() for _ in range(world)]
     lanes = ReceiverLinks([rank.link.receiver() for rank in ranks], max_payload_bytes=100)
-    lanes.connect(HELLO, timeout_s=1)
+    lanes.connect(HELLO, timeout_s=60)
     greetings = [rank.greeted() for rank in ranks]
     hello = greetings[0]
     assert isinstance(hello, Hello)
@@ -158,11 +158,11 @@ def test_w20_an_abort_and_a_loss_are_heard_while_another_lane_says_nothing(is_lo
         if is_lost:
             ranks[2].link.close()
             with pytest.raises(PeerLost):
-                lanes.receive(timeout_s=5)
+                lanes.receive(timeout_s=60)
             return
         ranks[2].send(bucket(0))
         ranks[0].send(ABORT)
-        while (found := lanes.receive(timeout_s=5)[:2]) != (0, ABORT):
+        while (found := lanes.receive(timeout_s=60)[:2]) != (0, ABORT):
             assert found == (2, bucket(0))
 
 

@@ -27,7 +27,7 @@ from deltasync.integrations.worker import Worker
 from deltasync.transports import shared_memory
 from deltasync.transports.base import Frame, SendTransport
 from deltasync.wire.frame import decode
-from tests.worlds.links import Model, bits_equal, random_model, until
+from tests.worlds.links import AMPLE_S, Model, bits_equal, random_model, until
 from tests.worlds.toy_engines import rank_of
 
 SHAPES = {"a": (8, 4), "b": (33,)}
@@ -141,7 +141,7 @@ class Server:
             raise RuntimeError("planted")
         if call == self.hangs:
             self.hangs = ""
-            self.goes_on.wait(100)
+            self.goes_on.wait(2 * AMPLE_S)
 
     def holds(self, source: Model) -> bool:
         return bits_equal(source, self.module)
@@ -397,7 +397,7 @@ def fleet_of(
     """A fleet of `count` servers named 0, 1 ...; those of `is_same` begin with the source."""
     path.mkdir(exist_ok=True)
     source, transport = model(0, shapes), link(path / "socket")
-    fleet = EngineFleet(ModuleSource(source), transport, **{"timeout_s": 10.0, **options})
+    fleet = EngineFleet(ModuleSource(source), transport, **{"timeout_s": AMPLE_S, **options})
     here = Here(fleet, source, transport)
     for number in range(count):
         here.add(kind(model(0 if is_same else number + 1, shapes)), str(number))
@@ -427,7 +427,7 @@ def engine_of(
     path.mkdir(exist_ok=True)
     server = server or kind(model(0 if is_same else 1, shapes))
     source, transport, client = source or model(0, shapes), link(path / "socket"), through(server)
-    options = {"timeout_s": 10.0, "workers": server.world, **options}
+    options = {"timeout_s": AMPLE_S, "workers": server.world, **options}
     options.setdefault("paused", getattr(client, "paused", nullcontext))
     here = Here(EngineSync(of(source), client, transport, **options), source, transport)
     here.servers["0"] = server
@@ -442,7 +442,7 @@ def outcome(call: Callable[[], T]) -> T | DeltaSyncError:
 
 
 @contextmanager
-def in_thread(call: Callable[[], T], *, timeout_s: float = 60.0) -> Iterator[list[T]]:
+def in_thread(call: Callable[[], T], *, timeout_s: float = AMPLE_S) -> Iterator[list[T]]:
     """Call in a thread that ends in this context. What it returned is in the list then."""
     found: list[T] = []
     thread = Thread(target=lambda: found.append(call()), daemon=True)

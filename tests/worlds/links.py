@@ -30,6 +30,8 @@ from deltasync.transports import collective, inprocess, shared_memory
 from deltasync.transports.base import Capabilities, Frame, ReceiveTransport, SendTransport
 from deltasync.wire.frame import decode
 
+AMPLE_S = 60.0  # for what is expected to succeed, on a busy machine
+
 
 class Model(nn.Module):
     """A bag of parameters: what a test needs, nothing that computes."""
@@ -62,7 +64,7 @@ def bits_equal(left: nn.Module, right: nn.Module) -> bool:
     )
 
 
-def until(condition: Callable[[], bool], *, timeout_s: float = 60.0) -> None:
+def until(condition: Callable[[], bool], *, timeout_s: float = AMPLE_S) -> None:
     """Wait for what another thread is to do, also on a busy machine."""
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -104,7 +106,7 @@ class Serving:
     def stop(self) -> None:
         self._stop.set()
         self.receiver.close()
-        self._thread.join(30)
+        self._thread.join(AMPLE_S)
         assert not self._thread.is_alive(), "the receiver's thread hangs"
         if self.crash is not None:
             raise self.crash
@@ -310,10 +312,10 @@ class Receivers:
         for name, target in named.items():
             self.add(target, engine=name, **settings)
         self.wait(len(self.serving))
-        return self.sender.send_weights(timeout_s=30)
+        return self.sender.send_weights(timeout_s=AMPLE_S)
 
     def wait(self, count: int) -> None:
-        self.sender.wait_for_receivers(count, timeout_s=10)
+        self.sender.wait_for_receivers(count, timeout_s=AMPLE_S)
 
     def close(self) -> None:
         for serving in self.serving.values():

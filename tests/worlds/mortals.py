@@ -28,7 +28,7 @@ from deltasync.testing.processes import Child
 from deltasync.transports import collective, shared_memory
 from deltasync.transports.base import Frame, ReceiveTransport, SendTransport
 from deltasync.wire.frame import decode
-from tests.worlds.links import Model, ThroughReceiver, ThroughSender, until
+from tests.worlds.links import AMPLE_S, Model, ThroughReceiver, ThroughSender, until
 
 NUMELS = (5000, 3, 40_000, 0)
 
@@ -152,7 +152,7 @@ def serve(
         engine=engine,
         rank=rank,
         world=world,
-        options=ReceiverOptions(stall_timeout_s=10),
+        options=ReceiverOptions(stall_timeout_s=AMPLE_S),
     )
     with Path(folder, f"{name}.jsonl").open("a", buffering=1) as record:
         while True:
@@ -175,10 +175,10 @@ def train(kind: str, folder: str, phase: str, turn: int, first: int, count: int)
         step(source, number)
     transport = DyingSender(listen(kind, folder), phase, turn)
     sender = WeightSender(ModuleSource(source), transport)
-    sender.wait_for_receivers(1, timeout_s=30)
+    sender.wait_for_receivers(1, timeout_s=AMPLE_S)
     for number in range(first, first + count):
         step(source, number)
-        sender.send_weights(timeout_s=10)
+        sender.send_weights(timeout_s=AMPLE_S)
     sender.close()
 
 
@@ -211,7 +211,7 @@ class Mortals:
     def wait(self, count: int) -> None:
         self.sender.wait_for_receivers(count, timeout_s=90)
 
-    def send_step(self, *, timeout_s: float = 10.0) -> SyncStats:
+    def send_step(self, *, timeout_s: float = AMPLE_S) -> SyncStats:
         self._steps += 1
         step(self.source, self._steps)
         return self.sender.send_weights(timeout_s=timeout_s)
@@ -228,7 +228,7 @@ class Mortals:
         """Wait until these receivers hold the weights."""
         expected = fingerprint(self.source)
         for name in names:
-            until(lambda name=name: self._last(name) == expected, timeout_s=30)  # type: ignore[misc]
+            until(lambda name=name: self._last(name) == expected)  # type: ignore[misc]
 
     def _last(self, name: str) -> object:
         lines = self.lines(name)

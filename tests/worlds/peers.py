@@ -40,7 +40,7 @@ from deltasync.wire.messages import (
 )
 from tests.wire import reference
 from tests.wire.reference import Tile
-from tests.worlds.links import Model, Serving, Wrap, bits_equal
+from tests.worlds.links import AMPLE_S, Model, Serving, Wrap, bits_equal
 
 SPECS = (
     ParameterSpec(("a",), (8, 5), dtypes.BY_NAME["bfloat16"]),
@@ -211,10 +211,10 @@ class Hand:
         serving = Serving(self.receiver).start()
         try:
             for _ in range(2):
-                sender.wait_for_receivers(1, timeout_s=5)
-                sender.send_weights(timeout_s=5)
+                sender.wait_for_receivers(1, timeout_s=AMPLE_S)
+                sender.send_weights(timeout_s=AMPLE_S)
                 as_bits(source.get_parameter("a").data)[1, 1] ^= 1
-            sender.send_weights(timeout_s=5)
+            sender.send_weights(timeout_s=AMPLE_S)
             assert bits_equal(source, self.module)
             assert not self.receiver.is_dirty
         finally:

@@ -28,7 +28,7 @@ from deltasync.engines.proof.reach import Reach
 from deltasync.engines.routed import RoutedTarget
 from deltasync.engines.routes.recorder import CheckpointTensor
 from deltasync.errors import DeltaSyncError, SyncAborted
-from tests.worlds.links import Fleet, Model, fleet, random_model, until
+from tests.worlds.links import AMPLE_S, Fleet, Model, fleet, random_model, until
 
 PACKAGE = Path(deltasync.__file__).parent
 Weights = Mapping[str, Tensor]
@@ -77,7 +77,7 @@ def joined(
         for number, target in enumerate(targets):
             here.add(target, rank=number, world=len(targets), options=receiving)
         here.wait(len(targets))
-        here.first = here.sender.send_weights(timeout_s=20)
+        here.first = here.sender.send_weights(timeout_s=AMPLE_S)
         yield here
 
 
@@ -86,7 +86,7 @@ def fails(here: Fleet, said: str = ".") -> DeltaSyncError:
     serving = here.serving["engine/0"]
     serving.errors.clear()
     with pytest.raises(SyncAborted, match=said):
-        here.sender.send_weights(timeout_s=20)
+        here.sender.send_weights(timeout_s=AMPLE_S)
     until(lambda: bool(serving.errors))
     return serving.errors[0]
 
@@ -94,7 +94,7 @@ def fails(here: Fleet, said: str = ".") -> DeltaSyncError:
 def recovers(here: Fleet) -> SyncStats:
     """What the next sync says, of all that have rejoined."""
     here.wait(len(here.serving))
-    stats = here.sender.send_weights(timeout_s=20)
+    stats = here.sender.send_weights(timeout_s=AMPLE_S)
     assert stats.receivers == len(here.serving)
     return stats
 

@@ -26,7 +26,7 @@ from deltasync.sync.group.group import TrainerGroup
 from deltasync.sync.group.rank import TrainerRank
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame, SendTransport
-from tests.worlds.links import Linking, Receivers, ThroughSender
+from tests.worlds.links import AMPLE_S, Linking, Receivers, ThroughSender
 
 Boxes = Mapping[str, ShardSpec]
 
@@ -131,11 +131,11 @@ class Trainer(Receivers):
         assert self.sender._group is not None
         return self.sender._group
 
-    def outcomes(self, *, timeout_s: float = 5.0) -> list[SyncStats | Exception]:
+    def outcomes(self, *, timeout_s: float = AMPLE_S) -> list[SyncStats | Exception]:
         """What `send_weights` returns or raises on each rank."""
         return [one.result() for one in self.sending(timeout_s=timeout_s)]
 
-    def sending(self, *, timeout_s: float = 5.0) -> list[Future[SyncStats | Exception]]:
+    def sending(self, *, timeout_s: float = AMPLE_S) -> list[Future[SyncStats | Exception]]:
         """The same, while they do."""
 
         def send(rank: WeightSender | TrainerRank) -> SyncStats | Exception:
@@ -147,7 +147,7 @@ class Trainer(Receivers):
 
         return [self._threads.submit(send, rank) for rank in self.ranks]
 
-    def send(self, *, timeout_s: float = 5.0) -> SyncStats:
+    def send(self, *, timeout_s: float = AMPLE_S) -> SyncStats:
         """Sync; every rank is told the same."""
         found = self.outcomes(timeout_s=timeout_s)
         stats = found[0]
@@ -157,10 +157,10 @@ class Trainer(Receivers):
 
     def settle(self, count: int) -> SyncStats:
         """Sync until so many receivers are members and nobody is lost."""
-        for _ in range(20):
+        for turn in range(20):  # what fails costs a timeout, which a busy machine may need longer
             with contextlib.suppress(TransportTimeout):
-                self.wait(count)
-            found = self.outcomes(timeout_s=1.0)
+                self.sender.wait_for_receivers(count, timeout_s=10)
+            found = self.outcomes(timeout_s=max(1.0, turn))
             stats = found[0]
             if isinstance(stats, SyncStats) and stats.receivers == count and not stats.lost:
                 return stats
