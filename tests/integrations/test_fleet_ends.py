@@ -230,7 +230,7 @@ def test_nothing_is_decided_when_no_time_is_left_to_write_it(
 def test_closing_ends_a_sync_of_another_thread_and_waits_for_nobody_who_hangs(
     call: str, tmp_path: Path
 ) -> None:
-    with fleet_of(tmp_path, 3) as here:
+    with fleet_of(tmp_path, 3, timeout_s=10.0) as here:
         if call != "connect":
             here.send()
         slow = here.servers["1"]
@@ -241,7 +241,7 @@ def test_closing_ends_a_sync_of_another_thread_and_waits_for_nobody_who_hangs(
             hung(slow)
             if call == "disconnect":
                 until(lambda: bool(found))
-            with in_thread(here.fleet.close, timeout_s=PROMPT_S):
+            with in_thread(here.fleet.close, timeout_s=5.0):
                 pass
             slow.goes_on.set()
         is_over = isinstance(found[0], DeltaSyncError)
