@@ -256,7 +256,7 @@ def report(page: Path = PAGE, readme: Path = README) -> None:
 
 def _results_by_name() -> dict[str, list[Result]]:
     """All records of measurements, by the name of their file."""
-    kinds = ("cpu", "gpu", "sharded", "engines", "live", "codec", "store")
+    kinds = ("cpu", "gpu", "sharded", "live", "codec", "store")
     paths = (path for kind in kinds for path in sorted(RESULTS.glob(f"{kind}*.jsonl")))
     return {path.stem: read_records(path) for path in paths}
 

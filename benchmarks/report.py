@@ -35,10 +35,6 @@ TITLES = {
     "memory_receiver": "receiver's memory beyond weights vs. its bound",
     "files": "diff of two checkpoint files vs. numpy reading and comparing them",
     "receivers_16": "whole sync of many engines, relative to one",
-    "engine_work_over_sparse": "all work of the engine vs. vLLM's sparse patches",
-    "engine_work_over_dense": "all work of the engine vs. loading everything",
-    "engine_pause_over_sparse": "the engine's pause vs. vLLM's sparse patches",
-    "engine_pause_over_dense": "the engine's pause vs. loading everything",
     "live_changed": "sync of a running engine, in one call vs. in several",
     "live_unchanged": "the same, without a change",
     "live_reload": "the same vs. vLLM's own reload",
@@ -61,11 +57,10 @@ WAYS = {  # the cases of the dense and of the sparse baseline: their names
     ),
 }
 _LEFT_OUT = (  # of sections: what says the same once more
-    "receivers_2", "receivers_3", "receivers_4", "engine_work_over_sparse",
-    "engine_pause_over_dense", "sharded_adamw", "sharded_large_pause",
+    "receivers_2", "receivers_3", "receivers_4", "sharded_adamw", "sharded_large_pause",
 )  # fmt: skip
 _ON_ONE_GPU = ("sync_over_dense", "sync_over_usual", "adamw")
-_SWEPT = ("sync_", "diff", "engine_", "sharded_")
+_SWEPT = ("sync_", "diff", "sharded_")
 _DENSITIES = (0.001, 0.003, 0.01, 0.05, 0.2, 1.0)
 _TYPICAL_DENSITY = 0.003
 _SEEN_BY = "vllm serve"
@@ -292,7 +287,7 @@ def _codec(results: Sequence[Result]) -> Iterator[str]:
     titles = ("", "encode, M changes/s", "encode, MB/s", "decode, M changes/s", "decode, MB/s")
     lines = [[*_speeds(r), _speed_goal(r)] for r in speeds]
     head, rule, *rest = _tabled((*titles, "goal"), lines, numbers=True).split("\n")
-    yield "\n".join([head, rule.removesuffix(" ---: |") + " --- |", *rest])
+    yield "\n".join([head, rule.removesuffix("---:|") + "---|", *rest])
     yield "\n".join(
         dict.fromkeys(f"{describe(r.environment)[:-1]}; zstd {r.environment.zstd}." for r in shown)
     )
@@ -389,7 +384,7 @@ def _tabled(
 ) -> str:
     """Columns after the first few are aligned to the right if they hold `numbers`."""
     kinds = ["---:" if numbers and n >= texts else "---" for n in range(len(titles))]
-    return "\n".join(map(row, (titles, kinds, *lines)))
+    return "\n".join((row(titles), f"|{'|'.join(kinds)}|", *map(row, lines)))
 
 
 def _environments(results: Iterable[Result]) -> str:

@@ -36,7 +36,7 @@ def summary(rows: list[Row]) -> str:
         outcome = one["outcome"] + (", requests during syncs" if one.get("requests") else "")
         found.setdefault((_engine(one), architecture), {}).setdefault(outcome, []).append(setup)
     head = ("engine", "architecture", "found")
-    lines = [row(head), row("---" for _ in head)]
+    lines = [row(head), f"|{'---|' * len(head)}"]
     for case, outcomes in found.items():
         texts = (f"{outcome}: {'; '.join(setups)}" for outcome, setups in outcomes.items())
         lines.append(row((*case, ". ".join(texts))))

@@ -57,8 +57,8 @@ def changes(rule: Rule[Any]) -> list[str]:
 
 
 def lines_of(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    table = [header, ["---"] * len(header), *rows]
-    return "".join(f"| {' | '.join(row)} |\n" for row in table)
+    head, *lines = (f"| {' | '.join(row)} |\n" for row in (header, *rows))
+    return "".join((head, f"|{'---|' * len(header)}\n", *lines))
 
 
 def table_of_receivers() -> str:
