@@ -173,6 +173,7 @@ class End:
         self.module = Model({n: torch.zeros_like(t) for n, t in tensors.items() if n != absent})
         self.target: Any = Copy() if is_copy else Stubborn(self.module)
         self.is_corrupt = False
+        self.was_dirty = False  # the receiver before this one, of which a new one cannot know
         self.link: Faulty
         self.receiver: WeightReceiver
 
@@ -182,6 +183,8 @@ class End:
             return self.link
 
         place = {"engine": self.engine, "rank": self.rank, "world": self.world}
+        if last := getattr(self, "receiver", None):
+            self.was_dirty = last.is_dirty or (self.was_dirty and last.version is None)
         self.receiver = fleet.add(self.target, **place, options=options, wrap=faulty).receiver  # type: ignore[arg-type]
 
     def held(self) -> dict[str, Tensor]:
@@ -191,7 +194,7 @@ class End:
     def is_right(self, versions: Mapping[int, Bits], earlier: Sequence[Bits]) -> bool:
         """Whether it holds the version that it names, or else any, or says that it is dirty."""
         version = self.receiver.version
-        if self.receiver.is_dirty or self.is_corrupt:
+        if self.receiver.is_dirty or self.is_corrupt or (self.was_dirty and version is None):
             return True
         expected = [versions[version]] if version is not None else [*versions.values(), *earlier]
         held = {name: as_bits(tensor) for name, tensor in self.held().items()}
