@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import shutil
 import tempfile
 import time
@@ -191,7 +192,7 @@ class Fetched:
         if self._altered.get(facts, 0.0) > time.monotonic():
             raise ObjectDamaged(f"{file.key} was altered, and has not been written since")
         self._facts = facts
-        flying = deque[Future[tuple[memoryview, float]]]()
+        flying, least_s = deque[Future[tuple[memoryview, float]]](), math.inf
         while flying or start < file.bytes:
             while start < file.bytes and len(flying) < self._objects.options.parallel:
                 stop = min(start + self._step, file.bytes)
@@ -201,10 +202,12 @@ class Fetched:
                 self._check()
                 wait((flying[0],), _LOOK_S)
             part, took_s = flying.popleft().result()
-            # Parts take a while, and not so long that much is lost with them.
-            if took_s < _SOON_S:
+            # Parts take a while, and not so long that much is lost with them. What the store takes
+            # for any part, however small, says nothing of the link.
+            least_s = min(least_s, took_s)
+            if took_s - least_s < _SOON_S:
                 self._step = min(2 * self._step, self._objects.options.part_bytes)
-            elif took_s > _LATE_S:
+            elif took_s - least_s > _LATE_S:
                 self._step = max(self._step // 2, _LEAST_BYTES)
             yield part
 

@@ -217,6 +217,25 @@ def test_attempts_that_the_store_ends_do_not_begin_again(link: Link, fault: str)
     assert link.faults.down_bytes < 1.1 * NUM_BYTES / 4 + wasted
 
 
+def test_a_store_that_takes_long_for_any_part_is_asked_for_large_ones(link: Link) -> None:
+    """Or what it takes for each would be all that a fetch takes."""
+    trainer, parts = Publisher(link.near, model=matrix(1024)), list[str]()
+    trainer.publish()
+
+    def choose(method: str, path: str) -> str | None:
+        if method != "GET" or "-anchor-" not in path:
+            return None
+        parts.append(path)
+        return "slow"
+
+    link.faults.choose, link.faults.slow_s = choose, 2.2
+    with Follower(link.far, model=matrix(1024)) as reader:
+        reader.stage()
+        reader.receiver.commit()
+        assert reader.holds(trainer.states[1])
+    assert len(parts) <= 7
+
+
 def test_a_full_disk_does_not_load_the_link(link: Link, trainer: Publisher, tmp_path: Path) -> None:
     """Each attempt asks for little while there is no room, and the first one after that ends."""
     link.faults.bytes_per_s = None
