@@ -137,22 +137,6 @@ def test_ranks_send_what_a_gather_would_give(
             here.sync()
 
 
-@pytest.mark.parametrize("form", [BlockFp8(), CompressedNvfp4()], ids=str)
-def test_boxes_of_other_sizes_are_served_as_the_whole(form: Form) -> None:
-    """One rank holds the upper rows, two others a half each of the lower ones."""
-    ways: list[Boxes] = [{"o_proj.bias": ShardSpec.whole((48,))} for _ in range(3)]
-    for layer, (rows, cols) in SHAPES.items():
-        name, top, left = f"{layer}.weight", rows // 2 - 5, cols // 2 - 2
-        found = boxes(name, (rows, cols), ([0, top, rows], [0, left, cols]))
-        found[:2] = [{name: ShardSpec((rows, cols), (0, 0), (top, cols))}]
-        for held, box in zip(ways, found, strict=True):
-            held |= box
-    with following(model(), ways, form) as here:
-        for parameter in here.source.parameters():
-            parameter.data.copy_(parameter.data.flip(0) * -0.75)
-        here.sync()
-
-
 class Following:
     """A trainer of several ranks that quantize, and an engine that follows."""
 
