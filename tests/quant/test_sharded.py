@@ -69,17 +69,6 @@ def boxes(name: str, shape: tuple[int, ...], borders: tuple[list[int], list[int]
     ]
 
 
-def by_rows(world: int, **borders: list[int]) -> list[Boxes]:
-    """Rows from one border to the next; replicas hold all of them."""
-    found: list[Boxes] = [{"o_proj.bias": ShardSpec.whole((48,))} for _ in range(world)]
-    for layer, shape in SHAPES.items():
-        name, whole = f"{layer}.weight", ShardSpec.whole(shape)
-        cut = boxes(name, shape, (borders[layer], [0, shape[1]])) if layer in borders else []
-        for rank, held in enumerate(found):
-            held |= cut[rank] if cut else {name: whole}
-    return found
-
-
 @st.composite
 def cut(draw: st.DrawFn, form: Form) -> list[Boxes]:
     """Each matrix is cut anywhere that codes allow, or whole on one rank or on all."""
@@ -173,7 +162,10 @@ def following(source: nn.Module, ways: list[Boxes], form: Form) -> Iterator[Foll
     "A rank that fails while ranks agree on maxima ends the sync, and the next one covers it.",
 )
 def test_a_rank_whose_source_fails_as_maxima_are_exchanged_ends_the_sync() -> None:
-    with following(model(), by_rows(2, up_proj=[0, 150, 288]), BlockFp8()) as here:
+    alike = {f"{layer}.weight": ShardSpec.whole(shape) for layer, shape in SHAPES.items()}
+    alike["o_proj.bias"] = ShardSpec.whole((48,))
+    halves = boxes("up_proj.weight", SHAPES["up_proj"], ([0, 150, 288], [0, 64]))
+    with following(model(), [alike | half for half in halves], BlockFp8()) as here:
         for failing in (0, 1):
             before = here.cold()
             here.source.get_parameter("up_proj.weight").data *= 1.5
