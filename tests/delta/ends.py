@@ -11,13 +11,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltasync.delta.bits import Flat, torch_dtype
-from deltasync.delta.choice import Kernels
 from deltasync.delta.coding import Coder, Coding
 from deltasync.delta.payloads import PayloadReader
 from deltasync.delta.readers import WireReader
 from deltasync.delta.shard import ShardSpec, Share, rows_of
 from deltasync.delta.snapshot import Bucket, Delta, Plan, snapshot_of
-from deltasync.delta.staging import LiveWeights, Staging, staged_bytes_of
+from deltasync.delta.staging import Staging, staged_bytes_of
 from deltasync.delta.tiles import table_of
 from deltasync.wire import messages
 from deltasync.wire.compression import Compression
@@ -49,14 +48,8 @@ def equal(left: Model, right: Model) -> bool:
 class Rank:
     """One of a trainer's ranks: what it holds of a model, and its snapshot."""
 
-    def __init__(
-        self,
-        specs: Sequence[ParameterSpec],
-        boxes: Boxes,
-        held: Model,
-        kernels: Kernels = "torch",
-    ) -> None:
-        self.held, self._kernels = {name: held[name] for name in boxes}, kernels
+    def __init__(self, specs: Sequence[ParameterSpec], boxes: Boxes, held: Model) -> None:
+        self.held = {name: held[name] for name in boxes}
         self.shares: list[Share] = []
         self.readers: list[WireReader] = []
         for number, spec in enumerate(specs):
@@ -64,7 +57,7 @@ class Rank:
                 self.shares.append(Share(number, spec, region))
                 local = self.held[spec.name][index]
                 self.readers.append(WireReader.of(local, spec.dtype, name=spec.name))
-        self.snapshot = snapshot_of(self.shares, self.readers, kernels=kernels)
+        self.snapshot = snapshot_of(self.shares, self.readers, kernels="torch")
 
     def write(self, held: Model) -> None:
         """The optimizer has changed what this rank holds."""
@@ -81,14 +74,13 @@ class Rank:
 
     def measured(self) -> NDArray[np.uint64]:
         """Digests of what is held, from scratch."""
-        fresh = snapshot_of(self.shares, self.readers, kernels=self._kernels)
-        return fresh.ledger.sums
+        return snapshot_of(self.shares, self.readers, kernels="torch").ledger.sums
 
 
-def sole(model: Model, kernels: Kernels = "torch") -> Rank:
+def sole(model: Model) -> Rank:
     """A trainer of one rank."""
     boxes = {name: ShardSpec.whole(tuple(tensor.shape)) for name, tensor in model.items()}
-    return Rank(specs_of(model), boxes, copies(model), kernels)
+    return Rank(specs_of(model), boxes, copies(model))
 
 
 class Receiver:
@@ -96,7 +88,6 @@ class Receiver:
 
     Args:
         held: Numbers of the parameters that this rank of it holds; None for all.
-        instead: Some of its weights, of any strides.
     """
 
     def __init__(
@@ -105,9 +96,8 @@ class Receiver:
         *,
         layout: Layout = "stepped",
         held: Collection[int] | None = None,
-        instead: Model | None = None,
     ) -> None:
-        self.live = {name: relaid(t, layout) for name, t in model.items()} | (instead or {})
+        self.live = copies(model, layout)
         self.specs = specs_of(model)
         self.held = range(len(model)) if held is None else held
         flats = {n: Flat.of(t) for n, t in enumerate(self.live.values()) if n in self.held}
@@ -131,51 +121,31 @@ class Receiver:
         bucket_bytes: int = 1 << 20,
         writing: Callable[[], None] = lambda: None,
     ) -> Staging:
-        """Stage what ranks send with as much memory as begin says it takes."""
-        return staged(
-            self.weights,
-            plans,
-            in_place=in_place,
-            coding=coding,
-            bucket_bytes=bucket_bytes,
-            writing=writing,
-        )
+        """Bring what ranks send, each on a lane, with as much memory as begin says it takes."""
+        sizes = {name: sum(getattr(p, name) for p in plans) for name in ("payload_bytes", "places")}
+        reader, most = PayloadReader(self.weights, len(plans)), staged_bytes_of(**sizes)
+        reader.begin(begin_of(**sizes))
+        staging = Staging(self.weights, max_bytes=most, in_place=in_place, writing=writing)
+        for lane, plan in enumerate(plans):
+            reader.take_shares(torch.from_numpy(table_of(plan.space)), lane)
+            sent = [0, 0]
+            for bucket in plan.buckets():
+                assert bucket.sizes.num_bytes <= bucket_bytes or bucket.sizes.tiles == 1
+                sent = [sent[0] + bucket.sizes.num_bytes, sent[1] + bucket.sizes.places]
+                payload, compression = packed(bucket, coding)
+                received = reader.read(announced(bucket, compression), payload, lane)
+                staging.stage(received)
+                payload.fill_(POISON)
+                received.changes.memory.fill_(POISON)
+            assert sent == [plan.payload_bytes, plan.places]
+        return staging
 
-    def sync(self, plans: Sequence[Plan], coding: Coding = "none") -> int:
+    def sync(self, plans: Sequence[Plan]) -> int:
         """Write what ranks send, for good. Returns the digest of what was read back."""
-        staging = self.stage(plans, coding=coding)
+        staging = self.stage(plans)
         digest = staging.commit()
         self.weights.ledger = staging.ledger
         return digest
-
-
-def staged(
-    live: LiveWeights,
-    plans: Sequence[Plan],
-    *,
-    in_place: bool = False,
-    coding: Coding = "none",
-    bucket_bytes: int = 1 << 20,
-    writing: Callable[[], None] = lambda: None,
-) -> Staging:
-    """Bring plans, each on a lane of its own, to live weights."""
-    sizes = {name: sum(getattr(p, name) for p in plans) for name in ("payload_bytes", "places")}
-    reader = PayloadReader(live, len(plans))
-    reader.begin(begin_of(**sizes))
-    staging = Staging(live, max_bytes=staged_bytes_of(**sizes), in_place=in_place, writing=writing)
-    for lane, plan in enumerate(plans):
-        reader.take_shares(torch.from_numpy(table_of(plan.space)), lane)
-        sent = [0, 0]
-        for bucket in plan.buckets():
-            assert bucket.sizes.num_bytes <= bucket_bytes or bucket.sizes.tiles == 1
-            sent = [sent[0] + bucket.sizes.num_bytes, sent[1] + bucket.sizes.places]
-            payload, compression = packed(bucket, coding)
-            received = reader.read(announced(bucket, compression), payload, lane)
-            staging.stage(received)
-            payload.fill_(POISON)
-            received.changes.memory.fill_(POISON)
-        assert sent == [plan.payload_bytes, plan.places]
-    return staging
 
 
 def packed(bucket: Bucket, coding: Coding = "none") -> tuple[Tensor, Compression]:
@@ -192,7 +162,7 @@ def packed(bucket: Bucket, coding: Coding = "none") -> tuple[Tensor, Compression
     return found
 
 
-def announced(bucket: Bucket, compression: Compression = "none") -> messages.Bucket:
+def announced(bucket: Bucket, compression: Compression) -> messages.Bucket:
     return messages.Bucket(version=1, sequence=0, **asdict(bucket.sizes), compression=compression)
 
 

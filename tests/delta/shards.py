@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import product
 
-import torch
 from hypothesis import strategies as st
-from torch import Tensor
 
-from deltasync.delta.region import row_major
 from deltasync.delta.shard import ShardSpec, placed
 
 MESHES = [(1,), (2,), (3,), (4,), (2, 2), (2, 3)]
@@ -34,12 +31,3 @@ def placements(
         {name: placed(shape, mesh, coordinate, splits[name]) for name, shape in shapes.items()}
         for coordinate in product(*map(range, mesh))
     ]
-
-
-def positions_of(box: ShardSpec, here: Tensor) -> Tensor:
-    """Where row-major positions of the local tensor lie in the checkpoint's."""
-    there = torch.full_like(here, sum(map(int.__mul__, box.offset, row_major(box.shape))))
-    dims = zip(box.size, row_major(box.shape), row_major(box.size), strict=True)
-    for size, stride, step in dims:
-        there += here.div(step, rounding_mode="floor").remainder(size) * stride
-    return there

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from triton.language import dtype as TritonType
 from triton.runtime.interpreter import InterpretedFunction
 
-from deltasync.delta.bits import Flat, Live, integer_dtype, torch_dtype
+from deltasync.delta.bits import Flat, Live, torch_dtype
 from deltasync.delta.codes import Codes
 from deltasync.delta.device import DeviceDetector
 from deltasync.delta.live import tiles_of
@@ -28,11 +27,12 @@ from deltasync.delta.shard import Share
 from deltasync.delta.snapshot import snapshot_of
 from deltasync.delta.staging import LiveWeights
 from deltasync.delta.tiles import Space
-from deltasync.dtypes import BY_NAME, Dtype
+from deltasync.dtypes import BY_NAME
 from deltasync.quant.block_fp8 import BlockFp8
-from deltasync.quant.computation import Computation, KernelForm, Total
+from deltasync.quant.form import Form
 from deltasync.quant.fp8 import Fp8
 from deltasync.quant.int4 import Int4
+from deltasync.quant.matrices import Matrix, ServedReader
 from deltasync.quant.reads import FORM, codes_of
 from deltasync.wire.messages import ParameterSpec
 from tests.quant.kernels import FORMS, kernel_of
@@ -48,33 +48,11 @@ _TYPES = {
 Calls = dict[str, tuple[str, str, Mapping[str, Any]]]
 
 
-@dataclass(frozen=True, slots=True)
-class Example:
-    """Reads codes of a matrix of two rows."""
-
-    computation: Computation
-    dtype: Dtype
-    device: torch.device
-    flat: None = None
-    numel: int = 64
-
-    @classmethod
-    def of(cls, dtype: Dtype, form: KernelForm) -> Example:
-        """Of weights of `dtype`."""
-        codes = codes_of(form.number)
-        weight = Flat.of(torch.ones(64 * codes, dtype=torch_dtype(dtype)))
-        computation = Computation.of(
-            weight,
-            (2, 32 * codes),
-            form,
-            part="codes",
-            scales=None if form.scales is None else Flat.of(torch.ones(64)),
-            total=None if form.total is None else Total((weight,)),
-        )
-        return cls(computation, BY_NAME["int32" if codes == 8 else "uint8"], torch.device("cpu"))
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        return torch.zeros(stop - start, dtype=integer_dtype(self.dtype))
+def served(form: Form, dtype: torch.dtype) -> ServedReader:
+    """Reads 64 codes: those of a matrix of two rows."""
+    kernel = kernel_of(form)
+    weight = torch.ones(2, 32 * codes_of(kernel.number), dtype=dtype)
+    return ServedReader(Matrix(weight, form, name="w.weight"), kernel.codes)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where they run")
@@ -100,8 +78,8 @@ def test_kernels_compile_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         for kept, sent in formats
     ]
     wide = [form for form in FORMS if form in (BlockFp8(), Fp8(), Int4())]
-    codes = [Example.of(wire, kernel_of(form)) for form in FORMS]
-    codes += [Example.of(own, kernel_of(form)) for form in wide]
+    codes = [served(form, torch.bfloat16) for form in FORMS]
+    codes += [served(form, torch.float32) for form in wide]
     rows = Region(0, ((4, 32), (16, 1)))
     use_every_kernel([*readers, *codes], Region.run(0, 64))
     use_every_kernel(readers, rows)

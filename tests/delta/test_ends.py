@@ -15,10 +15,9 @@ from deltasync import dtypes
 from deltasync.delta.bits import as_bits
 from deltasync.delta.coding import Coding
 from deltasync.delta.ledger import Ledger
-from deltasync.delta.shard import ShardSpec, share_out
+from deltasync.delta.shard import share_out
 from deltasync.delta.snapshot import MIN_BUCKET_BYTES, DeltaPlan, Plan
-from deltasync.delta.tiles import CHUNK
-from deltasync.errors import DigestMismatch, LimitExceeded, SourceChanged
+from deltasync.errors import DigestMismatch, SourceChanged
 from deltasync.wire.changes import TILE
 from deltasync.wire.digest import MASK
 from tests.delta.ends import (
@@ -32,7 +31,6 @@ from tests.delta.ends import (
     packed,
     parts,
     sole,
-    staged,
 )
 from tests.delta.shards import placements
 from tests.worlds import strategies as own
@@ -201,35 +199,6 @@ def test_what_a_plan_says_is_what_differs(model: Model, data: st.DataObject) -> 
     assert plan.payload_bytes <= dense + len(plan.space) * (6 + 5 * 16)
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "stepped"])
-def test_tiles_of_a_share_that_lie_in_two_chunks_count_in_both(layout: own.Layout) -> None:
-    """A tile of the second rank begins 904 elements before a chunk ends."""
-    numel, cut = CHUNK + 2 * TILE, CHUNK - TILE - 904
-    model = {"w": torch.zeros(numel, dtype=torch.int16)}
-    held = [
-        {"w": ShardSpec((numel,), (low,), (high - low,))} for low, high in ((0, cut), (cut, numel))
-    ]
-    ranks = [Rank(specs_of(model), boxes, copies(parts(model, boxes))) for boxes in held]
-    receiver = Receiver(model, layout=layout)
-    for first, stop in ((-1, 1), (-2, 0), (0, 1), (-904, -903), (-TILE, TILE), (904 - CHUNK, 100)):
-        before = copies(receiver.live)
-        model["w"][CHUNK + first : CHUNK + stop] += 1
-        for rank, boxes in zip(ranks, held, strict=True):
-            rank.write(parts(model, boxes))
-        plans = [rank.delta() for rank in ranks]
-        staging = receiver.stage(plans)
-        assert np.array_equal(staging.ledger.sums, receiver.expected(model))
-        staging.commit()
-        assert equal(receiver.live, model)
-        staging.undo()
-        assert equal(receiver.live, before)
-        assert staging.commit() == sum(plan.ledger.total for plan in plans) & MASK
-        assert np.array_equal(receiver.measured(), staging.ledger.sums)
-        receiver.weights.ledger = staging.ledger
-        for plan in plans:
-            plan.decided()
-
-
 # Memory, and what is sent again
 
 
@@ -240,22 +209,6 @@ def changed_ends() -> tuple[Rank, Model]:
     sender.held["w0"][::10] = 1
     sender.held["w1"][::10] = 2
     return sender, model
-
-
-@pytest.mark.promise(
-    "Cost",
-    "Memory beyond weights and snapshot stays within the bounds of the options.",
-)
-def test_held_bytes_are_bounded_and_the_rest_is_found_again() -> None:
-    sender, _ = changed_ends()
-    whole = sender.delta(1 << 30, SMALL)
-    assert whole.held_bytes == whole.payload_bytes
-    delta = sender.delta(whole.payload_bytes - 1, SMALL)
-    assert 0 < delta.held_bytes < whole.payload_bytes
-    assert (delta.payload_bytes, delta.nnz) == (whole.payload_bytes, whole.nnz)
-    for plan in (whole, delta):
-        aborted(plan, 1 << 20)
-    assert delta.ledger.total == whole.ledger.total
 
 
 @pytest.mark.promise(
@@ -324,72 +277,6 @@ def test_a_snapshot_that_is_ahead_when_packing_breaks_off_is_known_to_be(
     plan.decided()
     assert equal(receiver.live, sender.held)
     assert np.array_equal(snapshot.ledger.sums, sender.measured())
-
-
-@pytest.mark.parametrize("broken", ["advance", "advance_whole", "advance_lanes"])
-@pytest.mark.parametrize("is_late", [False, True])
-def test_a_snapshot_of_which_a_decision_breaks_off_is_known_to_be_mixed(
-    broken: str, is_late: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In the second payload. The next delta is decided, and receivers get all of that version."""
-    sender, model = changed_ends()
-    sender.held["w2"].fill_(3)
-    receiver, plan, detector = (
-        Receiver(model),
-        sender.delta(1 << 30, SMALL),
-        sender.snapshot._detector,
-    )
-    inner, calls = getattr(detector, broken), iter([False, True])
-
-    def stopping(*args: object) -> None:
-        stops = next(calls)
-        if is_late or not stops:
-            inner(*args)
-        if stops:
-            raise Stop
-
-    aborted(plan, 1 << 20)
-    with monkeypatch.context() as patch:
-        patch.setattr(detector, broken, stopping)
-        with pytest.raises(Stop):
-            plan.decided()
-    sender.held["w1"].zero_()
-    again = sender.delta()
-    aborted(again, 1 << 20)
-    again.decided()
-    assert np.array_equal(sender.snapshot.ledger.sums, sender.measured())
-    full = sender.snapshot.full(bucket_bytes=1 << 20)
-    assert receiver.sync([full]) == full.ledger.total
-    assert equal(receiver.live, sender.held)
-
-
-@given(model=own.models(), data=st.data(), lie=st.integers(1, 1 << 20))
-def test_a_sync_larger_than_declared_is_refused_before_any_write(
-    model: Model, data: st.DataObject, lie: int
-) -> None:
-    sender, receiver = sole(model), Receiver(model)
-    sender.write({name: data.draw(own.mutations(tensor)) for name, tensor in model.items()})
-    plan, before = sender.delta(), copies(receiver.live)
-    if plan.nnz:
-        name = data.draw(
-            st.sampled_from(["payload_bytes", "places"] if plan.places else ["payload_bytes"])
-        )
-        setattr(plan, name, max(0, getattr(plan, name) - lie))
-        with pytest.raises(LimitExceeded, match="larger than its begin"):
-            staged(receiver.weights, [plan])
-    assert equal(receiver.live, before)
-
-
-@pytest.mark.parametrize("numel", [8, TILE])
-def test_whole_tiles_beside_few_lanes_take_no_more_than_was_declared(numel: int) -> None:
-    model = {f"w{n}": torch.zeros(numel, dtype=torch.int16) for n in range(100)}
-    model["few"] = torch.zeros(TILE, dtype=torch.int16)
-    sender, receiver = sole(model), Receiver(model, layout="contiguous")
-    for name, weights in sender.held.items():
-        weights[: 1 if name == "few" else None] = 1
-    plan = sender.delta()
-    assert receiver.sync([plan]) == plan.ledger.total
-    assert equal(receiver.live, sender.held)
 
 
 def test_padding_is_zero() -> None:

@@ -1,11 +1,9 @@
-"""Where engines move elements is learnt exactly; what they compute is never taken for a move."""
+"""Where engines move elements is learnt exactly."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,9 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from deltasync.delta.bits import as_bits
-from deltasync.delta.codes import CODE_BITS
 from deltasync.engines.routes.learning import Moves, pieces_of
-from tests.delta.lacks import LACKS
 
 DTYPES = [
     torch.uint8,
@@ -108,104 +104,6 @@ def test_what_is_written_through_moves_is_what_the_engine_makes(
         assert torch.equal(as_bits(live[name]), as_bits(tensor)), steps
 
 
-def of_nibbles(tensor: Tensor) -> Tensor:
-    bits = tensor.view(torch.uint8)
-    return (bits >> 4 | bits << 4).view(tensor.dtype)
-
-
-COMPUTED: dict[str, Step] = {
-    "doubled": lambda t: t * 2,
-    "clamped": lambda t: t.clamp(1e-10, 1e10),
-    "the largest": lambda t: t.max().expand(t.shape).contiguous(),
-    "rounded": lambda t: t.to(torch.float8_e4m3fn).to(t.dtype),
-    "sorted": lambda t: t.sort(dim=0).values,
-    "its magnitude": torch.abs,
-    "powers of two": lambda t: (t.view(torch.int32) >> 23 << 23).view(torch.float32),
-    "nibbles that change places": of_nibbles,
-    "two of them": lambda t: t + t.roll(1),
-}
-
-
-BY_VALUE: dict[str, Step] = {
-    "at most one": lambda t: t.clamp(max=1),
-    "at least a little": lambda t: t.clamp(min=1e-12),
-    "ones become others": lambda t: torch.where(t == 1, 2, t),
-    "denormals become zeros": lambda t: torch.where(t.abs() < 1.2e-38, 0, t),
-    "doubled when all are usual": lambda t: t * 2 if 0.3 < t.max() < 100 else t.clone(),
-    "rising": lambda t: t.view(-1).sort().values.view(t.shape),
-}
-
-
-@pytest.mark.parametrize("how", [*COMPUTED, *BY_VALUE])
-@pytest.mark.parametrize("is_gentle", [False, True])
-def test_what_is_computed_is_not_all_moved(how: str, is_gentle: bool) -> None:
-    """Nor what few elements are for some values: gentle numbers are small and rise."""
-    shapes = [(64, 8)] if how in COMPUTED else [(2,), (4, 2), (64,)]
-    step = (COMPUTED | BY_VALUE)[how]
-    for shape in shapes:
-        scale, weight = torch.empty(shape), torch.empty(64, 8, dtype=torch.int8)
-        moves = Moves(
-            lambda t: {"s": step(t["scale"]), "w": t["weight"]},
-            {"scale": scale, "weight": weight},
-            is_gentle=is_gentle,
-        )
-        live = {"s": torch.empty(shape), "w": weight}
-        found = moves.places("scale", live)
-        assert sum(len(elements) for elements, _ in found.values()) < scale.numel()
-        assert len(moves.places("weight", live)["w"][0]) == 64 * 8
-
-
-def refusing(scale: Tensor) -> None:
-    if not bool((scale < 1).all()):
-        raise ValueError("planted")
-
-
-def too_large(scale: Tensor) -> None:
-    """A size that no machine has, computed of a probe, which may be as large as 1e38."""
-    torch.empty(int(scale.abs().max().clamp(max=1e18)), dtype=torch.uint8)
-
-
-@pytest.mark.parametrize(
-    "refuse",
-    [refusing, too_large, *LACKS],
-    ids=lambda refuse: getattr(refuse, "__name__", str(refuse)),
-)
-def test_values_that_code_refuses_are_not_tried_but_a_lack_of_memory_is_no_refusal(
-    refuse: Exception | Callable[[Tensor], None],
-) -> None:
-    """A probe that was not tried proves nothing."""
-
-    def process(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        if not isinstance(refuse, Exception):
-            refuse(given["scale"])
-        elif not bool((given["scale"] < 1).all()):
-            raise refuse
-        return {"s": given["scale"].flip(0)}
-
-    if isinstance(refuse, Exception):
-        with pytest.raises(type(refuse), match=re.escape(str(refuse)[:80])):
-            Moves(process, {"scale": torch.empty(4)}, is_gentle=True)
-    else:
-        moves = Moves(process, {"scale": torch.empty(4)}, is_gentle=True)
-        assert len(moves.places("scale", {"s": torch.empty(4)})["s"][0]) == 4
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("bits", [8, CODE_BITS])
-def test_on_a_gpu_the_same_is_learnt(dtype: torch.dtype, bits: int) -> None:
-    inputs = {"0": torch.empty(64, 8, dtype=dtype, device="meta")}
-    found = []
-    for device in (torch.device("cpu"), torch.device("cuda", 0)):
-        for name, step in STEPS.items():
-            moves = Moves(lambda t, s=step: {"made": s(t["0"])}, inputs, bits, device=device)  # type: ignore[misc]
-            live = {"made": step(torch.zeros(64, 8, dtype=torch.uint8).to(dtype))}
-            places = moves.places("0", live)
-            found.append((name, {n: [x.tolist() for x in p] for n, p in places.items()}))
-    half = len(STEPS)
-    assert found[:half] == found[half:]
-
-
 def test_what_has_no_place_of_its_own_is_left_out() -> None:
     """Elements whose bytes are torn apart, and results whose shape depends on values."""
 
@@ -216,22 +114,6 @@ def test_what_has_no_place_of_its_own_is_left_out() -> None:
     moves = Moves(process, {"in": torch.empty(64, 8)})
     live = {"torn": torch.empty(4, 512, dtype=torch.uint8), "some": torch.empty(32)}
     assert moves.places("in", live) == {}
-
-
-@given(st.integers(0, 1 << 30))
-def test_any_order_is_found_or_takes_too_many_pieces(seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    blocks = 1 << int(torch.randint(0, 10, (1,), generator=generator))
-    order = torch.randperm(blocks, generator=generator)
-    target = torch.arange(4096).view(blocks, -1)[order].view(-1)
-    pieces = pieces_of("live", torch.arange(4096), target)
-    assert pieces is not None
-    assert len(pieces) <= blocks
-    found = torch.full((4096,), -1)
-    for piece in pieces:
-        count = torch.arange(piece.source.numel)
-        found[piece.source.places(count)] = piece.target.places(count)
-    assert torch.equal(found, target)
 
 
 def test_orders_without_any_rule_are_refused() -> None:

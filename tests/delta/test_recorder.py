@@ -195,12 +195,6 @@ def test_parts_in_any_order_do_what_the_loader_does(
         assert [piece.source for piece in recording.pieces["w"]] == [whole]
 
 
-def test_empty_tensors_are_not_taken_for_each_other() -> None:
-    live = {name: torch.zeros(0, 4) for name in "ab"}
-    recording = watched(lambda given: [live[n].copy_(t) for n, t in given], dict(live), live)
-    assert [piece.live for name in live for piece in recording.pieces[name]] == ["a", "b"]
-
-
 @given(st.data())
 def test_joined_tensors_are_followed_into_any_box_of_the_join(data: st.DataObject) -> None:
     """Of views, of joins too, narrowed afterwards as a rank of an engine takes its shard."""
@@ -243,19 +237,13 @@ def through_a_buffer(w: Tensor, live: Tensor) -> None:
 
 COMPUTED: dict[str, Callable[[Tensor, Tensor], object]] = {
     "sum": lambda w, live: live.copy_(w + 1),
-    "exponential": lambda w, live: live.copy_(-torch.exp(w)),
-    "concatenation with others": lambda w, live: live.copy_(
-        torch.cat((w[2:], torch.ones(2, device=w.device)))
-    ),
     "view of a concatenation": lambda w, live: live.copy_(torch.cat((w[2:], w[:2])).flip(0)),
     "index": lambda w, live: live.copy_(w[torch.tensor([3, 2, 1, 0])]),
-    "view of a sum": lambda w, live: live.copy_((w + 1).flip(0)),
     "in place": in_place,
     "exchanged": exchanged,
     "buffer": through_a_buffer,
     "filled with it": lambda w, live: live.fill_(w[0]),
     "negated view": lambda w, live: torch._neg_view(live).copy_(w),
-    "addition": lambda w, live: live.add_(w),
     "two dtypes": lambda w, live: (live[:2].copy_(w[:2].half()), live[2:].copy_(w[2:].double())),
     "other bits": lambda w, live: live.view(torch.int32).copy_(w.view(torch.int32)),
 }
@@ -268,10 +256,8 @@ def filled_twice(w: Tensor, live: Tensor) -> None:
 
 OVERWRITTEN: dict[str, Callable[[Tensor, Tensor], object]] = {
     "half": lambda w, live: live[:2].copy_(w[:2]),
-    "twice": lambda w, live: (live.copy_(w), live[:1].copy_(w[:1])),
     "filled and written": filled_twice,
     "random": lambda w, live: (live.copy_(w), live[:1].normal_()),
-    "real values": lambda w, live: (live[:2].copy_(w[:2]), live[2:].copy_(torch.ones(2))),
 }
 
 
@@ -310,11 +296,7 @@ def test_storage_that_is_freed_is_not_taken_for_another() -> None:
     ("raised", "is_left_out"),
     [
         (KeyError("layers.0.mlp.bias"), True),  # as its table of parameters has no such key
-        (KeyError("layers.0.mlp.gate_up_proj.bias"), True),  # what it would be fused into
-        (ValueError("There is no module or parameter named 'model.layers.0' in Model"), True),
-        (AssertionError(), False),
         (KeyError("layers.0.mlp.weight"), False),  # it has that
-        (RuntimeError("bias"), False),
     ],
 )
 def test_leaving_out_is_proposed_only_for_what_the_engine_does_not_have(

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltasync.delta.region import Region, ordered, paired, unpaired
+from deltasync.delta.region import Region
 
 Dims = list[tuple[int, int]]
 
@@ -24,19 +24,6 @@ def places_of(start: int, dims: Dims) -> list[int]:
 
 def in_order(region: Region) -> list[int]:
     return places_of(region.start, list(region.dims))
-
-
-@st.composite
-def regions(draw: st.DrawFn, numel: int | None = None) -> Region:
-    """Any, or one of so many elements."""
-    dims = draw(DIMS)
-    if numel is not None:
-        sizes, rest = [], numel
-        while rest > 1:
-            sizes.append(draw(st.sampled_from([n for n in range(2, rest + 1) if rest % n == 0])))
-            rest //= sizes[-1]
-        dims = [(size, draw(st.integers(0, 40))) for size in sizes]
-    return Region(draw(st.integers(0, 9)), tuple(dims))
 
 
 @given(start=st.integers(0, 9), dims=DIMS)
@@ -63,16 +50,3 @@ def test_a_region_has_the_elements_that_its_dimensions_say(start: int, dims: Dim
     if region.rows is not None and region.is_rising:
         per_row, gap = region.rows
         assert [start + n + n // per_row * gap for n in range(region.numel)] == places
-
-
-@given(numel=st.integers(1, 48), data=st.data())
-def test_pairs_of_elements_stay_pairs(numel: int, data: st.DataObject) -> None:
-    """In dimensions that both have, and in the order in which those of one lie."""
-    sizes = data.draw(regions(numel=numel)).shape
-    one, other = (
-        Region(start, tuple((size, data.draw(st.integers(0, 40))) for size in sizes))
-        for start in (1, 2)
-    )
-    assert unpaired(1, 2, paired(one, other)) == (one, other)
-    pairs = list(zip(in_order(one), in_order(other), strict=True))
-    assert sorted(zip(*map(in_order, ordered(one, other)), strict=True)) == sorted(pairs)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from deltasync import dtypes
-from deltasync.delta.shard import ShardSpec, Share, rows_of
-from deltasync.delta.tiles import CHUNK_TILES, Space, space_of, table_of
+from deltasync.delta.tiles import CHUNK_TILES, space_of
 from deltasync.errors import InvalidIndices, InvalidTable
-from deltasync.wire.changes import ALIGNMENT, TILE, Sizes, padded
+from deltasync.wire.changes import TILE
 from deltasync.wire.digest import GOLDEN_RATIO, MASK
 from deltasync.wire.messages import ParameterSpec
 from tests.wire import reference, strategies
@@ -49,37 +45,8 @@ def test_tiles_are_what_the_format_says(
     assert covered == len(space)
     chunks = [(number, start // (CHUNK_TILES * TILE)) for number, start, _ in expected]
     assert space.chunk.tolist() == [list(dict.fromkeys(chunks)).index(one) for one in chunks]
-    if len(space):
-        low = data.draw(st.integers(0, len(space) - 1))
-        high = data.draw(st.integers(low + 1, len(space)))
-        parts = [(space.order[share], start, stop) for share, start, stop in space.parts(low, high)]
-        pieces = dict[int, list[int]]()
-        for number, start, numel in expected[low:high]:
-            pieces.setdefault(number, [start, 0])[1] = start + numel
-        assert [(int(n), a, b) for n, a, b in parts] == [(n, a, b) for n, (a, b) in pieces.items()]
     with pytest.raises(InvalidIndices):
         space.find(np.array([len(space)]))
-
-
-@given(
-    shape=st.lists(st.integers(1, 5), min_size=1, max_size=4),
-    data=st.data(),
-)
-def test_boxes_of_ranks_come_back_from_their_table(shape: list[int], data: st.DataObject) -> None:
-    offset = [data.draw(st.integers(0, size - 1)) for size in shape]
-    size = [data.draw(st.integers(1, n - at)) for n, at in zip(shape, offset, strict=True)]
-    box = ShardSpec(tuple(shape), tuple(offset), tuple(size))
-    spec = ParameterSpec(("w",), tuple(shape), dtypes.BY_NAME["int16"])
-    space = Space([Share(0, spec, region) for _, region in rows_of(box)])
-    again = space_of(table_of(space), (spec,))
-    assert again.given == space.given
-    every = torch.arange(math.prod(shape)).view(shape)
-    inside = every[tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))]
-    places = [share.region.places(torch.arange(share.numel)) for share in again.given]
-    assert torch.equal(torch.cat(places), inside.reshape(-1))
-    for number, region in again.gaps.items():
-        assert again.shares[number].gap > 0
-        assert region.start == 0
 
 
 ROW = (0, 0, 4, 2, 3, 5)  # of 20 elements: 4, 5, 6 and 9, 10, 11
@@ -106,24 +73,3 @@ def test_w17_tables_that_lie_are_refused(rows: list[tuple[int, ...]]) -> None:
         space_of(np.frombuffer(table, np.uint8), (spec,))
     space = space_of(np.frombuffer(reference.SHARE.pack(*ROW), np.uint8), (spec,))
     assert [share.numel for share in space.given] == [6]
-
-
-@given(
-    st.sampled_from([1, 2, 4, 8]),
-    st.lists(st.integers(0, 1 << 20), min_size=3, max_size=3),
-    st.lists(st.integers(0, 1 << 20), min_size=3, max_size=3),
-)
-def test_columns_of_a_payload_follow_each_other(
-    item_size: int, counts: list[int], others: list[int]
-) -> None:
-    sizes, end = Sizes(item_size, *counts), 0
-    widths = (4, 2, 2, item_size, item_size)
-    numbers = (counts[0], counts[0], counts[1], counts[1], counts[2])
-    for (begin, length), width, number in zip(sizes.columns, widths, numbers, strict=True):
-        assert (begin, length) == (end, width * number)
-        assert begin % ALIGNMENT == 0
-        end = padded(begin + length)
-        assert 0 <= end - begin - length < ALIGNMENT
-    assert sizes.num_bytes == end
-    both = sizes + Sizes(item_size, *others)
-    assert both == Sizes(item_size, *map(int.__add__, counts, others))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import cycle, islice
 
 import numpy as np
@@ -13,7 +12,6 @@ from deltasync.delta.bits import as_bits
 from deltasync.delta.device import DeviceDetector
 from deltasync.delta.shard import whole
 from deltasync.delta.snapshot import Snapshot, snapshot_of
-from deltasync.quant.batched import can_compute
 from deltasync.quant.block_fp8 import BlockFp8
 from deltasync.quant.form import Form
 from deltasync.quant.fp8 import Fp8
@@ -61,13 +59,12 @@ def test_kernels_compute_the_reference(form: Form, device: str) -> None:
     "Bits",
     "Kernels quantize to the bits of the reference, whatever the weights are. (CPU, GPU)",
 )
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.gpu
 @every_form
-def test_kernels_find_the_scale_of_every_maximum(form: Form, device: str) -> None:
-    maxima = every_maximum()[:: 1 if device == "cuda" else 391]
+def test_kernels_find_the_scale_of_every_maximum(form: Form) -> None:
+    maxima = every_maximum().cuda()
     weight = maxima.new_zeros(len(maxima), 256)
     weight[:, :32] = maxima
-    weight = weight.view(-1, 256).to(device)
     held = torch.zeros_like(weight)
     backend, readers = snapshot([Matrix(held, form, name="a.weight")])
     held.copy_(weight)
@@ -97,18 +94,20 @@ def test_kernels_know_the_largest_of_matrices_that_share_a_scale(form: Form, dev
             assert torch.equal(line, expected), reader.suffix
 
 
-some_forms = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     "form", [BlockFp8(), Fp8("tensor"), Int4(32), CompressedNvfp4()], ids=lambda form: form.name
 )
+def test_what_kernels_see_but_a_part_of_is_computed_all_the_same(form: Form) -> None:
+    """Of a matrix that they cannot reach, and of one of which another rank sends the codes.
 
-
-@some_forms
-def test_what_kernels_cannot_reach_is_computed_all_the_same(form: Form) -> None:
-    """Of one that they cannot reach, and of the other, which it does not disturb."""
+    The one beside them is not disturbed.
+    """
     storage = torch.ones(2, 6, 256, dtype=torch.bfloat16)
-    weights = [torch.ones(FORMS[form][-1], dtype=torch.bfloat16), storage[1, :, ::2]]
+    shape = FORMS[form][-1] if form.shares else FORMS[form][1]
+    weights = [torch.ones(shape, dtype=torch.bfloat16) for _ in range(2)]
+    weights.append(storage[1, :, ::2])
     matrices = [Matrix(one, form, name="a.weight") for one in weights]
-    backend, readers = snapshot(matrices)
+    backend, readers = snapshot(matrices, codes_elsewhere=matrices[1])
     for one, changed in zip(weights, matrices, strict=True):
         one.copy_(matrix("usual", (one.shape[0], one.shape[1]), 3))
         changed.changed()
@@ -116,47 +115,18 @@ def test_what_kernels_cannot_reach_is_computed_all_the_same(form: Form) -> None:
     agrees(backend, readers)
 
 
-def test_kernels_leave_blocks_of_too_long_rows_to_torch() -> None:
-    weight = torch.ones(128, 128, dtype=torch.bfloat16)
-    found = Matrix(weight, BlockFp8(), name="a.weight").computation("weight")
-    assert found is not None
-    for shape, fits in (
-        ((128, (1 << 24) - 32), True),
-        ((128, 1 << 24), False),
-        (((1 << 31) - 1, 32), True),
-        ((1 << 31, 32), False),
-    ):
-        assert can_compute(replace(found, shape=shape), weight.device) == fits, shape
-
-
-@some_forms
-def test_scales_are_computed_where_codes_are_not(form: Form) -> None:
-    """Ranks that hold the same matrix may send its parts one each; a kernel sees some of them."""
-    shape = FORMS[form][-1] if form.shares else FORMS[form][1]
-    weights = [torch.ones(shape, dtype=torch.bfloat16) for _ in range(2)]
-    whole, part = (Matrix(one, form, name="a.weight") for one in weights)
-    readers = [ServedReader(whole, suffix) for suffix in whole.parts]
-    readers += [ServedReader(part, suffix) for suffix in list(part.parts)[1:]]
-    backend = snapshot_of_readers(readers)
-    for weight in weights:
-        weight.copy_(matrix("usual", shape, 5))
-    whole.changed()
-    part.changed()
-    compare(backend, readers)
-    agrees(backend, readers)
-
-
-def snapshot(matrices: list[Matrix]) -> tuple[Snapshot, list[ServedReader]]:
+def snapshot(
+    matrices: list[Matrix], *, codes_elsewhere: Matrix | None = None
+) -> tuple[Snapshot, list[ServedReader]]:
+    """Of all parts, or all but the first one of one of the matrices."""
     readers = [ServedReader(one, suffix) for one in matrices for suffix in one.parts]
-    return snapshot_of_readers(readers), readers
-
-
-def snapshot_of_readers(readers: list[ServedReader]) -> Snapshot:
+    if codes_elsewhere is not None:
+        readers.remove(ServedReader(codes_elsewhere, next(iter(codes_elsewhere.parts))))
     specs = [
         ParameterSpec((f"{number}",), reader.shape, reader.dtype)
         for number, reader in enumerate(readers)
     ]
-    return snapshot_of(whole(specs), readers, kernels="triton")
+    return snapshot_of(whole(specs), readers, kernels="triton"), readers
 
 
 def detector_of(snapshot: Snapshot) -> DeviceDetector:

@@ -69,17 +69,6 @@ def boxes(name: str, shape: tuple[int, ...], borders: tuple[list[int], list[int]
     ]
 
 
-def by_rows(world: int, **borders: list[int]) -> list[Boxes]:
-    """Rows from one border to the next; replicas hold all of them."""
-    found: list[Boxes] = [{"o_proj.bias": ShardSpec.whole((48,))} for _ in range(world)]
-    for layer, shape in SHAPES.items():
-        name, whole = f"{layer}.weight", ShardSpec.whole(shape)
-        cut = boxes(name, shape, (borders[layer], [0, shape[1]])) if layer in borders else []
-        for rank, held in enumerate(found):
-            held |= cut[rank] if cut else {name: whole}
-    return found
-
-
 @st.composite
 def cut(draw: st.DrawFn, form: Form) -> list[Boxes]:
     """Each matrix is cut anywhere that codes allow, or whole on one rank or on all."""
@@ -137,22 +126,6 @@ def test_ranks_send_what_a_gather_would_give(
             here.sync()
 
 
-@pytest.mark.parametrize("form", [BlockFp8(), CompressedNvfp4()], ids=str)
-def test_boxes_of_other_sizes_are_served_as_the_whole(form: Form) -> None:
-    """One rank holds the upper rows, two others a half each of the lower ones."""
-    ways: list[Boxes] = [{"o_proj.bias": ShardSpec.whole((48,))} for _ in range(3)]
-    for layer, (rows, cols) in SHAPES.items():
-        name, top, left = f"{layer}.weight", rows // 2 - 5, cols // 2 - 2
-        found = boxes(name, (rows, cols), ([0, top, rows], [0, left, cols]))
-        found[:2] = [{name: ShardSpec((rows, cols), (0, 0), (top, cols))}]
-        for held, box in zip(ways, found, strict=True):
-            held |= box
-    with following(model(), ways, form) as here:
-        for parameter in here.source.parameters():
-            parameter.data.copy_(parameter.data.flip(0) * -0.75)
-        here.sync()
-
-
 class Following:
     """A trainer of several ranks that quantize, and an engine that follows."""
 
@@ -189,7 +162,10 @@ def following(source: nn.Module, ways: list[Boxes], form: Form) -> Iterator[Foll
     "A rank that fails while ranks agree on maxima ends the sync, and the next one covers it.",
 )
 def test_a_rank_whose_source_fails_as_maxima_are_exchanged_ends_the_sync() -> None:
-    with following(model(), by_rows(2, up_proj=[0, 150, 288]), BlockFp8()) as here:
+    alike = {f"{layer}.weight": ShardSpec.whole(shape) for layer, shape in SHAPES.items()}
+    alike["o_proj.bias"] = ShardSpec.whole((48,))
+    halves = boxes("up_proj.weight", SHAPES["up_proj"], ([0, 150, 288], [0, 64]))
+    with following(model(), [alike | half for half in halves], BlockFp8()) as here:
         for failing in (0, 1):
             before = here.cold()
             here.source.get_parameter("up_proj.weight").data *= 1.5

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
 import numpy as np
@@ -53,7 +53,6 @@ def stage_tiles(
     tiles: Iterable[Tile],
     *,
     in_place: bool = False,
-    writing: Callable[[], None] = lambda: None,
 ) -> Staging:
     """Bring changes to a receiver, each payload overwritten when it was taken over."""
 
@@ -67,7 +66,7 @@ def stage_tiles(
     }
     reader = PayloadReader(live)
     reader.begin(begin_of(**sizes))
-    staging = Staging(live, max_bytes=staged_bytes_of(**sizes), in_place=in_place, writing=writing)
+    staging = Staging(live, max_bytes=staged_bytes_of(**sizes), in_place=in_place)
     for bucket, payload in buckets:
         received = reader.read(bucket, payload)
         staging.stage(received)
