@@ -24,7 +24,6 @@ from deltasync.testing.links import (
     greeted,
     payload_of,
     same_frame,
-    send_for_ever,
     within,
 )
 from deltasync.testing.transport import MAX_PAYLOAD_BYTES, TransportContract
@@ -81,6 +80,7 @@ LIES: dict[str, Callable[[Liar], object]] = {
     "just over the limit": lambda liar: liar.announce(0, (1 << 20) + (32 << 20) + 1),
     "more than there is": lambda liar: liar.announce(0, MEMORY_BYTES + 1),
     "a short segment": lambda liar: liar.announce(cut=-1),
+    "no memory": lambda liar: liar.write(Kind.SEGMENT, SEGMENT.pack(0, MEMORY_BYTES)),
     "a segment of other bytes": lambda liar: liar.announce(cut=5),
     "a payload before its memory": lambda liar: liar.frame(0, 0, 10),
     "a payload in another slot": lambda liar: liar.announce().frame(1, 0, 10),
@@ -221,14 +221,6 @@ class SlotContract(TransportContract):
         with within(PROMPT_S):
             link.sender.buffer(100, timeout_s=PATIENCE_S)
 
-    def test_a_receiver_that_does_not_read_is_late(self, link: Link) -> None:
-        link.add(1)
-        assert link.sender.open_epoch(link.peers, timeout_s=PATIENCE_S) == {}
-        frame = Frame(bytes(1 << 20))
-        with within(2 * PROMPT_S), pytest.raises(TransportTimeout):
-            send_for_ever(link, frame, timeout_s=0.3)
-        assert not link.sender.is_connected(link.peers[0])
-
     # Peers that lie
 
     @pytest.mark.parametrize("data", [b"", bytes(8), bytes(9), b"\xff" * 8])
@@ -252,6 +244,7 @@ class SlotContract(TransportContract):
             liar.close()
         link.check([good])
 
+    @pytest.mark.promise("Time", "A call returns after its timeout, whatever keeps sending.")
     def test_a_sender_that_keeps_sending_does_not_hold_a_receiver(
         self, liar: tuple[Liar, ReceiveTransport]
     ) -> None:
