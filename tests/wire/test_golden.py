@@ -196,18 +196,3 @@ def test_the_documents_dtype_codes_are_all() -> None:
     (said,) = re.findall(r"Dtype codes: ([^.]*)\.", DOCUMENT.read_text())
     found = [(int(code), name) for code, name in re.findall(r"(\d+)\s+`(\w+)`", said)]
     assert found == [(dtype.code, dtype.name) for dtype in dtypes.DTYPES]
-
-
-def test_the_documents_tiles_are_those_of_the_golden_layout() -> None:
-    shares = [(share.spec.dtype.item_size, share.numel) for share in SPACE.given]
-    tiles = reference.tiles_of(shares)
-    assert [(number, numel) for number, (_, _, numel) in enumerate(tiles)] == [
-        (0, 192),
-        (1, 4096),
-        (2, 4096),
-        (3, 838),
-        (4, 120),
-        (5, 5),
-    ]
-    of_space = zip(SPACE.order[SPACE.share], SPACE.start, SPACE.numel, strict=True)
-    assert [tuple(map(int, one)) for one in of_space] == tiles

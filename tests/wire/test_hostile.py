@@ -14,29 +14,27 @@ import numpy as np
 import pytest
 import torch
 import zstandard
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from deltasync import dtypes
-from deltasync.delta import gap
 from deltasync.delta.bits import Flat, torch_dtype
 from deltasync.delta.changes import Changes
 from deltasync.delta.payloads import PayloadReader
 from deltasync.delta.shard import whole
 from deltasync.delta.staging import LiveWeights, Received
 from deltasync.delta.tiles import Space, space_of, table_of
-from deltasync.errors import InvalidTable, LimitExceeded, MalformedMessage, WireError
+from deltasync.errors import LimitExceeded, MalformedMessage, WireError
 from deltasync.wire import messages as m
 from deltasync.wire.changes import Sizes
 from deltasync.wire.compression import compress, decompress
-from deltasync.wire.frame import decode, encode
+from deltasync.wire.frame import decode
 from deltasync.wire.shares import SHARE
-from tests.golden.make_golden import FOLDER, MESSAGES
+from tests.golden.make_golden import MESSAGES
 from tests.wire import reference, strategies
 from tests.wire.reference import Tile
 
-SHARE_FIELDS = SHARE.names or ()
 NUMBERS = ["item_size", "tiles", "places", "whole"]
 PACKERS: list[Callable[[bytes], bytes]] = [bytes, compress]
 """Of a stream that is stored, or packed."""
@@ -60,20 +58,6 @@ def peak_of(call: Callable[[], object]) -> int:
 # Messages
 
 
-@pytest.mark.parametrize("name", MESSAGES)
-def test_a_damaged_header_is_refused(name: str) -> None:
-    """Each flipped bit, each end that is missing, and what comes behind."""
-    data = (FOLDER / f"{name}.bin").read_bytes()
-    wrong = [data[:at] for at in range(len(data))] + [data + b"\0", data * 2]
-    for bit in range(8 * len(data)):
-        damaged = bytearray(data)
-        damaged[bit // 8] ^= 1 << bit % 8
-        wrong.append(bytes(damaged))
-    for one in wrong:
-        with pytest.raises(WireError):
-            decode(one)
-
-
 PREFIXES = [b"", b"DSYN", b"DSYN\2\0\0\0", b"DSYN" + struct.pack("<HHI", 2, 0, 1 << 20)]
 
 
@@ -85,40 +69,14 @@ def test_any_bytes_as_a_header_or_a_message(prefix: bytes, data: bytes, payload_
     assert peak_of(lambda: decode(header)) < SLACK
 
 
-texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | texts,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner),
-    max_leaves=10,
-)
-
-
-@given(st.sampled_from(sorted(MESSAGES)), json_values, st.data())
-def test_any_value_of_any_member(name: str, value: Any, data: st.DataObject) -> None:
-    """What is read is a message that says the same again; all else is refused."""
-    members = dict(MESSAGES[name])
-    members[data.draw(st.sampled_from(sorted(members)))] = value
-    header = reference.header(json.dumps(members).encode())
-    try:
-        read, payload_bytes = decode(header)
-    except WireError:
-        return
-    assert decode(encode(read, payload_bytes=payload_bytes)) == (read, payload_bytes)
-
-
 MANY = 100_000
-LONG_LISTS = {
-    "numbers for engines": ("welcome", "full_sync", b"1," * MANY + b"1"),
-    "nothing for parameters": ("layout", "parameters", b"[]," * MANY + b"[]"),
-}
 LONG_TEXTS = {
-    name: json.dumps(MESSAGES[kind] | {member: ["HERE"]}).encode().replace(b'"HERE"', text)
-    for name, (kind, member, text) in LONG_LISTS.items()
+    "a list": b'{"kind":"welcome","full_sync":[' + b"1," * MANY + b"1]}",
+    "extra members": b'{"kind":"commit","version":1'
+    + b"".join(b',"%x":1' % i for i in range(MANY))
+    + b"}",
+    "depth": b'{"kind":"commit","version":' + b"[" * MANY + b"}",
 }
-LONG_TEXTS["extra members"] = (
-    b'{"kind":"commit","version":1' + b"".join(b',"%x":1' % i for i in range(MANY)) + b"}"
-)
-LONG_TEXTS["depth"] = b'{"kind":"commit","version":' + b"[" * MANY + b"}"
 
 
 @pytest.mark.parametrize("text", LONG_TEXTS.values(), ids=LONG_TEXTS.keys())
@@ -135,21 +93,6 @@ def test_reporting_many_faults_takes_memory_in_proportion(text: bytes) -> None:
 
 
 # Compression
-
-
-@given(st.binary(max_size=400), st.integers(0, 2**63 - 1), st.data())
-def test_any_bytes_to_decompress(raw: bytes, raw_bytes: int, data: st.DataObject) -> None:
-    """Damaged frames are refused, or as long as they declare."""
-    for made in (raw, b"\x28\xb5\x2f\xfd" + raw):
-        call = partial(decompress, made, compression="zstd", raw_bytes=raw_bytes)
-        assert peak_of(call) < SLACK
-    frame = bytearray(compress(raw))
-    frame[data.draw(st.integers(0, len(frame) - 1))] ^= data.draw(st.integers(1, 255))
-    try:
-        inflated = decompress(bytes(frame), compression="zstd", raw_bytes=len(raw))
-    except WireError:
-        return
-    assert len(inflated) == len(raw)
 
 
 BOMB_BYTES = 256 << 20
@@ -279,59 +222,37 @@ def mutated_numbers(data: st.DataObject, numbers: dict[str, Any]) -> dict[str, A
     return made
 
 
-@given(sent())
-def test_w10_w14_changes_come_as_they_were_sent(case: tuple[Sent, list[Tile]]) -> None:
-    one, tiles = case
-    changes = one.read(one.reader()).changes
-    check_changes(changes, one.space)
-    columns = changes.tiles, changes.counts, changes.places, changes.values, changes.whole
-    expected = reference.columns(tiles, one.numbers["item_size"])
-    assert [column.numpy().tobytes() for column in columns] == expected
-
-
-@pytest.mark.promise("Security", "Arbitrary bytes cause a typed error, in bounded memory.")
-@given(sent(), st.data())
-def test_changes_that_lie_are_refused_or_within_bounds(
-    case: tuple[Sent, list[Tile]], data: st.DataObject
-) -> None:
-    one, _ = case
-    numbers = mutated_numbers(data, one.numbers)
-    lying = replace(one, numbers=numbers, payload=mutated(data, one.payload))
-    reader = one.reader()
-    assert peak_of(partial(lying.read, reader)) < 40 * len(lying.payload) + SLACK
-    try:
-        received = lying.read(one.reader())
-    except WireError:
-        assert lying != one
-        return
-    check_changes(received.changes, one.space)
-
-
-@pytest.mark.promise("Security", "Arbitrary bytes cause a typed error, in bounded memory.")
-@given(sent(), st.data())
-def test_w27_w28_w29_coded_changes_that_lie_are_refused_or_within_bounds(
-    case: tuple[Sent, list[Tile]], data: st.DataObject
-) -> None:
-    """Streams stored or packed, some of them others, in the memory that the bucket declares."""
-    one, tiles = case
-    size, old = one.numbers["item_size"], data.draw(st.integers(0, 255))
+def coded(data: st.DataObject, one: Sent, tiles: list[Tile]) -> bytes:
+    """Streams stored or packed, some of them others."""
+    old = data.draw(st.integers(0, 255))
     streams = reference.streams(
-        tiles, size, lambda *_: old, width=data.draw(st.sampled_from([1, 2]))
+        tiles, one.numbers["item_size"], lambda *_: old, width=data.draw(st.sampled_from([1, 2]))
     )
     if data.draw(st.booleans()):
         nth = data.draw(st.integers(0, 3))
         streams[nth] = mutated(data, streams[nth] or b"0")
-    payload = reference.coded(streams, data.draw(st.sampled_from(PACKERS)))
-    if data.draw(st.booleans()):
-        payload = mutated(data, payload)
-    numbers = mutated_numbers(data, one.numbers) | {"compression": "gap"}
-    lying = replace(one, numbers=numbers, payload=payload)
-    room = Sizes(*(max(0, numbers[name]) for name in NUMBERS)).num_bytes
-    if room < 1 << 22:
-        assert peak_of(partial(lying.read, one.reader())) < 50 * room + SLACK
+    return reference.coded(streams, data.draw(st.sampled_from(PACKERS)))
+
+
+@pytest.mark.promise("Security", "Arbitrary bytes cause a typed error, in bounded memory.")
+@pytest.mark.parametrize("compression", ["none", "gap"])
+@given(case=sent(), data=st.data())
+def test_w27_w28_w29_changes_that_lie_are_refused_or_within_bounds(
+    compression: str, case: tuple[Sent, list[Tile]], data: st.DataObject
+) -> None:
+    one, tiles = case
+    numbers = mutated_numbers(data, one.numbers) | {"compression": compression}
+    payload = one.payload if compression == "none" else coded(data, one, tiles)
+    lying = replace(one, numbers=numbers, payload=mutated(data, payload))
+    most = 40 * len(lying.payload)
+    if compression == "gap":  # in the memory that the bucket declares
+        most = 50 * Sizes(*(max(0, numbers[name]) for name in NUMBERS)).num_bytes
+    if most < 50 << 22:
+        assert peak_of(partial(lying.read, one.reader())) < most + SLACK
     try:
         received = lying.read(one.reader())
     except WireError:
+        assert lying != one
         return
     check_changes(received.changes, one.space)
 
@@ -360,52 +281,6 @@ def test_w27_w28_streams_as_long_as_they_may_be_take_memory_in_proportion(nth: i
     assert peak_of(partial(bomb.read, bomb.reader())) < 20 * room
 
 
-@given(sent(), st.booleans(), st.integers(0, 1 << 32))
-def test_w27_what_is_coded_comes_as_it_was_sent(
-    case: tuple[Sent, list[Tile]], is_near: bool, seed: int
-) -> None:
-    one, _ = case
-    reader, rng = one.reader(), np.random.default_rng(seed)
-    received = one.read(reader)
-    old = received.lane.old(received.table)
-    if is_near:
-        for column, before in zip(
-            (received.changes.values, received.changes.whole), old, strict=True
-        ):
-            steps = rng.integers(-128, 128, len(before)).astype(before.dtype)
-            column.numpy().view(before.dtype)[:] = before + steps
-    coded = gap.encode(received.changes, *old)
-    if coded is None:
-        return
-    again = replace(one, numbers=one.numbers | {"compression": "gap"}, payload=coded)
-    found = again.read(one.reader()).changes
-    for name in ("tiles", "counts", "places", "values", "whole"):
-        assert torch.equal(getattr(found, name), getattr(received.changes, name)), name
-
-
-@pytest.mark.promise("Security", "Arbitrary bytes cause a typed error, in bounded memory.")
-@given(st.binary(max_size=300), st.data())
-@example(struct.pack("<8Q", 0, 0, 1 << 62, 0, 0, 0, 0, 0), None)
-def test_any_payload_with_any_numbers(raw: bytes, data: st.DataObject | None) -> None:
-    """Of a small layout, and of one as large as layouts can be: memory follows what has come."""
-    draw = (lambda one: 1) if data is None else data.draw
-    counts = st.integers(0, 40) | st.integers(0, 1 << 40)
-    numbers: dict[str, Any] = {name: draw(counts) for name in NUMBERS[1:]}
-    numbers |= {"item_size": 8, "compression": draw(st.sampled_from(["none", "zstd", "gap"]))}
-    if data is None:
-        numbers["compression"] = "gap"
-    for numel in (1000, 1 << 44):
-        space = Space(whole((m.ParameterSpec(("a",), (numel,), dtypes.BY_NAME["int64"]),)))
-        if numbers["compression"] == "none":
-            room = Sizes(8, *(numbers[name] for name in NUMBERS[1:])).num_bytes
-            raw = raw.ljust(room, b"\0")[:room] if room < 1 << 12 else raw
-        one = Sent(space, LiveWeights({}, space), numbers, raw)
-        reader = one.reader()
-        room = min(1 << 20, Sizes(8, *(numbers[name] for name in NUMBERS[1:])).num_bytes)
-        room = min(room, space.most_bytes)
-        assert peak_of(partial(one.read, reader)) < 10 * room + SLACK
-
-
 def test_w11_a_layout_of_more_tiles_than_numbers_is_refused() -> None:
     int8 = dtypes.BY_NAME["int8"]
     most = m.ParameterSpec(("a",), (1 << 44,), int8)
@@ -419,48 +294,7 @@ def test_w11_a_layout_of_more_tiles_than_numbers_is_refused() -> None:
 # Shares
 
 
-def elements_of(row: tuple[int, ...]) -> list[int]:
-    _, _, start, rows, cols, stride = row
-    return [start + nth * stride + col for nth in range(rows) for col in range(cols)]
-
-
 @pytest.mark.promise("Security", "Arbitrary bytes cause a typed error, in bounded memory.")
-@given(strategies.layouts(), st.data(), st.integers(0, 3))
-def test_w17_tables_of_shares_are_read_and_lying_ones_refused_or_within_bounds(
-    specs: tuple[m.ParameterSpec, ...], data: st.DataObject, lies: int
-) -> None:
-    space = data.draw(strategies.spaces(specs).filter(lambda one: all(s.numel for s in one.given)))
-    table = table_of(space)
-    rows = table.view(SHARE)
-    for _ in range(lies if len(rows) else 0):
-        row, field = (
-            data.draw(st.integers(0, len(rows) - 1)),
-            data.draw(st.sampled_from(SHARE_FIELDS)),
-        )
-        value, top = int(rows[field][row]), 2 ** (8 * SHARE[field].itemsize) - 1
-        near = st.integers(value - 9, value + 9).map(top.__and__)
-        rows[field][row] = data.draw(near | st.integers(0, top) | st.just(0))
-    assert peak_of(partial(space_of, table, specs)) < 2000 * len(rows) + SLACK
-    try:
-        found = space_of(table, specs)
-    except InvalidTable:
-        assert lies
-        return
-    seen = [set[int]() for _ in specs]
-    for share, row in zip(found.given, rows.tolist(), strict=True):
-        inside = elements_of(row)
-        assert not row[1]
-        assert inside == share.region.places(torch.arange(share.numel)).tolist()
-        assert inside
-        assert inside == sorted(set(inside))
-        assert inside[0] > max(seen[share.number], default=-1)
-        assert inside[-1] < specs[share.number].numel
-        seen[share.number] |= set(inside)
-    if not lies:
-        assert found.given == space.given
-        assert (found.first == space.first).all()
-
-
 @given(st.binary(max_size=400))
 def test_any_bytes_as_a_table_of_shares(raw: bytes) -> None:
     specs = (m.ParameterSpec(("a",), (1 << 62,), dtypes.BY_NAME["int8"]),)
