@@ -5,91 +5,14 @@ Each class names the tests of the contract that must fail.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import ClassVar
 
-from torch import Tensor, nn
-
-from deltasync import ModuleTarget
-from deltasync.delta.bits import Flat
-from deltasync.errors import LayoutMismatch
-from deltasync.sync.target.base import WeightTarget
 from deltasync.testing.links import Ends
 from deltasync.testing.transport import TransportContract
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame
-from deltasync.wire.messages import ParameterSpec
-from tests.worlds.target_contract import TargetContract
-
-
-class _Target(TargetContract):
-    """Over a module, whose parameters have flat names."""
-
-    names = ("a", "b", "c", "d")
-    made: ClassVar[type[ModuleTarget]]
-
-    def make_target(self, state: dict[str, Tensor]) -> WeightTarget:
-        self.module = nn.Module()
-        for name, tensor in state.items():
-            self.module.register_parameter(name, nn.Parameter(tensor.clone()))
-        return self.made(self.module)
-
-    def replace_storage(self, name: str) -> None:
-        parameter = self.module.get_parameter(name)
-        parameter.data = parameter.data.clone()
-
-
-class Blind(ModuleTarget):
-    def check_unmoved(self) -> None:
-        """Notice nothing."""
-
-
-class Copying(ModuleTarget):
-    def bind(self, layout: Sequence[ParameterSpec]) -> dict[int, Flat]:
-        live = super().bind(layout)
-        return {number: Flat.of(one.tensor.detach().clone()) for number, one in live.items()}
-
-
-class Stubborn(ModuleTarget):
-    """Numbers parameters as in the first layout."""
-
-    _first: dict[int, Flat] | None = None
-
-    def bind(self, layout: Sequence[ParameterSpec]) -> dict[int, Flat]:
-        found = super().bind(layout)
-        self._first = self._first or found
-        return self._first
-
-
-class Lenient(ModuleTarget):
-    """Takes what it knows of a layout, and says nothing of the rest."""
-
-    def bind(self, layout: Sequence[ParameterSpec]) -> dict[int, Flat]:
-        try:
-            return super().bind(layout)
-        except LayoutMismatch:
-            return {}
-
-
-class TestBlind(_Target):
-    made, fails = Blind, ("test_moved_storage_is_noticed",)
-
-
-class TestCopying(_Target):
-    made, fails = Copying, ("test_staged_commit_and_undo_are_exact",)
-
-
-class TestStubborn(_Target):
-    made, fails = Stubborn, ("test_binding_again_follows_the_layout",)
-
-
-class TestLenient(_Target):
-    made = Lenient
-    fails = (
-        "test_names_that_only_one_end_knows",
-        "test_another_shape_or_dtype_is_refused_by_name",
-    )
 
 
 class Lending(inprocess.Sender):

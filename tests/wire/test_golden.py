@@ -39,7 +39,7 @@ def specs_of(parameters: list[Any]) -> tuple[ParameterSpec, ...]:
     )
 
 
-SPECS, SPACE = specs_of(make_golden.PARAMETERS), Space(whole(specs_of(CHANGED)))
+SPECS, SPACE = specs_of(MESSAGES["layout"]["parameters"]), Space(whole(specs_of(CHANGED)))
 
 
 def golden(name: str) -> bytes:
