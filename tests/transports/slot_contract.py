@@ -211,16 +211,6 @@ class SlotContract(TransportContract):
         with pytest.raises(PeerLost):
             link.receivers[0].receive(timeout_s=PATIENCE_S)
 
-    def test_a_receiver_that_leaves_lets_go(self, link: Link) -> None:
-        link.add(2)
-        link.open()
-        for _ in range(2):
-            link.exchange(Frame(b"x", link.payload_of(100)))
-        link.receivers[0].close()
-        link.receivers[1].close()
-        with within(PROMPT_S):
-            link.sender.buffer(100, timeout_s=PATIENCE_S)
-
     # Peers that lie
 
     @pytest.mark.parametrize("data", [b"", bytes(8), bytes(9), b"\xff" * 8])
