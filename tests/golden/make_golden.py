@@ -133,13 +133,3 @@ def files() -> dict[str, bytes]:
     packed = reference.coded(coded(size, tiles), zipped)
     made["bucket-gap-zstd.bin"] = frame(bucket_message(tiles, size, compression="gap"), packed)
     return made
-
-
-def dump(data: bytes) -> str:
-    """Offsets, bytes and text, sixteen to a line."""
-    lines = []
-    for at in range(0, len(data), 16):
-        part = data[at : at + 16]
-        text = "".join(chr(b) if 32 <= b < 127 else "." for b in part)
-        lines.append(f"{at:08x}  {part[:8].hex(' '):23}  {part[8:].hex(' '):23}  |{text}|")
-    return "\n".join([*lines, f"{len(data):08x}"]) + "\n"

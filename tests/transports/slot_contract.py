@@ -155,26 +155,6 @@ class SlotContract(TransportContract):
         link.exchange(Frame(b"header only"))
         assert link.sender.buffer(1000, timeout_s=PATIENCE_S).data_ptr() == address
 
-    def test_slots_are_announced_once_and_grow(self, link: Link) -> None:
-        link.add(2)
-        link.open()
-        for _ in range(2):  # into both slots, since nobody reads meanwhile
-            link.sender.send(Frame(b"x", link.payload_of(10)), timeout_s=PATIENCE_S)
-        for receiver in link.receivers * 2:
-            receiver.receive(timeout_s=PATIENCE_S)
-        gc.collect()
-        before = self.num_held()
-        for num_bytes in [10, 100, 1, 60_000] * 5:
-            frame = Frame(b"x", link.payload_of(num_bytes))
-            assert all(same_frame(got, frame) for got in link.exchange(frame))
-        assert self.num_held() == before
-        for num_bytes in (1 << 20, 3 << 20, 2 << 20, 5 << 20):
-            frame = Frame(b"x", link.payload_of(num_bytes))
-            assert all(same_frame(got, frame) for got in link.exchange(frame))
-        del frame
-        gc.collect()
-        assert self.num_held() == before
-
     def test_any_part_of_the_buffer_may_be_sent(self, link: Link) -> None:
         link.add(1)
         link.open()

@@ -6,8 +6,6 @@ environment it does what it does between hosts without RDMA: see `make test-nixl
 
 from __future__ import annotations
 
-import gc
-import os
 import random
 import socket
 import struct
@@ -21,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deltasync.errors import PeerLost, TransportClosed, TransportTimeout
+from deltasync.errors import PeerLost, TransportTimeout
 from deltasync.testing.links import (
     PATIENCE_S,
     PROMPT_S,
@@ -67,11 +65,6 @@ class TestNixl(TransportContract):
 def link() -> Iterator[Link]:
     with ExitStack() as stack:
         yield Link(make_ends(), stack)
-
-
-def receive_all(receiver: ReceiveTransport, expected: list[Frame]) -> None:
-    for frame in expected:
-        assert same_frame(receiver.receive(timeout_s=PATIENCE_S), frame)
 
 
 def receive_for_ever(receiver: ReceiveTransport) -> None:
@@ -203,34 +196,6 @@ def test_receivers_killed_while_they_read_are_lost_and_others_get_all(link: Link
             killer.join()
             assert not link.sender.is_connected(peer)
         link.check([good])
-
-
-# Forks
-
-
-def fork_and_check(ends: list[Sender | Receiver]) -> int:
-    """Fork a child that may not use these ends; its exit code."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        with suppress(BaseException):
-            for end in ends:
-                with pytest.raises(TransportClosed):
-                    end.poll(timeout_s=0) if isinstance(end, Sender) else end.progress()
-                end.close()
-            gc.collect()
-            code = 0
-        os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def test_a_forked_child_leaves_both_ends_alone(link: Link) -> None:
-    link.add(1)
-    link.open()
-    link.exchange(Frame(b"x", payload_of(1000)))
-    assert fork_and_check([link.sender, link.receivers[0]]) == 0  # type: ignore[list-item]
-    frame = Frame(b"after", payload_of(100_000))
-    assert same_frame(link.exchange(frame)[0], frame)
 
 
 # Strangers, and peers that lie

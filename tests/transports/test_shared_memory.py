@@ -12,7 +12,6 @@ import pytest
 
 from deltasync.errors import ConfigError, PeerLost
 from deltasync.testing.links import PATIENCE_S, PROMPT_S, Ends, Link, within
-from deltasync.testing.processes import Child
 from deltasync.transports.base import Frame, ReceiveTransport
 from deltasync.transports.shared_memory import Receiver, Sender
 from tests.transports.slot_contract import MEMORY_BYTES, Liar, SlotContract, num_descriptors
@@ -83,10 +82,6 @@ def path(tmp_path: Path) -> Path:
 # The socket file
 
 
-def listen_until_killed(path: Path) -> None:
-    Sender(path).poll(timeout_s=60)
-
-
 @pytest.mark.promise(
     "Security",
     "On one host only processes of the same user, or of root, can connect.",
@@ -95,17 +90,6 @@ def test_only_the_user_may_connect(path: Path) -> None:
     with closing(Sender(path)):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert not path.exists()
-
-
-def test_the_socket_file_of_a_killed_sender_is_replaced(path: Path) -> None:
-    with Child(listen_until_killed, path) as child, closing(Receiver(path)) as receiver:
-        receiver.connect(b"hello", timeout_s=PATIENCE_S)
-        child.kill()
-        assert path.exists()
-        with closing(Sender(path)) as sender:
-            receiver.connect(b"hello again", timeout_s=PATIENCE_S)
-            assert [data for _, data in sender.poll(timeout_s=PATIENCE_S)] == [b"hello again"]
-    assert list(path.parent.iterdir()) == []
 
 
 def test_the_socket_file_of_a_live_sender_is_left_alone(path: Path) -> None:

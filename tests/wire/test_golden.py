@@ -178,20 +178,6 @@ def test_layout_hash_is_that_of_the_golden_parameters() -> None:
     assert messages.layout_hash(SPECS) == make_golden.sha256(inner)
 
 
-def dumped(name: str) -> str:
-    found = re.search(rf"<!-- {name} -->\n```text\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
-    assert found is not None
-    return found[1]
-
-
-def test_the_documents_dumps_are_the_golden_frames() -> None:
-    data = golden("prepare.bin")
-    assert dumped("smallest-frame") == make_golden.dump(data)
-    assert f"with no buckets, {len(data)} bytes" in DOCUMENT.read_text()
-    _, payload = opened("bucket-example")
-    assert dumped("example-payload") == make_golden.dump(payload.numpy().tobytes())
-
-
 def test_the_documents_dtype_codes_are_all() -> None:
     (said,) = re.findall(r"Dtype codes: ([^.]*)\.", DOCUMENT.read_text())
     found = [(int(code), name) for code, name in re.findall(r"(\d+)\s+`(\w+)`", said)]

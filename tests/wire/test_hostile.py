@@ -25,7 +25,7 @@ from deltasync.delta.tiles import Space, space_of
 from deltasync.errors import LimitExceeded, MalformedMessage, WireError
 from deltasync.wire import messages as m
 from deltasync.wire.changes import Sizes
-from deltasync.wire.compression import compress, decompress
+from deltasync.wire.compression import decompress
 from deltasync.wire.frame import decode
 from deltasync.wire.shares import SHARE
 from tests.golden.make_golden import FOLDER, MESSAGES
@@ -183,31 +183,6 @@ def test_w27_w28_w29_payloads_that_lie_are_refused_or_within_bounds(
         assert places == sorted(set(places))
         assert all(place < SPACE.numel[tile.number] for place in places)
         before = tile.number
-
-
-@pytest.mark.promise("Security", "Arbitrary bytes cause a typed error, in bounded memory.")
-@pytest.mark.parametrize("nth", range(4))
-def test_w27_w28_streams_as_long_as_they_may_be_take_memory_in_proportion(nth: int) -> None:
-    """Some kilobytes, packed: gaps that are too many or mostly escapes, and too many tiles."""
-    numel = 1 << 18
-    space = Space(whole((m.ParameterSpec(("a",), (numel,), dtypes.BY_NAME["int8"]),)))
-    numbers = {"item_size": 1, "tiles": len(space), "places": numel, "whole": 0}
-    room = Sizes(*numbers.values()).num_bytes
-    fill = 4 * room - 9 & ~1
-    escapes = b"\xff" * (fill // 2 - numel) + bytes(numel)
-    streams = [
-        [b"", struct.pack("<BQ", 1, 0) + bytes(fill), b"", b""],
-        [b"", struct.pack("<BQ", 1, 0) + b"\xff" * (fill - numel) + bytes(numel), b"", b""],
-        [b"", struct.pack("<BQ", 2, 0) + escapes * 2, b"", b""],
-        [bytes(fill & ~3), b"", b"", b""],
-    ]
-    payload = reference.coded(streams[nth], compress)
-    assert len(payload) < 4096
-    members = {"kind": "bucket", "version": 1, "sequence": 0, "compression": "gap", **numbers}
-    bomb = partial(read, LiveWeights({}, space), members, payload)
-    with pytest.raises(WireError):
-        bomb()
-    assert peak_of(bomb) < 20 * room
 
 
 def test_w11_a_layout_of_more_tiles_than_numbers_is_refused() -> None:

@@ -93,8 +93,6 @@ TEXTS = [
     b"",
     b"{",
     b"[]",
-    b"null",
-    b"1",
     b"[" * 100_000,
     b'{"kind": "\xff"}',
     b'{"\\ud800": 1, "kind": "welcome"}',
@@ -105,10 +103,8 @@ TEXTS = [
             b"1.0",
             b"true",
             b'"1"',
-            b"-1",
             b"9007199254740992",
             b"9" * 5000,
-            b"[" * 5000,
         )
     ),
     *(
@@ -116,7 +112,6 @@ TEXTS = [
         for digest in (b"00FF00FF89ABCDEF", b"00ff00ff89abcdef\\n", b"00ff00ff89abcde")
     ),
     b'{"kind":"abort","version":1,"reason":"\\ud800"}',
-    b'{"kind":"abort","version":1,"reason":"\xff"}',
     *(
         b'{"kind":"committed","version":1,"digest":"00ff00ff89abcdef","commit_s":%s}' % seconds
         for seconds in (b"NaN", b"1e999", b"-1")
@@ -124,7 +119,6 @@ TEXTS = [
 ]
 KINDS: list[Any] = ["", "Commit", "commit ", "delta", None, 1, [], {}]
 LAYOUTS: list[Any] = [
-    [[["a", "a"], [1], 1]],
     [[["a"], [1], 1], [["b", "a"], [1], 1]],
     [[[], [1], 1]],
     [[[""], [1], 1]],
@@ -132,19 +126,14 @@ LAYOUTS: list[Any] = [
     [[["a"], [-1], 1]],
     [[["a"], [2**62 + 1], 1]],
     [[["a"], [2**31, 2**31, 2], 1]],
-    [[["a"], [0, 2**62, 2], 1]],
-    [[["a"], [1], 0]],
     [[["a"], [1], 256]],
     [[["a"], [1]]],
-    [[["a"], [1], 1, 1]],
 ]
 TOGETHER: list[tuple[str, dict[str, Any]]] = [
     ("hello", {"lanes": 1}),
-    ("hello", {"connection": MESSAGES["hello-lanes"]["connection"]}),
     ("hello-lanes", {"lanes": 0}),
     ("hello-lanes", {"connection": None}),
     ("hello", {"rank": 1, "world": 1}),
-    ("hello", {"rank": 2, "world": 1}),
 ]
 """Members that do not go together."""
 
@@ -277,7 +266,6 @@ BUCKETS = {
     "w06 payload of a byte more": at_odds(RAW + b"1"),
     "w06 no payload": at_odds(None),
     "w09 not zstd": inflating(b"not zstd", WireError),
-    "w09 nothing": inflating(b"", WireError),
     "w09 one byte behind": inflating(compressed(RAW) + b"1", WireError),
     "w09 inflates to less": inflating(compressed(RAW), TruncatedFrame, whole=40),
     "w09 inflates to more": inflating(compressed(RAW), LimitExceeded, whole=24),
@@ -318,9 +306,6 @@ BUCKETS = {
     "w14 largest": edited(PLACES, put(2, 65535)),
     "w14 falling": edited(PLACES, put(0, 5, 4, 9)),
     "w14 repeated": edited(PLACES, put(0, 4, 4, 9)),
-    "w14 beyond the tile before another": of_tiles(
-        Tile(0, (1, 40), (1, 1)), Tile(1, (3, 5), (1, 1))
-    ),
     "w14 falling in the second tile": of_tiles(SPARSE, Tile(1, (5, 4), (1, 1))),
 }
 """All differ from a bucket of `HONEST_TILES`."""
@@ -385,16 +370,12 @@ GAP = {
     "w27 a byte behind": Lie(TruncatedFrame, [gap(data=reference.coded(STREAMS) + b"1")]),
     "w27 a stream that takes more": lengths(TruncatedFrame, 1, GIANT),
     "w27 a long stream": lengths(LimitExceeded, 2, GIANT),
-    "w27 a stream that is no zstd frame": lengths(WireError, 2, 40),
     "w27 streams of over four times the payload": stream(
         LimitExceeded, GAPS, lambda one: one + bytes(4 * len(RAW))
     ),
     "w27 half a number of a whole tile": stream(TruncatedFrame, NUMBERS_OF_WHOLE, less(1)),
     "w27 no whole tile": stream(InvalidIndices, NUMBERS_OF_WHOLE, becomes()),
     "w27 a whole tile more": stream(InvalidIndices, NUMBERS_OF_WHOLE, more(2, 0, 0, 0)),
-    "w27 whole tiles out of order": Lie(
-        InvalidIndices, [gap([struct.pack("<2I", 1, 0), b"", b"", bytes(72)], places=0, whole=72)]
-    ),
     "w27 more tiles than it has": Lie(InvalidIndices, [gap(tiles=3)]),
     "w11 a coded tile goes whole and has places": stream(
         InvalidIndices, NUMBERS_OF_WHOLE, becomes(bytes(4))
@@ -432,8 +413,5 @@ GAP = {
     "w29 steps cut": stream(TruncatedFrame, STEPS, less(1)),
     "w29 bytes behind the steps": stream(TruncatedFrame, STEPS, more(0)),
     "w29 an escape without its element": stream(TruncatedFrame, STEPS, becomes(b"\xff\1\1")),
-    "w29 steps of a whole tile without its padding": stream(
-        TruncatedFrame, WHOLE_STEPS, becomes(bytes(30))
-    ),
 }
 """All differ from a coded bucket of `CODED`."""
