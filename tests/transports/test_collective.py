@@ -348,59 +348,6 @@ def test_nccl_orders_payloads_in_flight_after_packing_and_before_reading() -> No
         assert replies == {peer: expected}
 
 
-LATE_S = 2.0
-
-
-def receive_late(port: int) -> None:
-    """Late once it has the fourth payload: busy elsewhere."""
-    receiver = gpu_receiver(port)
-    receiver.connect(b"late", timeout_s=PATIENCE_S)
-    for _ in range(3):
-        receiver.receive(timeout_s=60)
-    receiver.reply(b"now", timeout_s=PATIENCE_S)
-    receiver.receive(timeout_s=60)
-    time.sleep(LATE_S)
-    for _ in range(3):
-        receiver.receive(timeout_s=60)
-    receiver.reply(b"done", timeout_s=PATIENCE_S)
-    answer_frames(receiver)
-
-
-def train_on_gpu() -> None:
-    """Some work on the default stream, waited for."""
-    matrix = torch.ones(1024, 1024, device="cuda:0")
-    for _ in range(10):
-        matrix = (matrix @ matrix).clamp(max=1)
-    torch.cuda.default_stream("cuda:0").synchronize()
-
-
-def send_on_gpu(sender: Sender, count: int) -> None:
-    for _ in range(count):
-        sender.send(Frame(b"x", sender.buffer(MIB, timeout_s=60)), timeout_s=60)
-
-
-@pytest.mark.multigpu
-@two_gpus
-def test_nccl_receiver_that_is_late_does_not_hold_up_the_trainer() -> None:
-    with (
-        closing(Sender(backend="nccl", device="cuda:0")) as sender,
-        Child(receive_late, sender.address[1]),
-    ):
-        (peer,) = greeted(sender, 1)
-        assert sender.open_epoch([peer], timeout_s=60) == {}
-        send_on_gpu(sender, 3)
-        train_on_gpu()
-        assert sender.collect_replies(timeout_s=60) == {peer: b"now"}
-        started = time.monotonic()
-        sent = background(lambda: send_on_gpu(sender, 4))  # more than may be on their way
-        time.sleep(0.2)
-        train_on_gpu()
-        assert time.monotonic() - started < LATE_S / 2
-        sent.result(60)
-        assert time.monotonic() - started > LATE_S / 2
-        assert sender.collect_replies(timeout_s=60) == {peer: b"done"}
-
-
 def echo_on_the_same_gpu(port: int) -> None:
     torch.cuda.set_device("cuda:0")
     echo(Receiver("127.0.0.1", port, backend="nccl", device="cuda:0"), b"gpu")
