@@ -7,7 +7,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import ClassVar, Self
@@ -32,7 +32,7 @@ from deltasync.testing.links import (
 )
 from deltasync.testing.processes import Child
 from deltasync.testing.transport import TransportContract
-from deltasync.transports import cuda_ipc, slots
+from deltasync.transports import cuda_ipc
 from deltasync.transports.base import Frame, ReceiveTransport
 from deltasync.transports.cuda_runtime import Gpu
 from deltasync.transports.marks import Mark
@@ -195,6 +195,76 @@ class TestHostMemory(SlotContract):
         with pytest.raises(PeerLost):
             liar[1].receive(timeout_s=PATIENCE_S)
 
+    @pytest.mark.usefixtures("apart")
+    def test_memory_is_freed_only_when_nobody_maps_it(
+        self, link: Link, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(cuda_ipc, "_GRANULE_BYTES", 4096)
+        link.add(2)
+        link.open()
+        link.exchange(Frame(b"x", payload_of(10)))
+        link.exchange(Frame(b"let go"))
+        idle = link.receivers.pop()
+        link.sender.drop(link.peers.pop())
+        assert link.sender.open_epoch(link.peers, timeout_s=1) == {}
+        assert HostGpu.num_allocated == 1
+        for num_bytes in (4097, 10, 10, 10):
+            frame = Frame(b"x", payload_of(num_bytes))
+            assert all(same_frame(got, frame) for got in link.exchange(frame))
+        # The dropped receiver does not know yet, and maps what was replaced.
+        assert HostGpu.num_allocated == 3
+        with pytest.raises(PeerLost):
+            idle.receive(timeout_s=PROMPT_S)
+        link.exchange(Frame(b"x", payload_of(10)))
+        assert HostGpu.num_allocated == 2
+
+    def test_a_payload_is_handed_out_when_it_is_filled(
+        self, link: Link, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        link.add(1)
+        link.open()
+        monkeypatch.setattr(HostMark, "is_stuck", True)
+        frame = Frame(b"x", payload_of(100))
+        link.sender.send(frame, timeout_s=1)
+        for number in range(3):
+            link.sender.send(Frame(b"%d" % number), timeout_s=1)
+        for _ in range(2):
+            with within(PROMPT_S), pytest.raises(TransportTimeout):
+                link.receivers[0].receive(timeout_s=0.1)
+        monkeypatch.setattr(HostMark, "is_stuck", False)
+        run_streams(link)
+        assert same_frame(link.receivers[0].receive(timeout_s=1), frame)
+        headers = [link.receivers[0].receive(timeout_s=1).header for _ in range(3)]
+        assert headers == [b"0", b"1", b"2"]
+
+    def test_a_slot_is_given_back_when_its_reads_are_done(
+        self, link: Link, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        link.add(1)
+        link.open()
+        reads = HostMark(torch.zeros(1, dtype=torch.uint8))
+
+        def set_all_but_reads(mark: HostMark) -> HostMark:
+            mark.flag.fill_(mark is not reads)
+            return mark
+
+        monkeypatch.setattr(HostReceiver, "_new_mark", lambda _: reads)
+        monkeypatch.setattr(HostMark, "set", set_all_but_reads)
+        link.exchange(Frame(b"1", payload_of(100)))
+        # The next one arrives although the first is still being read.
+        link.exchange(Frame(b"2", payload_of(100)))
+        lent = background(lambda: link.sender.buffer(100, timeout_s=PATIENCE_S))
+        with pytest.raises(TransportTimeout):
+            link.receivers[0].receive(timeout_s=0.2)
+        assert not lent.done()
+        received = link.receive_later()
+        time.sleep(0.05)
+        reads.flag.fill_(1)
+        with within(PROMPT_S):
+            lent.result(PROMPT_S)
+        link.sender.send(Frame(b"3"), timeout_s=1)
+        assert received[0].result(PROMPT_S).header == b"3"
+
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
@@ -202,109 +272,10 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def link(path: Path) -> Iterator[Link]:
-    """Checks, too, that all memory is freed and unmapped in the end."""
-    before = num_descriptors("pipe:")
-    with ExitStack() as stack:
-        yield Link(Ends(partial(HostSender, path), partial(HostReceiver, path), True), stack)
-    assert cuda_ipc._free_unmapped()
-    assert HostGpu.num_allocated == HostGpu.num_mapped == 0
-    assert num_descriptors("pipe:") <= before
-
-
-@pytest.fixture
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Receivers of this process open handles as if they were in another."""
     forgetful = type("Forgetful", (dict,), {"__setitem__": lambda *_: None})
     monkeypatch.setattr(cuda_ipc, "_exported", forgetful())
-
-
-@pytest.fixture
-def stuck(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
-    """Lets streams stand still, or run again."""
-    for module in (cuda_ipc, slots):
-        monkeypatch.setattr(module, "_GRACE_S", 0.1)
-
-    def set_stuck(is_stuck: bool) -> None:
-        monkeypatch.setattr(HostMark, "is_stuck", is_stuck)
-
-    return set_stuck
-
-
-# Memory
-
-
-@pytest.mark.usefixtures("apart")
-def test_memory_is_freed_only_when_nobody_maps_it(link: Link) -> None:
-    link.add(2)
-    link.open()
-    link.exchange(Frame(b"x", payload_of(10)))
-    link.exchange(Frame(b"let go"))
-    idle = link.receivers.pop()
-    link.sender.drop(link.peers.pop())
-    assert link.sender.open_epoch(link.peers, timeout_s=1) == {}
-    assert HostGpu.num_allocated == 1
-    for num_bytes in (GRANULE_BYTES + 1, 10, 10, 10):
-        frame = Frame(b"x", payload_of(num_bytes))
-        assert all(same_frame(got, frame) for got in link.exchange(frame))
-    # The dropped receiver does not know yet, and maps what was replaced.
-    assert HostGpu.num_allocated == 3
-    with pytest.raises(PeerLost):
-        idle.receive(timeout_s=PROMPT_S)
-    link.exchange(Frame(b"x", payload_of(10)))
-    assert HostGpu.num_allocated == 2
-
-
-# Events
-
-
-def test_a_payload_is_handed_out_when_it_is_filled(
-    link: Link, stuck: Callable[[bool], None]
-) -> None:
-    link.add(1)
-    link.open()
-    stuck(True)
-    frame = Frame(b"x", payload_of(100))
-    link.sender.send(frame, timeout_s=1)
-    for number in range(3):
-        link.sender.send(Frame(b"%d" % number), timeout_s=1)
-    for _ in range(2):
-        with within(PROMPT_S), pytest.raises(TransportTimeout):
-            link.receivers[0].receive(timeout_s=0.1)
-    stuck(False)
-    run_streams(link)
-    assert same_frame(link.receivers[0].receive(timeout_s=1), frame)
-    headers = [link.receivers[0].receive(timeout_s=1).header for _ in range(3)]
-    assert headers == [b"0", b"1", b"2"]
-
-
-def test_a_slot_is_given_back_when_its_reads_are_done(
-    link: Link, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    link.add(1)
-    link.open()
-    reads = HostMark(torch.zeros(1, dtype=torch.uint8))
-
-    def set_all_but_reads(mark: HostMark) -> HostMark:
-        mark.flag.fill_(mark is not reads)
-        return mark
-
-    monkeypatch.setattr(HostReceiver, "_new_mark", lambda _: reads)
-    monkeypatch.setattr(HostMark, "set", set_all_but_reads)
-    link.exchange(Frame(b"1", payload_of(100)))
-    # The next one arrives although the first is still being read.
-    link.exchange(Frame(b"2", payload_of(100)))
-    lent = background(lambda: link.sender.buffer(100, timeout_s=PATIENCE_S))
-    with pytest.raises(TransportTimeout):
-        link.receivers[0].receive(timeout_s=0.2)
-    assert not lent.done()
-    received = link.receive_later()
-    time.sleep(0.05)
-    reads.flag.fill_(1)
-    with within(PROMPT_S):
-        lent.result(PROMPT_S)
-    link.sender.send(Frame(b"3"), timeout_s=1)
-    assert received[0].result(PROMPT_S).header == b"3"
 
 
 def run_streams(link: Link) -> None:
