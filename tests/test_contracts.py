@@ -1,34 +1,45 @@
-"""The contracts of transports and targets find ends that break them."""
+"""The contract of transports finds an end that breaks it."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from tests import faulty_ends
-
-ROOT = Path(__file__).parents[1]
-BROKEN = [(n, test) for n, one in vars(faulty_ends).items() for test in getattr(one, "fails", ())]
-
-
-@pytest.fixture(scope="module")
-def report() -> str:
-    """What pytest says of them."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-rfp", "--tb=no", "-p", "no:cacheprovider"]
-        + [f"tests/faulty_ends.py::{name}::{test}" for name, test in BROKEN],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 1, done.stdout + done.stderr
-    return done.stdout
+from deltasync.testing.links import Ends, Link
+from deltasync.testing.transport import MAX_PAYLOAD_BYTES, TransportContract
+from deltasync.transports import inprocess
+from deltasync.transports.base import Frame
 
 
-@pytest.mark.parametrize(("name", "test"), BROKEN)
-def test_an_end_that_breaks_a_rule_is_found(report: str, name: str, test: str) -> None:
-    assert f"FAILED tests/faulty_ends.py::{name}::{test}" in report
+class Lending(inprocess.Sender):
+    """Lends receivers the payload of whoever sends."""
+
+    def send(self, frame: Frame, *, timeout_s: float) -> None:
+        with self._lock:
+            for peer in self._members:
+                self._links[peer].frames.append(frame)
+            self._changed.notify_all()
+
+
+class _OfLending(TransportContract):
+    def ends(self, tmp_path: Path, max_payload_bytes: int) -> Ends:
+        sender = Lending(max_payload_bytes=max_payload_bytes)
+        return Ends(lambda: sender, sender.receiver, crosses_processes=False)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "test_other_payloads_are_refused",
+        "test_a_tensor_may_be_overwritten_once_sent",
+        "test_the_next_buffer_leaves_what_receivers_read_alone",
+    ],
+)
+def test_an_end_that_breaks_a_rule_is_found(name: str, tmp_path: Path) -> None:
+    contract = _OfLending()
+    with ExitStack() as stack:
+        link = Link(contract.ends(tmp_path, MAX_PAYLOAD_BYTES), stack)
+        with pytest.raises((AssertionError, pytest.fail.Exception)):
+            getattr(contract, name)(link)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
-from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -16,12 +14,6 @@ MUTANTS = read_mutants()
 CONTRACTS = (*ROOT.glob("deltasync/testing/*.py"), *ROOT.glob("tests/**/*contract.py"))
 """What test classes inherit from."""
 NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-
-
-def test_names_are_unique_and_in_kebab_case() -> None:
-    counts = Counter(mutant.name for mutant in MUTANTS)
-    assert [name for name, count in counts.items() if count > 1] == []
-    assert [name for name in counts if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name)] == []
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)

@@ -1,15 +1,14 @@
-"""Writes the golden bytes of one format version: `python -m tests.golden.make_golden`.
+"""What the golden bytes of one format version say, and how they are made.
 
 They are made from the plain reference (tests/wire/reference.py) and the tables below, never from
-the package that they test. Files that exist are never overwritten: a change of the bytes takes a
-new format version and with it a new folder. Files that are missing are added.
+the package that they test. A change of the bytes takes a new format version and with it a new
+folder. The messages stand in the bytes alone.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,120 +19,20 @@ from tests.wire.reference import Tile
 
 FOLDER = Path(__file__).parent / "v2"
 
-PARAMETERS: list[Any] = [
-    [["embed.weight", "head.weight"], [16, 8], 16],
-    [["gew\u00f6hnlich.\u6b0a\u91cd"], [], 18],
-    [["empty"], [0, 7], 19],
-    [["mask"], [64], 1],
-    [["steps"], [2, 2], 6],
-    [["scale"], [40], 36],
-]
-"""Names, shape and dtype code: tied bfloat16, float32, float64, bool, int64, float8_e8m0fnu."""
 
-LAYOUT_HASH = "0123456789abcdef" * 4
-CONNECTION = "00112233445566778899aabbccddeeff"
-DIGEST = "00ff00ff89abcdef"
+def said(path: Path) -> dict[str, Any]:
+    """The members of a frame's message, in the order of its bytes."""
+    data = path.read_bytes()
+    message: dict[str, Any] = json.loads(data[24 : 24 + int.from_bytes(data[8:12], "little")])
+    return message
+
 
 MESSAGES: dict[str, dict[str, Any]] = {
-    "hello": {
-        "parameters": PARAMETERS,
-        "kind": "hello",
-        "engine": "engine-0",
-        "rank": 1,
-        "world": 2,
-        "format_versions": [2],
-        "stream_id": None,
-        "version": None,
-        "connection": None,
-        "lanes": 0,
-    },
-    "hello-again": {
-        "parameters": [],
-        "kind": "hello",
-        "engine": "engine-0",
-        "rank": 0,
-        "world": 1,
-        "format_versions": [1, 2],
-        "stream_id": "run-7",
-        "version": 9007199254740991,
-        "connection": None,
-        "lanes": 0,
-    },
-    "hello-lanes": {
-        "parameters": PARAMETERS,
-        "kind": "hello",
-        "engine": "engine-0",
-        "rank": 0,
-        "world": 1,
-        "format_versions": [2],
-        "stream_id": None,
-        "version": None,
-        "connection": CONNECTION,
-        "lanes": 3,
-    },
-    "lane": {"kind": "lane", "connection": CONNECTION},
-    "layout": {
-        "parameters": PARAMETERS,
-        "kind": "layout",
-        "stream_id": "run-7",
-        "version": 0,
-        "digest": DIGEST,
-    },
-    "held": {
-        "kind": "held",
-        "digest": DIGEST,
-        "parts": [],
-        "half_written": False,
-        "max_staged_bytes": 67108864,
-    },
-    "held-parts": {
-        "kind": "held",
-        "digest": DIGEST,
-        "parts": [[0, 3], [7, 4294967296]],
-        "half_written": True,
-        "max_staged_bytes": 0,
-    },
-    "welcome": {"kind": "welcome", "full_sync": ["engine-0", "engine-1"]},
-    "upcoming": {"kind": "upcoming", "version": 8},
-    "begin": {
-        "kind": "begin",
-        "stream_id": "run-7",
-        "version": 8,
-        "base_version": 7,
-        "layout_hash": LAYOUT_HASH,
-        "payload_bytes": 120,
-        "places": 12,
-        "timeout_s": 60.0,
-        "attempt": 1,
-    },
-    "begin-full": {
-        "kind": "begin",
-        "stream_id": "run-7",
-        "version": 8,
-        "base_version": None,
-        "layout_hash": LAYOUT_HASH,
-        "payload_bytes": 9223372036854775807,
-        "places": 0,
-        "timeout_s": 0.5,
-        "attempt": 9223372036854775807,
-    },
-    "attempt": {"kind": "attempt", "number": 4},
-    "prepare": {"kind": "prepare", "version": 1, "num_buckets": 0, "digest": None},
-    "prepare-patch": {"kind": "prepare", "version": 8, "num_buckets": 3, "digest": DIGEST},
-    "prepared": {"kind": "prepared", "version": 8, "digest": DIGEST, "staged_bytes": 512},
-    "commit": {"kind": "commit", "version": 8},
-    "committed": {"kind": "committed", "version": 8, "digest": DIGEST, "commit_s": 0.0078125},
-    "finish": {"kind": "finish", "version": 8, "undo": ["engine-1"]},
-    "abort": {"kind": "abort", "version": 8, "reason": "peer 2 is gone"},
-    "failed": {
-        "kind": "failed",
-        "version": None,
-        "error": "InvalidTable",
-        "reason": 'row 3: \u00b5 "quoted"\n',
-    },
-    "refused": {"kind": "refused", "error": "LayoutMismatch", "reason": "names differ"},
+    path.stem: said(path)
+    for path in sorted(FOLDER.glob("*.bin"))
+    if not path.stem.startswith(("bucket", "shares"))
 }
-"""Members in the order of the bytes."""
+"""Those without a payload."""
 
 SHARES = [(0, 0, 2, 4, 8), (0, 20, 1, 8, 8), (3, 5, 1, 50, 50), (4, 1, 2, 1, 2)]
 """Parameter, start, rows, columns and stride of what a rank sends."""
@@ -234,25 +133,3 @@ def files() -> dict[str, bytes]:
     packed = reference.coded(coded(size, tiles), zipped)
     made["bucket-gap-zstd.bin"] = frame(bucket_message(tiles, size, compression="gap"), packed)
     return made
-
-
-def dump(data: bytes) -> str:
-    """Offsets, bytes and text, sixteen to a line."""
-    lines = []
-    for at in range(0, len(data), 16):
-        part = data[at : at + 16]
-        text = "".join(chr(b) if 32 <= b < 127 else "." for b in part)
-        lines.append(f"{at:08x}  {part[:8].hex(' '):23}  {part[8:].hex(' '):23}  |{text}|")
-    return "\n".join([*lines, f"{len(data):08x}"]) + "\n"
-
-
-def write(folder: Path) -> list[str]:
-    """Write the files that are missing; returns their names."""
-    missing = {name: data for name, data in files().items() if not (folder / name).exists()}
-    for name, data in missing.items():
-        (folder / name).write_bytes(data)
-    return sorted(missing)
-
-
-if __name__ == "__main__":
-    sys.stdout.write("\n".join(write(FOLDER)) + "\n")

@@ -21,14 +21,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Event
 
 from tests.mutants.entries import ROOT, Mutant, read_mutants
 
 PYTEST = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
 TIMEOUT_S = 240.0
 KILLED = {1: "killed", None: "killed by timeout"}
-stopping = Event()
 
 
 def run_tests(tree: Path, tests: Iterable[str], timeout_s: float) -> tuple[int | None, str]:
@@ -43,22 +41,15 @@ def run_tests(tree: Path, tests: Iterable[str], timeout_s: float) -> tuple[int |
             start_new_session=True,
         )
         try:
-            code = ended(process, timeout_s)
+            code: int | None = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            code = None
         finally:
             with suppress(ProcessLookupError):  # tests may leave processes too
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         output.seek(0)
         return code, output.read()
-
-
-def ended(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
-    """The exit code; None if it took too long, or this program is to stop."""
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end and not stopping.is_set():
-        with suppress(subprocess.TimeoutExpired):
-            return process.wait(0.2)
-    return None
 
 
 def judge(mutant: Mutant, tree: Path) -> str:
@@ -114,21 +105,14 @@ def judge_all(mutants: list[Mutant], folder: Path, jobs: int) -> Counter[str]:
 
     def in_some_tree(mutant: Mutant) -> str:
         tree, begin = trees.get(), time.monotonic()
-        try:
-            verdict = judge(mutant, tree)
-        finally:
-            trees.put(tree)
-        if not stopping.is_set():
-            print(f"{mutant.name}: {verdict}, {time.monotonic() - begin:.0f} s", flush=True)
+        verdict = judge(mutant, tree)
+        trees.put(tree)
+        print(f"{mutant.name}: {verdict}, {time.monotonic() - begin:.0f} s", flush=True)
         return verdict
 
     with ThreadPoolExecutor(jobs) as pool:
         verdicts = pool.map(in_some_tree, mutants)
-        try:
-            return Counter(verdict.split()[0].strip(":") for verdict in verdicts)
-        finally:  # after an interrupt, too
-            stopping.set()
-            pool.shutdown(cancel_futures=True)
+        return Counter(verdict.split()[0].strip(":") for verdict in verdicts)
 
 
 def main() -> int:

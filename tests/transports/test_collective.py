@@ -4,7 +4,6 @@ import os
 import signal
 import socket
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
@@ -33,7 +32,6 @@ from deltasync.testing.links import (
     background,
     echo,
     greeted,
-    lost_peers,
     payload_of,
     same_frame,
     within,
@@ -43,8 +41,7 @@ from deltasync.testing.transport import TransportContract
 from deltasync.transports.base import Frame
 from deltasync.transports.collective import DEFAULT_MAX_PAYLOAD_BYTES, Receiver, Sender
 from deltasync.transports.control.connection import Connection, Kind
-from tests.worlds.programs import run
-from tests.worlds.ranks import free_port, free_ports, run_ranks
+from tests.worlds.ranks import free_port, free_ports
 
 
 def ends(secret: bytes | None = None, max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES) -> Ends:
@@ -96,49 +93,6 @@ def test_a_payload_that_a_receiver_is_late_for_reaches_nobody(link: Link) -> Non
     frame = Frame(b"whole", payload_of(1000))
     link.sender.send(frame, timeout_s=PATIENCE_S)
     assert same_frame(received.result(PATIENCE_S), frame)
-
-
-def stop_while_receiving(make: Callable[[], Receiver]) -> None:
-    receiver = make()
-    receiver.connect(b"hello", timeout_s=PATIENCE_S)
-    receiver.receive(timeout_s=PATIENCE_S)
-    threading.Timer(0.1, partial(os.kill, os.getpid(), signal.SIGSTOP)).start()
-    answer_frames(receiver)
-
-
-# A script of its own: processes of multiprocessing end without finalizing the interpreter.
-SEND_UNTIL_LATE = """
-import sys, time
-import torch
-from deltasync.errors import TransportTimeout
-from deltasync.testing.links import greeted
-from deltasync.transports.base import Frame, ReceiveTransport
-from deltasync.transports.collective import Sender
-
-sender = Sender("127.0.0.1", int(sys.argv[1]))
-assert sender.open_epoch(list(greeted(sender, 1)), timeout_s=60) == {}
-frame = Frame(b"x", torch.zeros(64 << 20, dtype=torch.uint8))
-sender.send(frame, timeout_s=60)
-try:
-    while True:
-        sender.send(frame, timeout_s=1)
-except TransportTimeout:
-    pass
-
-class SlowExit:
-    # Keeps the interpreter busy with its own end while the back end gives up.
-    def __del__(self, sleep=time.sleep):
-        sleep(2.5)
-
-slow_exit = SlowExit()
-"""
-
-
-def test_a_process_that_left_a_stuck_group_exits_well() -> None:
-    port = free_port()
-    with Child(stop_while_receiving, partial(Receiver, "127.0.0.1", port)):
-        done = run(SEND_UNTIL_LATE, str(port))
-    assert done.returncode == 0, done.stderr
 
 
 def test_receivers_refuse_payloads_beyond_their_limit() -> None:
@@ -263,39 +217,6 @@ def test_options_that_cannot_work_are_refused(
         Sender(**options)
 
 
-def test_headers_that_follow_an_announcement_arrive_before_the_end(link: Link) -> None:
-    link.add(1)
-    link.open()
-    for _ in range(2):  # both buffers are as large then
-        link.exchange(Frame(b"x", payload_of(100)))
-    receiver = link.receivers[0]
-    link.sender.buffer(100, timeout_s=PATIENCE_S)
-    for header in (b"1", b"2"):
-        link.sender.send(Frame(header), timeout_s=PATIENCE_S)
-    link.sender.buffer(100, timeout_s=PATIENCE_S)
-    link.sender.close()
-    for header in (b"1", b"2"):
-        assert receiver.receive(timeout_s=PATIENCE_S).header == header
-    with pytest.raises(PeerLost):
-        receiver.receive(timeout_s=PATIENCE_S)
-
-
-def test_a_payload_is_announced_anew_after_a_header(link: Link) -> None:
-    link.add(1)
-    link.open()
-    for number in range(4):
-        payload = link.sender.buffer(100, timeout_s=PATIENCE_S).fill_(number)
-        received = background(
-            lambda: [link.receivers[0].receive(timeout_s=PATIENCE_S) for _ in range(2)]
-        )
-        time.sleep(0.01 * number)  # it may have answered before the header comes
-        link.sender.send(Frame(b"header"), timeout_s=PATIENCE_S)
-        link.sender.send(Frame(b"payload", payload), timeout_s=PATIENCE_S)
-        first, second = received.result(PATIENCE_S)
-        assert first.header == b"header"
-        assert same_frame(second, Frame(b"payload", payload))
-
-
 def die_in(make: Callable[[], Receiver], phase: str) -> None:
     """Echo, but kill -9 ourselves when the receiver calls `phase` while it is in a group."""
     receiver = make()
@@ -312,19 +233,6 @@ def die_in(make: Callable[[], Receiver], phase: str) -> None:
 
 PHASES = {"before ready": "_on_frame", "after ready": "_on_start", "on its way": "_land"}
 every_phase = pytest.mark.parametrize("phase", PHASES.values(), ids=PHASES)
-
-
-@every_phase
-def test_a_receiver_that_dies_in_a_round_is_lost_and_others_go_on(link: Link, phase: str) -> None:
-    good = link.add_echo()
-    with Child(die_in, link.ends.receiver, phase):
-        (peer,) = greeted(link.sender, 1)
-        assert link.sender.open_epoch([good, peer], timeout_s=PATIENCE_S) == {}
-        # gloo would wait for one that is lost before it takes a large payload.
-        frame = Frame(b"deadly", payload_of(100 if phase == "_on_start" else 8 << 20))
-        with within(2 * PROMPT_S):
-            assert lost_peers(link, [good, peer], frame, timeout_s=PATIENCE_S) == {peer}
-        link.check([good])
 
 
 # NCCL: one GPU cannot be in a group twice, so every receiver is a process with a GPU of its own
@@ -438,88 +346,6 @@ def test_nccl_orders_payloads_in_flight_after_packing_and_before_reading() -> No
         replies = sender.collect_replies(timeout_s=60)
         expected = b",".join(b"%d" % (n * num_bytes) for n in range(1, count + 1))
         assert replies == {peer: expected}
-
-
-LATE_S = 2.0
-
-
-def late(rank: int, port: int, where: str) -> None:
-    """Rank 1 is late once it has the fourth payload; rank 0 trains on its default stream."""
-    if rank == 1:
-        receive_late(gpu_receiver(port), where)
-        return
-    torch.cuda.set_device("cuda:0")
-    with closing(Sender("127.0.0.1", port, backend="nccl", device="cuda:0")) as sender:
-        peers = list(greeted(sender, 1))
-        assert sender.open_epoch(peers, timeout_s=60) == {}
-        send_on_gpu(sender, 3)
-        train_on_gpu()
-        assert sender.collect_replies(timeout_s=60) == {peers[0]: b"now"}
-        started = time.monotonic()
-        sent = background(lambda: send_on_gpu(sender, 4))  # more than may be on their way
-        time.sleep(0.2)
-        train_on_gpu()
-        assert time.monotonic() - started < LATE_S / 2
-        sent.result(60)
-        assert time.monotonic() - started > LATE_S / 2
-        assert sender.collect_replies(timeout_s=60) == {peers[0]: b"done"}
-
-
-def train_on_gpu() -> None:
-    """Some work on the default stream, waited for."""
-    matrix = torch.ones(1024, 1024, device="cuda:0")
-    for _ in range(10):
-        matrix = (matrix @ matrix).clamp(max=1)
-    torch.cuda.default_stream().synchronize()
-
-
-def send_on_gpu(sender: Sender, count: int) -> None:
-    torch.cuda.set_device("cuda:0")
-    for _ in range(count):
-        sender.send(Frame(b"x", sender.buffer(MIB, timeout_s=60)), timeout_s=60)
-
-
-def receive_late(receiver: Receiver, where: str) -> None:
-    """Late on the host: busy elsewhere. On the GPU: still reading where the payload is to go."""
-    receiver.connect(b"late", timeout_s=PATIENCE_S)
-    for _ in range(3):
-        receiver.receive(timeout_s=60)
-    if where == "gpu":
-        sleep_on_gpu(LATE_S)  # stands for reading the third payload; a later one goes there
-    receiver.reply(b"now", timeout_s=PATIENCE_S)
-    receiver.receive(timeout_s=60)
-    if where == "host":
-        time.sleep(LATE_S)
-    for _ in range(3):
-        receiver.receive(timeout_s=60)
-    receiver.reply(b"done", timeout_s=PATIENCE_S)
-    answer_frames(receiver)
-
-
-def sleep_on_gpu(seconds: float) -> None:
-    """Occupy the current stream for about `seconds`; the host goes on."""
-    occupy_gpu(CYCLES)  # loads the kernel
-    torch.cuda.synchronize()
-    started = time.monotonic()
-    occupy_gpu(CYCLES)
-    torch.cuda.synchronize()
-    occupy_gpu(int(CYCLES * seconds / (time.monotonic() - started)))
-
-
-@pytest.mark.multigpu
-@two_gpus
-@pytest.mark.parametrize(
-    ("where", "connections"),
-    # A GPU with one queue runs nothing of ours while it reads, so that it is not asked to here.
-    [("host", None), ("host", "1"), ("gpu", None)],
-    ids=["host", "host, one queue", "gpu"],
-)
-def test_nccl_receiver_that_is_late_does_not_hold_up_the_trainer(
-    where: str, connections: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if connections is not None:
-        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)  # for the processes
-    run_ranks(late, 2, free_port(), where, timeout_s=150)
 
 
 def echo_on_the_same_gpu(port: int) -> None:

@@ -7,7 +7,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import ClassVar, Self
@@ -32,13 +32,11 @@ from deltasync.testing.links import (
 )
 from deltasync.testing.processes import Child
 from deltasync.testing.transport import TransportContract
-from deltasync.transports import cuda_ipc, slots
+from deltasync.transports import cuda_ipc
 from deltasync.transports.base import Frame, ReceiveTransport
-from deltasync.transports.control.connection import Connection, Kind
 from deltasync.transports.cuda_runtime import Gpu
 from deltasync.transports.marks import Mark
 from tests.transports.slot_contract import (
-    FRAME,
     MEMORY_BYTES,
     Liar,
     SlotContract,
@@ -119,14 +117,6 @@ class HostGpu(Gpu):
         HostGpu.num_mapped -= 1
 
 
-class FarGpu(HostGpu):
-    """All memory is that of another GPU."""
-
-    def __init__(self, device: torch.device | str | None = None) -> None:
-        super().__init__()
-        self.device = torch.device("cpu", 0)  # tensors have no index
-
-
 def mapped(descriptor: int, num_bytes: int) -> Tensor:
     return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
 
@@ -151,10 +141,6 @@ class HostReceiver(cuda_ipc.Receiver):
 
     def _new_mark(self) -> Mark:
         return HostMark(torch.ones(1, dtype=torch.uint8))
-
-
-class FarReceiver(HostReceiver):
-    gpu_class = FarGpu
 
 
 class Exported:
@@ -209,31 +195,75 @@ class TestHostMemory(SlotContract):
         with pytest.raises(PeerLost):
             liar[1].receive(timeout_s=PATIENCE_S)
 
-    @pytest.mark.parametrize("kind", ["replaced", "many", "large"])
-    def test_what_waits_for_a_payload_is_bounded(
-        self, liar: tuple[Liar, ReceiveTransport], kind: str
+    @pytest.mark.usefixtures("apart")
+    def test_memory_is_freed_only_when_nobody_maps_it(
+        self, link: Link, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        sender, receiver = liar
-        sender.memory.exported.mark.flag.fill_(0)  # type: ignore[attr-defined]
-        sender.announce()
-        sender.frame(0, 0, 10)
-        if kind == "replaced":
-            sender.announce()
-        for _ in range(300 if kind == "many" else 0):
-            sender.frame(0, 0, 10)
-        flood = background(lambda: write_slowly(sender.connection, 70 if kind == "large" else 0))
-        with within(PATIENCE_S), pytest.raises(PeerLost):
-            receiver.receive(timeout_s=PATIENCE_S)
-        flood.result(PATIENCE_S)  # a connection is used by one thread at a time
+        monkeypatch.setattr(cuda_ipc, "_GRANULE_BYTES", 4096)
+        link.add(2)
+        link.open()
+        link.exchange(Frame(b"x", payload_of(10)))
+        link.exchange(Frame(b"let go"))
+        idle = link.receivers.pop()
+        link.sender.drop(link.peers.pop())
+        assert link.sender.open_epoch(link.peers, timeout_s=1) == {}
+        assert HostGpu.num_allocated == 1
+        for num_bytes in (4097, 10, 10, 10):
+            frame = Frame(b"x", payload_of(num_bytes))
+            assert all(same_frame(got, frame) for got in link.exchange(frame))
+        # The dropped receiver does not know yet, and maps what was replaced.
+        assert HostGpu.num_allocated == 3
+        with pytest.raises(PeerLost):
+            idle.receive(timeout_s=PROMPT_S)
+        link.exchange(Frame(b"x", payload_of(10)))
+        assert HostGpu.num_allocated == 2
 
+    def test_a_payload_is_handed_out_when_it_is_filled(
+        self, link: Link, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        link.add(1)
+        link.open()
+        monkeypatch.setattr(HostMark, "is_stuck", True)
+        frame = Frame(b"x", payload_of(100))
+        link.sender.send(frame, timeout_s=1)
+        for number in range(3):
+            link.sender.send(Frame(b"%d" % number), timeout_s=1)
+        for _ in range(2):
+            with within(PROMPT_S), pytest.raises(TransportTimeout):
+                link.receivers[0].receive(timeout_s=0.1)
+        monkeypatch.setattr(HostMark, "is_stuck", False)
+        run_streams(link)
+        assert same_frame(link.receivers[0].receive(timeout_s=1), frame)
+        headers = [link.receivers[0].receive(timeout_s=1).header for _ in range(3)]
+        assert headers == [b"0", b"1", b"2"]
 
-def write_slowly(connection: Connection, num_frames: int) -> None:
-    frame = FRAME.pack(0xFF, 0, 0, 0) + bytes(1 << 20)
-    for _ in range(num_frames):
-        connection.write(Kind.FRAME, frame)
-    while connection.is_writing:
-        connection.flush()
-        time.sleep(0.001)
+    def test_a_slot_is_given_back_when_its_reads_are_done(
+        self, link: Link, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        link.add(1)
+        link.open()
+        reads = HostMark(torch.zeros(1, dtype=torch.uint8))
+
+        def set_all_but_reads(mark: HostMark) -> HostMark:
+            mark.flag.fill_(mark is not reads)
+            return mark
+
+        monkeypatch.setattr(HostReceiver, "_new_mark", lambda _: reads)
+        monkeypatch.setattr(HostMark, "set", set_all_but_reads)
+        link.exchange(Frame(b"1", payload_of(100)))
+        # The next one arrives although the first is still being read.
+        link.exchange(Frame(b"2", payload_of(100)))
+        lent = background(lambda: link.sender.buffer(100, timeout_s=PATIENCE_S))
+        with pytest.raises(TransportTimeout):
+            link.receivers[0].receive(timeout_s=0.2)
+        assert not lent.done()
+        received = link.receive_later()
+        time.sleep(0.05)
+        reads.flag.fill_(1)
+        with within(PROMPT_S):
+            lent.result(PROMPT_S)
+        link.sender.send(Frame(b"3"), timeout_s=1)
+        assert received[0].result(PROMPT_S).header == b"3"
 
 
 @pytest.fixture
@@ -242,148 +272,10 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def link(path: Path) -> Iterator[Link]:
-    """Checks, too, that all memory is freed and unmapped in the end."""
-    before = num_descriptors("pipe:")
-    with ExitStack() as stack:
-        yield Link(Ends(partial(HostSender, path), partial(HostReceiver, path), True), stack)
-    assert cuda_ipc._free_unmapped()
-    assert HostGpu.num_allocated == HostGpu.num_mapped == 0
-    assert num_descriptors("pipe:") <= before
-
-
-@pytest.fixture
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Receivers of this process open handles as if they were in another."""
     forgetful = type("Forgetful", (dict,), {"__setitem__": lambda *_: None})
     monkeypatch.setattr(cuda_ipc, "_exported", forgetful())
-
-
-@pytest.fixture
-def stuck(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
-    """Lets streams stand still, or run again."""
-    for module in (cuda_ipc, slots):
-        monkeypatch.setattr(module, "_GRACE_S", 0.1)
-
-    def set_stuck(is_stuck: bool) -> None:
-        monkeypatch.setattr(HostMark, "is_stuck", is_stuck)
-
-    return set_stuck
-
-
-# Memory
-
-
-def test_payloads_of_another_gpu_are_copied(path: Path) -> None:
-    with ExitStack() as stack:
-        far = Link(Ends(partial(HostSender, path), partial(FarReceiver, path), True), stack)
-        far.add(2)
-        far.open()
-        for num_bytes in (0, 1, 4097, (1 << 20) + 3):
-            frame = Frame(b"x", payload_of(num_bytes))
-            buffer = far.sender.buffer(num_bytes, timeout_s=1)
-            assert frame.payload is not None
-            got = far.exchange(Frame(b"x", buffer.copy_(frame.payload)))
-            buffer.fill_(0xEE)  # against the rules, to see that it is not what they read
-            assert all(same_frame(one, frame) for one in got)
-
-
-@pytest.mark.usefixtures("apart")
-def test_memory_is_freed_only_when_nobody_maps_it(link: Link) -> None:
-    link.add(2)
-    link.open()
-    link.exchange(Frame(b"x", payload_of(10)))
-    link.exchange(Frame(b"let go"))
-    idle = link.receivers.pop()
-    link.sender.drop(link.peers.pop())
-    assert link.sender.open_epoch(link.peers, timeout_s=1) == {}
-    assert HostGpu.num_allocated == 1
-    for num_bytes in (GRANULE_BYTES + 1, 10, 10, 10):
-        frame = Frame(b"x", payload_of(num_bytes))
-        assert all(same_frame(got, frame) for got in link.exchange(frame))
-    # The dropped receiver does not know yet, and maps what was replaced.
-    assert HostGpu.num_allocated == 3
-    with pytest.raises(PeerLost):
-        idle.receive(timeout_s=PROMPT_S)
-    link.exchange(Frame(b"x", payload_of(10)))
-    assert HostGpu.num_allocated == 2
-
-
-def test_a_killed_receiver_leaves_nothing(link: Link) -> None:
-    child, peer = link.add_process()
-    link.check([peer])
-    child.kill()
-    with within(PROMPT_S):
-        while link.sender.is_connected(peer):
-            link.sender.poll(timeout_s=0.01)
-    link.sender.close()
-    assert HostGpu.num_allocated == 0
-
-
-# Events
-
-
-def test_a_payload_is_handed_out_when_it_is_filled(
-    link: Link, stuck: Callable[[bool], None]
-) -> None:
-    link.add(1)
-    link.open()
-    stuck(True)
-    frame = Frame(b"x", payload_of(100))
-    link.sender.send(frame, timeout_s=1)
-    for number in range(3):
-        link.sender.send(Frame(b"%d" % number), timeout_s=1)
-    for _ in range(2):
-        with within(PROMPT_S), pytest.raises(TransportTimeout):
-            link.receivers[0].receive(timeout_s=0.1)
-    stuck(False)
-    run_streams(link)
-    assert same_frame(link.receivers[0].receive(timeout_s=1), frame)
-    headers = [link.receivers[0].receive(timeout_s=1).header for _ in range(3)]
-    assert headers == [b"0", b"1", b"2"]
-
-
-def test_a_sender_that_dies_before_its_stream_has_run_is_lost(
-    link: Link, stuck: Callable[[bool], None]
-) -> None:
-    link.add(1)
-    link.open()
-    stuck(True)
-    link.sender.send(Frame(b"x", payload_of(100)), timeout_s=1)
-    received = link.receive_later()
-    time.sleep(0.05)
-    link.sender.close()
-    with within(PROMPT_S):
-        assert isinstance(received[0].exception(PROMPT_S), PeerLost)
-
-
-def test_a_slot_is_given_back_when_its_reads_are_done(
-    link: Link, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    link.add(1)
-    link.open()
-    reads = HostMark(torch.zeros(1, dtype=torch.uint8))
-
-    def set_all_but_reads(mark: HostMark) -> HostMark:
-        mark.flag.fill_(mark is not reads)
-        return mark
-
-    monkeypatch.setattr(HostReceiver, "_new_mark", lambda _: reads)
-    monkeypatch.setattr(HostMark, "set", set_all_but_reads)
-    link.exchange(Frame(b"1", payload_of(100)))
-    # The next one arrives although the first is still being read.
-    link.exchange(Frame(b"2", payload_of(100)))
-    lent = background(lambda: link.sender.buffer(100, timeout_s=PATIENCE_S))
-    with pytest.raises(TransportTimeout):
-        link.receivers[0].receive(timeout_s=0.2)
-    assert not lent.done()
-    received = link.receive_later()
-    time.sleep(0.05)
-    reads.flag.fill_(1)
-    with within(PROMPT_S):
-        lent.result(PROMPT_S)
-    link.sender.send(Frame(b"3"), timeout_s=1)
-    assert received[0].result(PROMPT_S).header == b"3"
 
 
 def run_streams(link: Link) -> None:
@@ -476,43 +368,6 @@ def send_on_gpu(path: Path, sizes: list[int]) -> None:
         exchange_on_gpu(sender, list(greeted(sender, 1)), sizes)
 
 
-@pytest.mark.gpu
-def test_memory_does_not_grow_with_what_is_sent(path: Path) -> None:
-    with closing(cuda_ipc.Sender(path)) as sender, Child(echo_on_gpu, path, "cuda:0"):
-        peers = list(greeted(sender, 1))
-        exchange_on_gpu(sender, peers, [GRANULE_BYTES] * 4)
-        # Whole slots would be 32 MiB each. Other tests take memory of the same GPU meanwhile, and
-        # torch itself a block or two; what grows does so each time.
-        assert any(taken_by_payloads(sender, peers) < GRANULE_BYTES for _ in range(30))
-
-
-def taken_by_payloads(sender: cuda_ipc.Sender, peers: list[int]) -> int:
-    """Bytes of the GPU that are no more free after 200 small ones."""
-    free_before, _ = torch.cuda.mem_get_info("cuda:0")
-    exchange_on_gpu(sender, peers, [1 << 20] * 200)
-    return free_before - torch.cuda.mem_get_info("cuda:0")[0]
-
-
-@pytest.mark.gpu
-def test_a_receiver_killed_in_the_middle_is_lost_and_another_takes_its_place(path: Path) -> None:
-    with closing(cuda_ipc.Sender(path)) as sender:
-        for _ in range(2):
-            with Child(echo_on_gpu, path, "cuda:0") as child:
-                peers = list(greeted(sender, 1))
-                exchange_on_gpu(sender, peers, [1 << 20])
-                sender.send(Frame(b"x", sender.buffer(1 << 20, timeout_s=1)), timeout_s=1)
-                child.kill()
-                with within(PROMPT_S), pytest.raises(PeerLost):
-                    send_until_lost(sender)
-        torch.cuda.synchronize()
-        assert int(torch.ones(10, device="cuda").sum()) == 10  # no error stuck to the device
-
-
-def send_until_lost(sender: cuda_ipc.Sender) -> None:
-    while True:
-        sender.send(Frame(b"x", sender.buffer(1 << 20, timeout_s=1)), timeout_s=1)
-
-
 def keep_busy(seconds: float) -> None:
     """Let the current stream spin; clocks run at about 2 GHz."""
     torch.cuda._sleep(int(seconds * 2e9))  # type: ignore[no-untyped-call]
@@ -581,25 +436,6 @@ def copy_slowly(receiver: cuda_ipc.Receiver, count: int) -> list[int]:
             keep_busy(0.05)
             copies.append(payload.clone())
         return [int(copy.float().mean()) for copy in copies]
-
-
-def receive_without_seeing_it(path: Path) -> None:
-    with closing(cuda_ipc.Receiver(path)) as receiver:
-        receiver.connect(b"", timeout_s=PATIENCE_S)
-        with pytest.raises(TransportUnavailable, match="not visible"):
-            receiver.receive(timeout_s=PATIENCE_S)
-
-
-@pytest.mark.multigpu
-def test_a_gpu_that_is_not_visible_is_unavailable(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with closing(cuda_ipc.Sender(path, device="cuda:0")) as sender:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # for the child alone
-        with Child(receive_without_seeing_it, path) as child:
-            assert sender.open_epoch(list(greeted(sender, 1)), timeout_s=1) == {}
-            sender.send(Frame(b"x", payload_of(10).to("cuda:0")), timeout_s=PATIENCE_S)
-            child.wait(timeout_s=60)
 
 
 @pytest.mark.gpu

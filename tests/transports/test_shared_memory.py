@@ -2,21 +2,17 @@
 
 import fcntl
 import os
-import socket
 import stat
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from deltasync.errors import ConfigError, PeerLost
 from deltasync.testing.links import PATIENCE_S, PROMPT_S, Ends, Link, within
-from deltasync.testing.processes import Child
 from deltasync.transports.base import Frame, ReceiveTransport
-from deltasync.transports.control import socket_file
 from deltasync.transports.shared_memory import Receiver, Sender
 from tests.transports.slot_contract import MEMORY_BYTES, Liar, SlotContract, num_descriptors
 
@@ -86,10 +82,6 @@ def path(tmp_path: Path) -> Path:
 # The socket file
 
 
-def listen_until_killed(path: Path) -> None:
-    Sender(path).poll(timeout_s=60)
-
-
 @pytest.mark.promise(
     "Security",
     "On one host only processes of the same user, or of root, can connect.",
@@ -100,17 +92,6 @@ def test_only_the_user_may_connect(path: Path) -> None:
     assert not path.exists()
 
 
-def test_the_socket_file_of_a_killed_sender_is_replaced(path: Path) -> None:
-    with Child(listen_until_killed, path) as child, closing(Receiver(path)) as receiver:
-        receiver.connect(b"hello", timeout_s=PATIENCE_S)
-        child.kill()
-        assert path.exists()
-        with closing(Sender(path)) as sender:
-            receiver.connect(b"hello again", timeout_s=PATIENCE_S)
-            assert [data for _, data in sender.poll(timeout_s=PATIENCE_S)] == [b"hello again"]
-    assert list(path.parent.iterdir()) == []
-
-
 def test_the_socket_file_of_a_live_sender_is_left_alone(path: Path) -> None:
     with closing(Sender(path)) as sender, closing(Receiver(path)) as receiver:
         with pytest.raises(ConfigError, match="another sender"):
@@ -118,39 +99,6 @@ def test_the_socket_file_of_a_live_sender_is_left_alone(path: Path) -> None:
         receiver.connect(b"hello", timeout_s=PATIENCE_S)
         # The probe of the second sender came and went: it is no peer.
         assert [data for _, data in sender.poll(timeout_s=PATIENCE_S)] == [b"hello"]
-
-
-@pytest.mark.parametrize(("module", "step"), [(socket_file, "_is_live"), (os, "link")])
-def test_of_two_senders_that_start_at_once_one_has_the_path(
-    path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType, step: str
-) -> None:
-    """In the place of one that is dead; the other one is told."""
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(str(path))
-    do, others = getattr(module, step), list[Sender]()
-
-    def overtaken(*args: Path) -> object:
-        found = do(*args) if step == "_is_live" else None
-        if not others:
-            monkeypatch.undo()
-            others.append(Sender(path))
-        return do(*args) if found is None else found
-
-    monkeypatch.setattr(module, step, overtaken)
-    with pytest.raises(ConfigError, match="another sender"):
-        Sender(path)
-    with closing(others[0]) as sender, closing(Receiver(path)) as receiver:
-        receiver.connect(b"hello", timeout_s=PATIENCE_S)
-        assert [data for _, data in sender.poll(timeout_s=PATIENCE_S)] == [b"hello"]
-    assert list(path.parent.iterdir()) == []
-
-
-def test_closing_leaves_the_socket_file_of_a_successor(path: Path) -> None:
-    with closing(Sender(path)) as sender:
-        path.unlink()
-        with closing(Sender(path)):
-            sender.close()
-            assert path.exists()
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def specs_of(parameters: list[Any]) -> tuple[ParameterSpec, ...]:
     )
 
 
-SPECS, SPACE = specs_of(make_golden.PARAMETERS), Space(whole(specs_of(CHANGED)))
+SPECS, SPACE = specs_of(MESSAGES["layout"]["parameters"]), Space(whole(specs_of(CHANGED)))
 
 
 def golden(name: str) -> bytes:
@@ -178,36 +178,7 @@ def test_layout_hash_is_that_of_the_golden_parameters() -> None:
     assert messages.layout_hash(SPECS) == make_golden.sha256(inner)
 
 
-def dumped(name: str) -> str:
-    found = re.search(rf"<!-- {name} -->\n```text\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
-    assert found is not None
-    return found[1]
-
-
-def test_the_documents_dumps_are_the_golden_frames() -> None:
-    data = golden("prepare.bin")
-    assert dumped("smallest-frame") == make_golden.dump(data)
-    assert f"with no buckets, {len(data)} bytes" in DOCUMENT.read_text()
-    _, payload = opened("bucket-example")
-    assert dumped("example-payload") == make_golden.dump(payload.numpy().tobytes())
-
-
 def test_the_documents_dtype_codes_are_all() -> None:
     (said,) = re.findall(r"Dtype codes: ([^.]*)\.", DOCUMENT.read_text())
     found = [(int(code), name) for code, name in re.findall(r"(\d+)\s+`(\w+)`", said)]
     assert found == [(dtype.code, dtype.name) for dtype in dtypes.DTYPES]
-
-
-def test_the_documents_tiles_are_those_of_the_golden_layout() -> None:
-    shares = [(share.spec.dtype.item_size, share.numel) for share in SPACE.given]
-    tiles = reference.tiles_of(shares)
-    assert [(number, numel) for number, (_, _, numel) in enumerate(tiles)] == [
-        (0, 192),
-        (1, 4096),
-        (2, 4096),
-        (3, 838),
-        (4, 120),
-        (5, 5),
-    ]
-    of_space = zip(SPACE.order[SPACE.share], SPACE.start, SPACE.numel, strict=True)
-    assert [tuple(map(int, one)) for one in of_space] == tiles

@@ -7,18 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltasync.delta.shard import ShardSpec
-from deltasync.delta.tiles import space_of
 from deltasync.errors import CallOrderError, PeerLost, ProtocolViolation, TransportTimeout
 from deltasync.sync.protocol.links import ReceiverLinks
-from deltasync.sync.protocol.round import Emitter
 from deltasync.sync.protocol.sender_session import Member, SenderSession
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame
@@ -35,37 +31,16 @@ from deltasync.wire.messages import (
     Prepare,
     Shares,
 )
-from tests.delta.ends import Rank as TrainerRank
 from tests.golden.make_tables import DOCUMENT, page_with
-from tests.worlds.bits import specs_of
+from tests.worlds import peers
 
-HELLO = Hello(
-    engine="e",
-    rank=0,
-    world=1,
-    format_versions=(2,),
-    stream_id=None,
-    version=None,
-    parameters=(),
-    connection=None,
-    lanes=0,
-)
-BEGIN = Begin(
-    stream_id="s",
-    version=2,
-    base_version=1,
-    layout_hash="0" * 64,
-    payload_bytes=0,
-    places=0,
-    timeout_s=1.0,
-    attempt=1,
-)
+HELLO = peers.hello(parameters=())
 PREPARE = Prepare(version=2, num_buckets=1, digest=None)
 ABORT = Abort(version=2, reason="")
 
 
-def begin(attempt: int, **fields: float) -> Begin:
-    return BEGIN.model_copy(update={"attempt": attempt, **fields})
+def begin(attempt: int) -> Begin:
+    return peers.begin(version=2, timeout_s=1.0, attempt=attempt)
 
 
 def bucket(sequence: int) -> Bucket:
@@ -131,9 +106,9 @@ def test_w20_a_lane_is_heard_from_the_attempt_on_until_it_has_prepared() -> None
         ranks[1].send(Attempt(number=1), bucket(0), PREPARE, Attempt(number=2), bucket(0))
         ranks[2].send(Attempt(number=1), SHARES, PREPARE)
         assert taken(lanes) == []  # it may be aborted before it begins
-        ranks[0].send(BEGIN, bucket(0), PREPARE)
+        ranks[0].send(begin(1), bucket(0), PREPARE)
         found = taken(lanes)
-        assert found[0] == (0, BEGIN)
+        assert found[0] == (0, begin(1))
         assert [m for lane, m in found if lane == 1] == [bucket(0), PREPARE]
         assert [m for lane, m in found if lane == 2] == [SHARES, PREPARE]
         ranks[0].send(begin(2))
@@ -141,29 +116,6 @@ def test_w20_a_lane_is_heard_from_the_attempt_on_until_it_has_prepared() -> None
         ranks[0].send(begin(2))
         with pytest.raises(ProtocolViolation):
             taken(lanes)
-
-
-def begun_patiently(ranks: list[Rank], lanes: ReceiverLinks) -> None:
-    """An attempt whose sender has all the time in the world."""
-    for rank in ranks[1:]:
-        rank.send(Attempt(number=1))
-    ranks[0].send(begin(1, timeout_s=3600.0))
-    assert taken(lanes) == [(0, begin(1, timeout_s=3600.0))]
-
-
-@pytest.mark.parametrize("is_lost", [False, True])
-def test_w20_an_abort_and_a_loss_are_heard_while_another_lane_says_nothing(is_lost: bool) -> None:
-    with connected(3) as (ranks, lanes):
-        begun_patiently(ranks, lanes)
-        if is_lost:
-            ranks[2].link.close()
-            with pytest.raises(PeerLost):
-                lanes.receive(timeout_s=60)
-            return
-        ranks[2].send(bucket(0))
-        ranks[0].send(ABORT)
-        while (found := lanes.receive(timeout_s=60)[:2]) != (0, ABORT):
-            assert found == (2, bucket(0))
 
 
 # What rank 1 has sent of an attempt when the whole is aborted: all of it, or as far as it came.
@@ -212,42 +164,13 @@ def test_w19_w20_a_lane_carries_nothing_else_and_losing_it_is_losing_the_trainer
 ) -> None:
     with connected(2) as (ranks, lanes):
         ranks[1].send(Attempt(number=1))
-        ranks[0].send(BEGIN)
+        ranks[0].send(begin(1))
         if said is None:
             ranks[1].link.close()
         else:
             ranks[1].send(said)
         with pytest.raises(PeerLost if said is None else ProtocolViolation):
             taken(lanes)
-
-
-@pytest.mark.parametrize("number", [1, 2])
-def test_w20_numbers_increase_on_the_first_link_too(number: int) -> None:
-    with connected(2) as (ranks, lanes):
-        ranks[0].send(begin(2), ABORT, begin(number))
-        with pytest.raises(ProtocolViolation):
-            taken(lanes)
-
-
-@pytest.mark.parametrize("names", ["a", "b", "ab"])
-def test_w17_a_rank_says_what_it_sends_whatever_that_is(names: str) -> None:
-    """Receivers cannot know whether that is all: the first parameters are numbered otherwise."""
-    model = {"a": torch.zeros(9, dtype=torch.int16), "b": torch.zeros(9, dtype=torch.uint8)}
-    boxes = {name: ShardSpec.whole((9,)) for name in names}
-    rank = TrainerRank(specs_of(model), boxes, model)
-    for tensor in rank.held.values():
-        tensor[3] = 1
-
-    def sent(*, with_shares: bool) -> list[tuple[Message, torch.Tensor]]:
-        buffer = partial(torch.empty, dtype=torch.uint8)
-        emitter = Emitter(rank.delta(), 2, compression="none", buffer=buffer)
-        return list(emitter.frames(with_shares=with_shares))
-
-    (shares, table), *buckets = sent(with_shares=True)
-    assert shares == Shares(version=2, num_shares=len(names))
-    assert space_of(table.numpy(), specs_of(model)).given == tuple(rank.shares)
-    again = sent(with_shares=False)
-    assert [message for message, _ in again] == [message for message, _ in buckets]
 
 
 def test_w26_what_a_sender_checks_before_it_goes_on() -> None:

@@ -93,8 +93,6 @@ TEXTS = [
     b"",
     b"{",
     b"[]",
-    b"null",
-    b"1",
     b"[" * 100_000,
     b'{"kind": "\xff"}',
     b'{"\\ud800": 1, "kind": "welcome"}',
@@ -105,10 +103,8 @@ TEXTS = [
             b"1.0",
             b"true",
             b'"1"',
-            b"-1",
             b"9007199254740992",
             b"9" * 5000,
-            b"[" * 5000,
         )
     ),
     *(
@@ -116,7 +112,6 @@ TEXTS = [
         for digest in (b"00FF00FF89ABCDEF", b"00ff00ff89abcdef\\n", b"00ff00ff89abcde")
     ),
     b'{"kind":"abort","version":1,"reason":"\\ud800"}',
-    b'{"kind":"abort","version":1,"reason":"\xff"}',
     *(
         b'{"kind":"committed","version":1,"digest":"00ff00ff89abcdef","commit_s":%s}' % seconds
         for seconds in (b"NaN", b"1e999", b"-1")
@@ -124,7 +119,6 @@ TEXTS = [
 ]
 KINDS: list[Any] = ["", "Commit", "commit ", "delta", None, 1, [], {}]
 LAYOUTS: list[Any] = [
-    [[["a", "a"], [1], 1]],
     [[["a"], [1], 1], [["b", "a"], [1], 1]],
     [[[], [1], 1]],
     [[[""], [1], 1]],
@@ -132,19 +126,14 @@ LAYOUTS: list[Any] = [
     [[["a"], [-1], 1]],
     [[["a"], [2**62 + 1], 1]],
     [[["a"], [2**31, 2**31, 2], 1]],
-    [[["a"], [0, 2**62, 2], 1]],
-    [[["a"], [1], 0]],
     [[["a"], [1], 256]],
     [[["a"], [1]]],
-    [[["a"], [1], 1, 1]],
 ]
 TOGETHER: list[tuple[str, dict[str, Any]]] = [
     ("hello", {"lanes": 1}),
-    ("hello", {"connection": MESSAGES["hello-lanes"]["connection"]}),
     ("hello-lanes", {"lanes": 0}),
     ("hello-lanes", {"connection": None}),
     ("hello", {"rank": 1, "world": 1}),
-    ("hello", {"rank": 2, "world": 1}),
 ]
 """Members that do not go together."""
 
@@ -277,19 +266,10 @@ BUCKETS = {
     "w06 payload of a byte more": at_odds(RAW + b"1"),
     "w06 no payload": at_odds(None),
     "w09 not zstd": inflating(b"not zstd", WireError),
-    "w09 nothing": inflating(b"", WireError),
-    "w09 cut": inflating(compressed(RAW)[:-3], WireError),
     "w09 one byte behind": inflating(compressed(RAW) + b"1", WireError),
-    "w09 a frame behind": inflating(compressed(RAW) * 2, WireError),
-    "w09 a frame that is declared behind": inflating(
-        compressed(RAW) * 2, TruncatedFrame, whole=32 + len(RAW) // 2
-    ),
     "w09 inflates to less": inflating(compressed(RAW), TruncatedFrame, whole=40),
     "w09 inflates to more": inflating(compressed(RAW), LimitExceeded, whole=24),
     "w09 a bomb": inflating(compressed(bytes(1 << 24)), LimitExceeded),
-    "w09 a bomb that does not say its size": inflating(
-        compressed(bytes(1 << 24), write_content_size=False), LimitExceeded
-    ),
     **{
         f"w10 {len(RAW) + more} bytes": Lie(
             MalformedMessage, [bucket(data=(RAW + bytes(16))[: len(RAW) + more])]
@@ -301,29 +281,18 @@ BUCKETS = {
     "w11 a tile beyond the layout": edited(TILES, put_tiles(0, 3)),
     "w11 the last number that there is": edited(TILES, put_tiles(0, (1 << 32) - 1)),
     "w11 a tile of another item size": of_tiles(Tile(2, (0,), (1,))),
-    "w11 a tile of a narrower item size": of_tiles(Tile(0, (0,), (1,)), item_size=1),
     "w11 a tile of an item size that is there": of_tiles(Tile(0, (0,), (1,)), item_size=4),
-    "w11 a tile of an item size that is not there": of_tiles(Tile(0, (0,), (1,)), item_size=8),
     "w11 a tile twice": of_tiles(SPARSE, Tile(0, (10,), (1,))),
     "w11 tiles out of order": of_tiles(DENSE, SPARSE),
     "w11 a tile twice, in two buckets": two(SPARSE, Tile(0, (10,), (1,))),
-    "w11 tiles out of order, in two buckets": two(DENSE, SPARSE),
     "w12 a place fewer": edited(COUNTS, put(0, 2)),
     "w12 a place more": edited(COUNTS, put(0, 4)),
-    "w12 all go whole": edited(COUNTS, put(0, 0)),
     "w12 none goes whole": edited(COUNTS, put(1, 1)),
     "w12 the largest count": edited(COUNTS, put(0, 65535)),
     "w12 a whole tile of more": edited(WHOLE, lambda column: column + bytes(16), whole=40),
-    "w12 a whole tile without padding": edited(WHOLE, lambda column: column[:60], whole=30),
     "w12 no whole tile": edited(WHOLE, lambda _: b"", whole=0),
-    "w12 whole tiles where there are none": Lie(
-        InvalidIndices, [bucket(SPARSE, data=padded(RAW[:64], 96), whole=16)]
-    ),
     "w13 more bytes than begin has": Lie(
         LimitExceeded, [bucket(DENSE, data=bytes(304), whole=136)]
-    ),
-    "w13 more bytes than begin has, when they are inflated": inflating(
-        compressed(bytes(1024)), LimitExceeded, whole=448
     ),
     "w13 more places than begin has": Lie(
         LimitExceeded, [bucket(Tile(0, tuple(range(21)), (1,) * 21))]
@@ -334,20 +303,10 @@ BUCKETS = {
         late=True,
     ),
     "w14 beyond the tile": edited(PLACES, put(2, 40)),
-    "w14 beyond any tile": edited(PLACES, put(2, 4096)),
     "w14 largest": edited(PLACES, put(2, 65535)),
     "w14 falling": edited(PLACES, put(0, 5, 4, 9)),
     "w14 repeated": edited(PLACES, put(0, 4, 4, 9)),
-    "w14 repeated at the end": edited(PLACES, put(0, 4, 9, 9)),
-    "w14 beyond the tile before another": of_tiles(
-        Tile(0, (1, 40), (1, 1)), Tile(1, (3, 5), (1, 1))
-    ),
     "w14 falling in the second tile": of_tiles(SPARSE, Tile(1, (5, 4), (1, 1))),
-    "w14 falling in a tile that is there in another item size": Lie(
-        InvalidIndices,
-        [bucket(SPARSE), bucket(Tile(2, (2, 1), (1, 1)), item_size=4, sequence=1)],
-        late=True,
-    ),
 }
 """All differ from a bucket of `HONEST_TILES`."""
 
@@ -410,20 +369,14 @@ GAP = {
     },
     "w27 a byte behind": Lie(TruncatedFrame, [gap(data=reference.coded(STREAMS) + b"1")]),
     "w27 a stream that takes more": lengths(TruncatedFrame, 1, GIANT),
-    "w27 a stream that takes more than all": lengths(TruncatedFrame, 1, (1 << 64) - 1),
     "w27 a long stream": lengths(LimitExceeded, 2, GIANT),
-    "w27 a stream that is no zstd frame": lengths(WireError, 2, 40),
     "w27 streams of over four times the payload": stream(
         LimitExceeded, GAPS, lambda one: one + bytes(4 * len(RAW))
     ),
     "w27 half a number of a whole tile": stream(TruncatedFrame, NUMBERS_OF_WHOLE, less(1)),
     "w27 no whole tile": stream(InvalidIndices, NUMBERS_OF_WHOLE, becomes()),
     "w27 a whole tile more": stream(InvalidIndices, NUMBERS_OF_WHOLE, more(2, 0, 0, 0)),
-    "w27 whole tiles out of order": Lie(
-        InvalidIndices, [gap([struct.pack("<2I", 1, 0), b"", b"", bytes(72)], places=0, whole=72)]
-    ),
     "w27 more tiles than it has": Lie(InvalidIndices, [gap(tiles=3)]),
-    "w27 fewer tiles than it has": Lie(InvalidIndices, [gap(tiles=1)]),
     "w11 a coded tile goes whole and has places": stream(
         InvalidIndices, NUMBERS_OF_WHOLE, becomes(bytes(4))
     ),
@@ -444,17 +397,12 @@ GAP = {
     ),
     "w28 a first gap": stream(InvalidIndices, GAPS, byte(9, 1)),
     "w28 width 0": stream(WireError, GAPS, byte(0, 0)),
-    "w28 width 3": stream(WireError, GAPS, byte(0, 3)),
     "w28 nothing": stream(WireError, GAPS, becomes()),
-    "w28 half a head": stream(WireError, GAPS, becomes(b"\1" + bytes(7))),
-    "w28 a head alone": stream(InvalidIndices, GAPS, becomes(b"\1" + bytes(8))),
     "w28 odd with width 2": stream(TruncatedFrame, GAPS, byte(0, 2)),
     "w28 ends in an escape": stream(InvalidIndices, GAPS, byte(11, 255)),
-    "w28 an escape behind": stream(InvalidIndices, GAPS, more(255)),
     "w28 more than 4 bytes a place": stream(
         LimitExceeded, GAPS, becomes(struct.pack("<BQ", 1, 1), bytes(1), b"\xff" * 11, bytes(2))
     ),
-    "w28 fewer than there are": stream(InvalidIndices, GAPS, less(1)),
     "w28 more than there are": stream(InvalidIndices, GAPS, more(0)),
     "w28 begins beyond any layout": stream(
         InvalidIndices, GAPS, becomes(struct.pack("<BQ", 1, (1 << 64) - 1), bytes(3))
@@ -465,10 +413,5 @@ GAP = {
     "w29 steps cut": stream(TruncatedFrame, STEPS, less(1)),
     "w29 bytes behind the steps": stream(TruncatedFrame, STEPS, more(0)),
     "w29 an escape without its element": stream(TruncatedFrame, STEPS, becomes(b"\xff\1\1")),
-    "w29 no steps": stream(TruncatedFrame, STEPS, becomes()),
-    "w29 steps of a whole tile without its padding": stream(
-        TruncatedFrame, WHOLE_STEPS, becomes(bytes(30))
-    ),
-    "w29 steps of a whole tile behind": stream(TruncatedFrame, WHOLE_STEPS, more(0)),
 }
 """All differ from a coded bucket of `CODED`."""
