@@ -6,9 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from deltasync.quant.served import Forms
-from tests.engines.quantized import forms_of
-
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
@@ -35,11 +32,6 @@ class Case:
     form: str = ""
     engine: Literal["vllm", "sglang"] = "vllm"
     sleeps: bool = False
-
-    @property
-    def forms(self) -> Forms:
-        """What its trainer quantizes."""
-        return forms_of(self.form)
 
     @property
     def program(self) -> str:

@@ -11,9 +11,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -25,13 +24,13 @@ from deltasync.errors import ConfigError, DeltaSyncError
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.trainer_info import WithoutRoutes
 from deltasync.integrations.vllm import OfflineClient, VllmServer
-from deltasync.quant.served import ServedSource, served_weights
+from deltasync.quant.served import ServedSource
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.transports import cuda_ipc, shared_memory
 from tests.engines.checkpoints import Weights, changed, checkpoint, write_config
 from tests.engines.gpu.cases import CASES, Case
 from tests.engines.offline import SHORT, engine_settings, save, stop, tokens
-from tests.engines.quantized import CONFIGS
+from tests.engines.quantized import CONFIGS, constants, forms_of, served
 
 Held = list[dict[str, tuple[str, int]]]
 """Of each worker, by path: a digest of a tensor's bits, and its address."""
@@ -63,24 +62,15 @@ class Trial:
         """An `LLM` that is started on a version, as a checkpoint of its form has it."""
         from vllm import LLM
 
-        weights: dict[str, Tensor] = self.versions[version]
-        if self.case.form:
-            weights = dict(served_weights(weights.items(), self.case.forms))
-            weights |= self.constants(weights)
+        weights = self.versions[version]
+        if form := self.case.form:
+            weights = served(form, weights) | constants(form, self.versions[0])
         save(self.folder, weights)
         llm = LLM(model=str(self.folder), **engine_settings(self.settings))
         try:
             yield llm
         finally:
             stop(llm)
-
-    def constants(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """What a checkpoint of its form holds beside weights: scales of activations."""
-        if self.case.form != "NVFP4":
-            return {}
-        packed = "weight_packed"
-        layers = [name.removesuffix(packed) for name in names if name.endswith(packed)]
-        return {f"{layer}input_global_scale": torch.full((1,), 2.0) for layer in layers}
 
     def run(self) -> dict[str, Any]:
         """What is found."""
@@ -113,17 +103,16 @@ class Trial:
         mine = Weights({n: t.to(device, copy=True) for n, t in self.versions[0].items()})
         source: WeightSource = mine
         if self.case.form:
-            served = (n for n, _ in served_weights(self.versions[0].items(), self.case.forms))
-            constants = {n: t.to(device) for n, t in self.constants(served).items()}
-            source = ServedSource(mine, self.case.forms, constants=constants)
+            scales = constants(self.case.form, self.versions[0])
+            scales = {name: tensor.to(device) for name, tensor in scales.items()}
+            source = ServedSource(mine, forms_of(self.case.form), constants=scales)
         places = held(live)
         options: dict[str, Any] = {"workers": self.case.workers, "without_routes": mode}
         link, server = self.link(mode), VllmServer(OfflineClient(live))
         with EngineSync(source, server, link, timeout_s=120, **options) as sync:
             sync.connect()
             try:
-                sync.send_weights()
-                found = self.syncs(live, mine, sync)
+                self.sync_all(live, mine, sync)
             except DeltaSyncError as error:
                 said = f"{mode}: {type(error).__name__} in a sync: {error}"
                 return {"outcome": "failed", "printed": said}
@@ -135,7 +124,7 @@ class Trial:
         ]
         is_wrong = wrong or not is_same
         outcome = "WRONG" if is_wrong else "routed" if mode == "refuse" else "reloaded"
-        return found | {
+        return {
             "outcome": outcome,
             "wrong": wrong[:20],
             "moved": sorted(moved)[:20],
@@ -143,21 +132,14 @@ class Trial:
             "tensors": sum(map(len, idle)),
         }
 
-    def syncs(self, live: Any, mine: Weights, sync: EngineSync) -> dict[str, Any]:
+    def sync_all(self, live: Any, mine: Weights, sync: EngineSync) -> None:
         """One version after the other, the last one last."""
-        seconds, stats = [], []
+        sync.send_weights()
         for number in (1, 2):
             answers(live)  # what is cached of its prompts is of the version before
             with asleep(live, level=number) if self.case.sleeps else nullcontext():
                 mine.take(self.versions[number])
-            began = time.perf_counter()
-            stats.append(sync.send_weights())
-            seconds.append(time.perf_counter() - began)
-        return {
-            "syncs": [one.kind for one in stats],
-            "seconds": seconds,
-            "bytes": [one.payload_bytes for one in stats],
-        }
+            sync.send_weights()
 
     def link(self, mode: str) -> Any:
         """Both ends share the first GPU; workers on others copy payloads from there."""
@@ -190,10 +172,7 @@ def answers(live: Any) -> list[list[int]]:
 
 def held(live: Any) -> Held:
     """What workers can reach from their models."""
-    return [
-        {path: (digest, address) for path, (digest, address) in rank.items()}
-        for rank in live.collective_rpc("tensors_held")
-    ]
+    return list(live.collective_rpc("tensors_held"))
 
 
 def differing(now: Held, cold: Held, compared: list[set[str]]) -> list[str]:
