@@ -167,14 +167,20 @@ def checkpoint(folder: Path, seed: int) -> dict[str, Tensor]:
     }
 
 
+def save(folder: Path, weights: dict[str, Tensor]) -> None:
+    """The checkpoint that engines are started on from now on."""
+    from safetensors.torch import save_file
+
+    kept = {name: tensor.contiguous() for name, tensor in weights.items()}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def write_model(folder: Path) -> None:
     """All that an engine can be started on: weights, and a tokenizer that knows numbers."""
-    from safetensors.torch import save_file
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    weights = {name: tensor * 0.05 for name, tensor in checkpoint(folder, 0).items()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    save(folder, {name: tensor * 0.05 for name, tensor in checkpoint(folder, 0).items()})
     tokenizer = Tokenizer(models.WordLevel({str(n): n for n in range(1000)}, unk_token="0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(
@@ -209,10 +215,3 @@ def changed(weights: dict[str, Tensor], share: float, seed: int) -> dict[str, Te
         mask = torch.rand(tensor.shape, generator=generator) < share
         tensor[mask] *= 1.5
     return new
-
-
-def change(weights: dict[str, Tensor], share: float, generator: torch.Generator) -> None:
-    """Draw some elements anew, in place."""
-    for tensor in weights.values():
-        mask = torch.rand(tensor.shape, generator=generator) < share
-        tensor[mask] = torch.randn(tensor.shape, generator=generator)[mask].bfloat16()

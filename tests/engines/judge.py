@@ -12,8 +12,8 @@ from torch import Tensor
 
 from deltasync.errors import ConfigError
 from deltasync.integrations.trainer_info import WithoutRoutes
-from tests.engines.checkpoints import Specs, random_weights, touched
-from tests.engines.cold import cold, synced, write
+from tests.engines.checkpoints import Specs, random_weights, save, touched
+from tests.engines.cold import cold, synced
 from tests.engines.reached import Seen, seen
 
 Served = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -67,7 +67,7 @@ class Versions:
 
     def judge(self, mode: WithoutRoutes) -> Verdict:
         """Start on the first, and sync all others."""
-        write(self.folder, self.weights[0])
+        save(self.folder, self.weights[0])
         model, config = cold(self.folder, **self._settings)
         before = held(model)
         source, sync = synced(self.weights[1], model, config, self.folder, mode)

@@ -27,9 +27,9 @@ from deltasync.integrations.vllm import OfflineClient, VllmServer
 from deltasync.quant.served import ServedSource
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.transports import cuda_ipc, shared_memory
-from tests.engines.checkpoints import Weights, changed, checkpoint, write_config
+from tests.engines.checkpoints import Weights, changed, checkpoint, save, write_config
 from tests.engines.gpu.cases import CASES, Case
-from tests.engines.offline import SHORT, engine_settings, save, stop, tokens
+from tests.engines.offline import SHORT, engine_settings, stop, tokens
 from tests.engines.quantized import CONFIGS, constants, forms_of, served
 
 Held = list[dict[str, tuple[str, int]]]
