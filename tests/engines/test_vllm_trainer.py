@@ -11,10 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 from vllm.distributed.weight_transfer import (
     ModuleSource,
     ParamMeta,
@@ -33,7 +30,6 @@ from deltasync.integrations.trainer_info import TrainerInfo
 from deltasync.integrations.vllm_trainer import DeltaSyncTrainer, DeltaSyncTrainerInitInfo
 from deltasync.integrations.worker import Worker
 from tests.worlds.links import Model, random_model
-from tests.worlds.ranks import free_port, run_ranks
 
 SHAPES = {"a": (40, 16), "b": (7,), "c": (300,)}
 
@@ -201,43 +197,6 @@ def test_another_rank_only_goes_through_the_source() -> None:
     assert (other.rank, other.is_sender, source.seen) == (1, False, 2)
     other.shutdown()
     assert fleet.calls == []
-
-
-@pytest.mark.promise(
-    "Engines and trainers of several ranks",
-    "Loops that drive vLLM's own trainer interface get the same: engines hold the trainer's "
-    "bits after each `send_weights`, which raises if one does not, and the next call covers "
-    "that.",
-)
-@pytest.mark.timeout(280)
-def test_ranks_that_hold_parts_gather_them() -> None:
-    run_ranks(gather, 2, free_port(), timeout_s=240)
-
-
-def gather(rank: int, port: int) -> None:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2,))
-    whole = random_model(SHAPES, 0)
-    sharded = nn.Module()
-    for name, tensor in whole.named_parameters():
-        sharded.register_parameter(name, nn.Parameter(distribute_tensor(tensor, mesh, [Shard(0)])))
-    fleet = Fleet(engine_of(), engine_of())
-    engine = WeightTransferTrainerFactory.trainer_init(
-        info(rank, workers=2), client=fleet, source=ModuleSource(sharded)
-    )
-    for number in range(3):
-        engine.send_weights()
-        assert rank or fleet.hold(whole)
-        assert rank or fleet.version == str(number + 1)
-        for name, tensor in whole.named_parameters():
-            tensor.data[number % 5] = number
-            local: Any = distribute_tensor(tensor.data, mesh, [Shard(0)])
-            mine: Any = sharded.get_parameter(name).data
-            mine.to_local().copy_(local.to_local())
-    engine.shutdown()
-    for worker in fleet.workers:
-        worker.disconnect()
-    dist.destroy_process_group()
 
 
 class Local(Scripted):
