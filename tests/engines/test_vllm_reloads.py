@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deltasync import NamedTensor, SenderOptions, WeightSource
-from deltasync.errors import ConfigError
+from deltasync.errors import ConfigError, EngineFailed
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.vllm import VllmServer
 from deltasync.transports import shared_memory
@@ -100,7 +101,29 @@ def refuse_what_does_not_fit(_rank: int, folder: Path) -> None:
         for source, why in ((Tied(weights), two), (Weights(short), shape)):
             with connecting(source, engine, folder) as sync, pytest.raises(ConfigError, match=why):
                 sync.connect()
+        break_once(model)
+        source = Weights(weights)
+        with connecting(source, engine, folder) as sync:
+            with pytest.raises(EngineFailed, match="OSError: in the midst of it"):
+                sync.connect()
+            assert_as_started(model, folder, weights)
+            assert sync.send_weights().full_synced == 0
         assert_as_started(model, folder, weights)
+
+
+def break_once(model: Any) -> None:
+    """Let the loader fail when it has taken a part of a layer, and is not only watched."""
+    load, failures = model.load_weights, iter([True])
+
+    def load_weights(weights: Iterator[tuple[str, Tensor]]) -> None:
+        some = list(islice(weights, 5))
+        if some[0][1].is_meta or not next(failures, False):
+            load(chain(some, weights))
+            return
+        load(iter(some))
+        raise OSError("in the midst of it")
+
+    model.load_weights = load_weights
 
 
 def keep_a_tower(_rank: int, folder: Path) -> None:

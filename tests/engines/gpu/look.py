@@ -30,6 +30,7 @@ class Look:
             path: [hashlib.blake2b(one.bits.cpu().numpy().tobytes()).hexdigest(), one.address]
             for path, one in seen(self.get_model()).items()
             if not any(part in path for part in ("kv_cache", *_SCRATCH))
+            if one.dtype != torch.int64 or one.bits.numel() > 8  # handles, new in each process
         }
 
     def discard_weights(self) -> None:
