@@ -197,18 +197,8 @@ def random_weights(specs: Specs, seed: int) -> dict[str, Tensor]:
     }
 
 
-def touched(weights: dict[str, Tensor], count: int, seed: int) -> dict[str, Tensor]:
-    """A few elements of every tensor drawn anew."""
-    generator = torch.Generator().manual_seed(seed)
-    new = {name: tensor.clone() for name, tensor in weights.items()}
-    for tensor in new.values():
-        flat = tensor.view(-1)
-        places = torch.randint(0, flat.numel(), (count,), generator=generator)
-        flat[places] = (torch.randn(count, generator=generator) * 0.05).to(flat.dtype)
-    return new
-
-
 def changed(weights: dict[str, Tensor], share: float, seed: int) -> dict[str, Tensor]:
+    """Some elements of every tensor are larger."""
     generator = torch.Generator().manual_seed(seed)
     new = {name: tensor.clone() for name, tensor in weights.items()}
     for tensor in new.values():

@@ -11,7 +11,6 @@ from torch import Tensor
 from tests.engines.checkpoints import save
 
 SHORT = [{"prompt_token_ids": list(range(3 + n, 20 + n))} for n in range(4)]
-LONG = [{"prompt_token_ids": list(range(3 + n, 303 + n))} for n in range(2)]  # blocks of keys
 
 
 def started(folder: Path, weights: dict[str, Tensor], **settings: Any) -> Any:

@@ -53,13 +53,6 @@ def vllm_blocks(*, ue8m0: bool) -> Quantize:
     return quantize
 
 
-def sglang_blocks(weight: Tensor) -> Mapping[str, Tensor]:
-    from sglang.srt.layers.quantization.fp8_utils import per_block_cast_to_fp8
-
-    codes, scale = per_block_cast_to_fp8(weight)
-    return {"weight": codes, "weight_scale_inv": scale}
-
-
 def compressed(compression: str, **weights: Any) -> Quantize:
     """From the minimum and the maximum to what compressed-tensors writes into a checkpoint."""
 
@@ -144,12 +137,6 @@ def all_differing(quantizer: Quantizer) -> list[str]:
         blocks[:, : some.shape[1]] = some
         bad += differing(quantizer, blocks.view(-1, 128))
     return bad
-
-
-def differing_in_sglang() -> list[str]:
-    """In a process of its own: SGLang takes stubs that vLLM must not see."""
-    quantizer = Quantizer("sglang", BlockFp8("ue8m0"), sglang_blocks, finite=True)
-    return [f"{quantizer}: {bad}" for bad in all_differing(quantizer)]
 
 
 def installed() -> list[Quantizer]:

@@ -15,6 +15,7 @@ ROUTED = [
     "LlamaForCausalLM/channel FP8",
     "GptOssForCausalLM/eager",
     "LlamaForCausalLM/sleep",
+    "LlamaForCausalLM/drafts of EAGLE",
     "LlamaForCausalLM/SGLang",
     "LlamaForCausalLM/PP 2",
     "LlamaForCausalLM/TP 2, channel FP8",
@@ -29,10 +30,17 @@ PACKED = [
     "Qwen3ForCausalLM/eager",  # whose head is tied, and packed beside
     "Qwen3MoeForCausalLM/eager",
     "LlamaForCausalLM/online FP8",  # by vLLM itself, and the head is packed
+    "LlamaForCausalLM/drafts of a model",
 ]
 
 
-@pytest.mark.timeout(TIMEOUT_S + 20)
+pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
+
+
+@pytest.mark.promise(
+    "Engines and trainers of several ranks",
+    "Sleeping weights are not touched. Weights that were kept take the next delta.",
+)
 @pytest.mark.parametrize("name", [*ROUTED, *PACKED])
 def test_an_engine_holds_what_it_would_load(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -51,3 +59,14 @@ def test_an_engine_holds_what_it_would_load(
     # The rotary table of gpt-oss gets another dtype when it first runs.
     moved = () if packs else found.get("moved", ())
     assert all(path.endswith("rotary_emb.cos_sin_cache") for path in moved), found
+
+
+@pytest.mark.parametrize("program", ["parallel", "brought"])
+def test_an_engine_bears_what_else_befalls_it(
+    program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of its ranks fails; checkpoint-engine loads it."""
+    use_cpu(monkeypatch, packs=False)
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # for the test's look inside
+    with Program("-m", f"tests.engines.{program}", tmp_path) as running:
+        running.wait()

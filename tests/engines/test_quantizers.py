@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
-
 import pytest
 import torch
 
 from deltasync.quant.nvfp4 import CompressedNvfp4
 from tests.engines import quantizers
-from tests.engines.environment import use_sglang
 from tests.engines.quantizers import Quantizer
 from tests.quant.kinds import bits_of, peak_of
 from tests.quant.matrices import matrix
@@ -43,9 +39,3 @@ def test_fused_layers_of_compressed_tensors_share_a_global_scale() -> None:
         theirs = quantizers.nvfp4(weights, number=number)
         for suffix, ours in {**whole, **form.quantize(weight, whole)}.items():
             assert torch.equal(bits_of(ours), bits_of(theirs[suffix])), suffix
-
-
-def test_bits_are_those_of_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_sglang(monkeypatch)
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        assert pool.submit(quantizers.differing_in_sglang).result(timeout=200) == []

@@ -18,7 +18,7 @@ from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.vllm import VllmServer
 from deltasync.transports import shared_memory
 from tests.engines import cold
-from tests.engines.checkpoints import Weights, checkpoint, touched, write_config
+from tests.engines.checkpoints import Weights, changed, checkpoint, write_config
 from tests.engines.environment import use_cpu
 from tests.engines.judge import assert_as_started
 from tests.worlds.ranks import run_ranks
@@ -65,7 +65,7 @@ def follow_one_after_the_other(_rank: int, folder: Path) -> None:
         masters = Weights(as_floats(weights))
         with connecting(masters, engine, folder) as sync:
             assert sync.send_weights().full_synced == 0
-            weights = touched(weights, 5, 1)
+            weights = changed(weights, 0.01, 1)
             masters.take(as_floats(weights))
             assert sync.send_weights().kind == "delta"
             assert_as_started(model, folder, weights)
@@ -77,14 +77,14 @@ def follow_one_after_the_other(_rank: int, folder: Path) -> None:
         rounded = Weights({name: tensor.clone() for name, tensor in weights.items()})
         with connecting(rounded, engine, folder) as sync:
             assert sync.send_weights().full_synced == 0
-            weights = touched(weights, 5, 2)
+            weights = changed(weights, 0.01, 2)
             rounded.take(weights)
             assert sync.send_weights().kind == "delta"
             assert_as_started(model, folder, weights)
         options = SenderOptions(leave_out=["lm_head.*"])
         with connecting(rounded, engine, folder, options=options, keep=["lm_head.*"]) as sync:
             assert sync.send_weights().full_synced == 0
-            new = touched(weights, 5, 3)
+            new = changed(weights, 0.01, 3)
             rounded.take(new)
             assert sync.send_weights().kind == "delta"
             assert_as_started(model, folder, new | {HEAD: weights[HEAD]})
@@ -137,7 +137,7 @@ def keep_a_tower(_rank: int, folder: Path) -> None:
         options = SenderOptions(leave_out=frozen)
         with connecting(source, engine, folder, options=options, keep=frozen) as sync:
             assert sync.send_weights().full_synced == 0
-            new = touched(weights, 5, 1)
+            new = changed(weights, 0.01, 1)
             new |= {name: one for name, one in weights.items() if "language_model" not in name}
             source.take(new)
             assert sync.send_weights().kind == "delta"

@@ -21,6 +21,7 @@ class Case:
         form: Key of `quantized.CONFIGS`, for engines that are started on quantized checkpoints.
         engine: What runs.
         sleeps: The engine sleeps before each sync, by turns at level 1 and 2.
+        draft: Key of `drafts.DRAFTS`, for engines with a draft model.
     """
 
     architecture: str
@@ -32,6 +33,7 @@ class Case:
     form: str = ""
     engine: Literal["vllm", "sglang"] = "vllm"
     sleeps: bool = False
+    draft: str = ""
 
     @property
     def program(self) -> str:
@@ -102,6 +104,8 @@ def _on_one() -> Iterator[Case]:
             setup = f"block FP8, {how}"
             yield _case(architecture, setup, form="block FP8", environment=environment)
     yield _case(llama, "online FP8", settings={"quantization": "fp8_per_channel"})
+    for draft in ("a model", "EAGLE"):
+        yield _case(llama, f"drafts of {draft}", draft=draft, settings={"max_model_len": 128})
     sleeping = {"enable_sleep_mode": True}
     yield _case(llama, "sleep", settings=sleeping, sleeps=True)
     yield _case(latent, "sleep", settings=sleeping, sleeps=True)

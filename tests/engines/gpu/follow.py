@@ -13,7 +13,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from deltasync.sync.source.tensors import WeightSource
 from deltasync.transports import cuda_ipc, shared_memory
 from tests.engines.checkpoints import Weights, changed, checkpoint, save, write_config
 from tests.engines.gpu.cases import CASES, Case
+from tests.engines.gpu.drafts import DRAFTS
 from tests.engines.offline import SHORT, engine_settings, stop, tokens
 from tests.engines.quantized import CONFIGS, constants, forms_of, served
 
@@ -54,6 +55,10 @@ class Trial:
         self.case, self.folder = case, folder
         self.versions = versions_of(case, folder)
         self.settings = _SETTINGS | case.settings
+        if case.draft:
+            (folder / "draft").mkdir()
+            drafted = DRAFTS[case.draft](folder / "draft", self.versions[0])
+            self.settings["speculative_config"] = drafted | {"num_speculative_tokens": 2}
         if not _IS_GPU:  # vLLM's workers on CPUs do as if
             self.settings.pop("enable_sleep_mode", None)
 
@@ -137,9 +142,23 @@ class Trial:
         sync.send_weights()
         for number in (1, 2):
             self.answers(live)  # what is cached of its prompts is of the version before
-            with asleep(live, level=number) if self.case.sleeps else nullcontext():
+            if not self.case.sleeps:
                 mine.take(self.versions[number])
-            sync.send_weights()
+                sync.send_weights()
+                continue
+            live.sleep(number)
+            if number == 2 and not _IS_GPU:
+                live.collective_rpc("discard_weights")
+            mine.take(self.versions[number])
+            assert is_refused(sync)
+            if number == 2:
+                live.wake_up(tags=["kv_cache"])
+                assert is_refused(sync)
+            live.wake_up(tags=["weights"])
+            stats = sync.send_weights()
+            if number == 1:  # the sync that was refused has cost nothing
+                assert (stats.kind, stats.joined, stats.full_synced) == ("delta", 0, 0), stats
+                live.wake_up(tags=["kv_cache"])
 
     def answers(self, live: Any) -> list[list[int]]:
         """Greedy tokens, one prompt at a time."""
@@ -161,14 +180,13 @@ def versions_of(case: Case, folder: Path) -> list[dict[str, Tensor]]:
     return [old, middle, changed(middle, 0.01, seed=2)]
 
 
-@contextmanager
-def asleep(live: Any, level: int) -> Iterator[None]:
-    """Within the block the engine sleeps. At level 2 it keeps no weights."""
-    live.sleep(level)
-    if level == 2 and not _IS_GPU:
-        live.collective_rpc("discard_weights")
-    yield
-    live.wake_up()
+def is_refused(sync: EngineSync) -> bool:
+    """Whether a sync is, since the engine sleeps."""
+    try:
+        sync.send_weights()
+    except ConfigError as error:
+        return "sleep" in str(error)
+    return False
 
 
 def held(live: Any) -> Held:

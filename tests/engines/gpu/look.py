@@ -22,13 +22,18 @@ class Look:
     """Takes a case's calls: vLLM lets its worker inherit from this. Answers are JSON."""
 
     get_model: Any
+    model_runner: Any
     weight_transfer_engine: Any
 
     def tensors_held(self) -> dict[str, list[object]]:
-        """What can be reached from the model, by path: a digest of its bits, and its address."""
+        """What can be reached from the model, by path: a digest of its bits, and its address.
+
+        From the one that drafts for it, too.
+        """
+        drafter = getattr(self.model_runner, "drafter", None)
         return {
             path: [hashlib.blake2b(one.bits.cpu().numpy().tobytes()).hexdigest(), one.address]
-            for path, one in seen(self.get_model()).items()
+            for path, one in seen([self.get_model(), getattr(drafter, "model", None)]).items()
             if not any(part in path for part in ("kv_cache", *_SCRATCH))
             if one.dtype != torch.int64 or one.bits.numel() > 8  # handles, new in each process
         }
