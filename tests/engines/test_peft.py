@@ -75,10 +75,6 @@ def test_a_merged_source_is_what_peft_merges(dtype: torch.dtype, settings: dict[
             assert bits_equal(engine, deepcopy(model).merge_and_unload())
         assert hook.last_stats is not None
         assert hook.last_stats.kind == "delta"
-        trained = 3 if "modules_to_save" in settings else 4
-        assert hook.last_stats.parameters["changed"] == trained
-        assert hook.last_stats.parameters["frozen"] == 8 - trained
-    assert source.tensors() is source.tensors()
     for name, tensor in model.state_dict().items():
         assert "lora_" in name or "modules_to_save" in name or torch.equal(before[name], tensor)
 
