@@ -167,14 +167,20 @@ def checkpoint(folder: Path, seed: int) -> dict[str, Tensor]:
     }
 
 
+def save(folder: Path, weights: dict[str, Tensor]) -> None:
+    """The checkpoint that engines are started on from now on."""
+    from safetensors.torch import save_file
+
+    kept = {name: tensor.contiguous() for name, tensor in weights.items()}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def write_model(folder: Path) -> None:
     """All that an engine can be started on: weights, and a tokenizer that knows numbers."""
-    from safetensors.torch import save_file
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    weights = {name: tensor * 0.05 for name, tensor in checkpoint(folder, 0).items()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    save(folder, {name: tensor * 0.05 for name, tensor in checkpoint(folder, 0).items()})
     tokenizer = Tokenizer(models.WordLevel({str(n): n for n in range(1000)}, unk_token="0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(
@@ -191,28 +197,11 @@ def random_weights(specs: Specs, seed: int) -> dict[str, Tensor]:
     }
 
 
-def touched(weights: dict[str, Tensor], count: int, seed: int) -> dict[str, Tensor]:
-    """A few elements of every tensor drawn anew."""
-    generator = torch.Generator().manual_seed(seed)
-    new = {name: tensor.clone() for name, tensor in weights.items()}
-    for tensor in new.values():
-        flat = tensor.view(-1)
-        places = torch.randint(0, flat.numel(), (count,), generator=generator)
-        flat[places] = (torch.randn(count, generator=generator) * 0.05).to(flat.dtype)
-    return new
-
-
 def changed(weights: dict[str, Tensor], share: float, seed: int) -> dict[str, Tensor]:
+    """Some elements of every tensor are larger."""
     generator = torch.Generator().manual_seed(seed)
     new = {name: tensor.clone() for name, tensor in weights.items()}
     for tensor in new.values():
         mask = torch.rand(tensor.shape, generator=generator) < share
         tensor[mask] *= 1.5
     return new
-
-
-def change(weights: dict[str, Tensor], share: float, generator: torch.Generator) -> None:
-    """Draw some elements anew, in place."""
-    for tensor in weights.values():
-        mask = torch.rand(tensor.shape, generator=generator) < share
-        tensor[mask] = torch.randn(tensor.shape, generator=generator)[mask].bfloat16()

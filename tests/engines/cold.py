@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.trainer_info import WithoutRoutes
 from deltasync.integrations.vllm import VllmServer, register
 from deltasync.transports import shared_memory
-from tests.engines.checkpoints import Weights
+from tests.engines.checkpoints import Weights, save
 from tests.worlds.ranks import free_port
 
 
@@ -59,19 +58,13 @@ def alone() -> Iterator[None]:
             destroy_distributed_environment()
 
 
-def write(folder: Path, weights: dict[str, Tensor]) -> None:
-    """The checkpoint that engines are started on from now on."""
-    kept = {name: tensor.contiguous() for name, tensor in weights.items()}
-    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
-
-
 def cold(folder: Path, weights: dict[str, Tensor] | None = None, **other: Any) -> tuple[Any, Any]:
     """What a worker holds that was just started on these weights: its model, and its settings."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import get_model
 
     if weights is not None:
-        write(folder, weights)
+        save(folder, weights)
     config = settings(folder, **other)
     with set_current_vllm_config(config):
         return get_model(vllm_config=config), config

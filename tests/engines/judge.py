@@ -12,8 +12,8 @@ from torch import Tensor
 
 from deltasync.errors import ConfigError
 from deltasync.integrations.trainer_info import WithoutRoutes
-from tests.engines.checkpoints import Specs, random_weights, touched
-from tests.engines.cold import cold, synced, write
+from tests.engines.checkpoints import Specs, changed, random_weights, save
+from tests.engines.cold import cold, synced
 from tests.engines.reached import Seen, seen
 
 Served = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -48,8 +48,8 @@ class Versions:
         """
         self.folder, self._settings = folder, settings
         first, second = random_weights(specs, 0), random_weights(specs, 1)
-        few, others = touched(second, 3, 2), random_weights(specs, 4)
-        every = first, second, few, few, others, touched(others, 1, 3)
+        few, others = changed(second, 0.01, 2), random_weights(specs, 4)
+        every = first, second, few, few, others, changed(others, 0.001, 3)
         self.weights = [served(one) for one in every]
         self.cold = [self._cold(self.weights[number]) for number in (0, 1, -1)]
         again = self._cold(self.weights[-1])
@@ -67,7 +67,7 @@ class Versions:
 
     def judge(self, mode: WithoutRoutes) -> Verdict:
         """Start on the first, and sync all others."""
-        write(self.folder, self.weights[0])
+        save(self.folder, self.weights[0])
         model, config = cold(self.folder, **self._settings)
         before = held(model)
         source, sync = synced(self.weights[1], model, config, self.folder, mode)

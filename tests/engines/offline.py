@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
+import torch
 from torch import Tensor
 
+from tests.engines.checkpoints import save
+
 SHORT = [{"prompt_token_ids": list(range(3 + n, 20 + n))} for n in range(4)]
-LONG = [{"prompt_token_ids": list(range(3 + n, 303 + n))} for n in range(2)]  # blocks of keys
 
 
 def started(folder: Path, weights: dict[str, Tensor], **settings: Any) -> Any:
@@ -18,11 +19,6 @@ def started(folder: Path, weights: dict[str, Tensor], **settings: Any) -> Any:
 
     save(folder, weights)
     return LLM(model=str(folder), **engine_settings(settings))
-
-
-def save(folder: Path, weights: dict[str, Tensor]) -> None:
-    """The checkpoint that engines are started on from now on."""
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def engine_settings(settings: dict[str, Any]) -> dict[str, Any]:
@@ -52,3 +48,9 @@ def tokens(
 def stop(llm: Any) -> None:
     """End its processes."""
     llm.llm_engine.engine_core.shutdown()
+
+
+def bits_in(worker: Any) -> dict[str, bytes]:
+    """Of a rank's parameters."""
+    named = worker.get_model().named_parameters()
+    return {n: p.detach().reshape(-1).view(torch.uint8).numpy().tobytes() for n, p in named}

@@ -50,13 +50,9 @@ class Program:
         self._output.seek(0)
         return self._output.read()
 
-    def ended(self, timeout_s: float = TIMEOUT_S) -> int:
-        """Its exit code, when it has ended."""
-        return self._process.wait(timeout_s)
-
     def wait(self, timeout_s: float = TIMEOUT_S) -> str:
         """What it prints until it has ended well."""
-        assert self.ended(timeout_s) == 0, self.output()
+        assert self._process.wait(timeout_s) == 0, self.output()
         return self.output()
 
 

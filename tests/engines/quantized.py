@@ -1,7 +1,4 @@
-"""Small quantized checkpoints of the forms that engines serve, and kernels that move them.
-
-How elements are rounded does not matter here: routes know no arithmetic.
-"""
+"""Small quantized checkpoints of the forms that engines serve, and kernels that move them."""
 
 from __future__ import annotations
 
@@ -11,17 +8,13 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from deltasync.quant.config import forms_of_targets
-from deltasync.quant.served import Forms
+from deltasync.quant.served import Forms, served_weights
 from tests.engines.repacked import use_repacking
 
-_FP8 = torch.float8_e4m3fn
 _BLOCK = 128
-Parts = dict[str, Tensor]
 
 
 def _compressed(format_: str, weights: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:
@@ -87,91 +80,21 @@ def forms_of(form: str) -> Forms:
 
 def served(form: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """A checkpoint in this form: its projections are quantized, everything else is as it was."""
-    found: dict[str, Tensor] = {}
+    return dict(served_weights(weights.items(), forms_of(form))) | constants(form, weights)
+
+
+def constants(form: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What such a checkpoint holds beside them: scales of activations."""
+    forms, found = forms_of(form), dict[str, Tensor]()
     for name, tensor in weights.items():
-        if tensor.dim() != 2 or not name.endswith("_proj.weight"):
-            found[name] = tensor
+        if forms(name, tuple(tensor.shape)) is None:
             continue
-        above = name.removesuffix("weight")
-        parts = _PARTS[form](tensor.float())
-        found |= {above + part: one.contiguous() for part, one in parts.items()}
+        layer, scale = name.removesuffix("weight"), tensor.float().abs().mean()
+        if form == "NVFP4":
+            found[f"{layer}input_global_scale"] = 1 / scale.view(1)
+        elif form == "NVFP4, ModelOpt":
+            found[f"{layer}input_scale"] = scale
     return found
-
-
-def _of_blocks(weight: Tensor, scale_name: str) -> Parts:
-    rows, cols = weight.shape
-    wide = pad(weight, (0, -cols % _BLOCK, 0, -rows % _BLOCK))
-    blocks = wide.view(wide.shape[0] // _BLOCK, _BLOCK, -1, _BLOCK)
-    scale = blocks.abs().amax(dim=(1, 3)).clamp(1e-4) / 448
-    codes = (blocks / scale[:, None, :, None]).to(_FP8).view_as(wide)
-    return {"weight": codes[:rows, :cols], scale_name: scale}
-
-
-def _of_rows(weight: Tensor, largest: float, dtype: torch.dtype) -> Parts:
-    scale = weight.abs().amax(1, keepdim=True) / largest
-    codes = weight / scale
-    return {"weight": (codes if dtype == _FP8 else codes.round()).to(dtype), "weight_scale": scale}
-
-
-def _exponents(groups: Tensor) -> Tensor:
-    return groups.abs().amax(2).clamp(1e-30).log2().floor()
-
-
-def _mxfp8(weight: Tensor) -> Parts:
-    groups = weight.view(len(weight), -1, 32)
-    exponents = _exponents(groups) - 8
-    codes = (groups / exponents[..., None].exp2()).view_as(weight).to(_FP8)
-    return {"weight": codes, "weight_scale": (exponents + 127).to(torch.uint8)}
-
-
-def _pairs(groups: Tensor, rows: int) -> Tensor:
-    """Some two codes of 4 bits in each byte."""
-    return (groups * 37).to(torch.int32).view(rows, -1)[:, ::2].to(torch.uint8)
-
-
-def _nvfp4(weight: Tensor) -> Parts:
-    groups = weight.view(len(weight), -1, 16)
-    whole = 448 * 6 / weight.abs().amax()
-    return {
-        "weight_packed": _pairs(groups, len(weight)),
-        "weight_scale": (groups.abs().amax(2) / 6 * whole).to(_FP8),
-        "weight_global_scale": whole.view(1),
-        "input_global_scale": 1 / weight.abs().mean().view(1),
-    }
-
-
-def _nvfp4_of_modelopt(weight: Tensor) -> Parts:
-    parts = _nvfp4(weight)
-    return {
-        "weight": parts["weight_packed"],
-        "weight_scale": parts["weight_scale"],
-        "weight_scale_2": 1 / parts["weight_global_scale"].view(()),
-        "input_scale": weight.abs().mean(),
-    }
-
-
-def _int4(weight: Tensor) -> Parts:
-    groups = weight.view(len(weight), -1, 128)
-    scale = groups.abs().amax(2, keepdim=True) / 7
-    codes = ((groups / scale).round() + 8).to(torch.int32).view(len(weight), -1, 8)
-    packed = (codes << torch.arange(0, 32, 4)).sum(-1, dtype=torch.int64).to(torch.int32)
-    return {
-        "weight_packed": packed,
-        "weight_scale": scale.squeeze(2).bfloat16(),
-        "weight_shape": torch.tensor(weight.shape),
-    }
-
-
-_PARTS: dict[str, Callable[[Tensor], Parts]] = {
-    "block FP8": lambda weight: _of_blocks(weight, "weight_scale_inv"),
-    "block FP8, compressed": lambda weight: _of_blocks(weight, "weight_scale"),
-    "channel FP8": lambda weight: _of_rows(weight, 448, _FP8),
-    "channel INT8": lambda weight: _of_rows(weight, 127, torch.int8),
-    "MXFP8": _mxfp8,
-    "NVFP4": _nvfp4,
-    "NVFP4, ModelOpt": _nvfp4_of_modelopt,
-    "INT4": _int4,
-}
 
 
 def use_kernels(kernels: Collection[str], experts: str = "") -> None:

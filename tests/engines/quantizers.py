@@ -12,9 +12,12 @@ from torch import Tensor
 from deltasync.quant.block_fp8 import BlockFp8
 from deltasync.quant.form import Form
 from deltasync.quant.fp8 import Fp8
+from deltasync.quant.int4 import Int4
 from deltasync.quant.int8 import Int8
+from deltasync.quant.matrices import Matrix
 from deltasync.quant.mxfp8 import MxFp8
-from tests.quant.kinds import FINITE, KINDS, bits_of, cases, every_maximum, peak_of
+from deltasync.quant.nvfp4 import CompressedNvfp4
+from tests.quant.kinds import FINITE, KINDS, bits_of, cases, every_maximum
 
 Quantize = Callable[[Tensor], Mapping[str, Tensor]]
 
@@ -50,13 +53,6 @@ def vllm_blocks(*, ue8m0: bool) -> Quantize:
     return quantize
 
 
-def sglang_blocks(weight: Tensor) -> Mapping[str, Tensor]:
-    from sglang.srt.layers.quantization.fp8_utils import per_block_cast_to_fp8
-
-    codes, scale = per_block_cast_to_fp8(weight)
-    return {"weight": codes, "weight_scale_inv": scale}
-
-
 def compressed(compression: str, **weights: Any) -> Quantize:
     """From the minimum and the maximum to what compressed-tensors writes into a checkpoint."""
 
@@ -66,7 +62,7 @@ def compressed(compression: str, **weights: Any) -> Quantize:
         from compressed_tensors.quantization.utils import calculate_qparams
         from compressed_tensors.quantization.utils.helpers import maybe_pad_tensor_for_block_quant
 
-        arguments = QuantizationArgs(num_bits=8, symmetric=True, **weights)
+        arguments = QuantizationArgs(**({"num_bits": 8, "symmetric": True} | weights))
         scheme = QuantizationScheme(targets=["Linear"], weights=arguments)
         compressor = BaseCompressor.get_value_from_registry(compression)
         if arguments.strategy == "tensor":
@@ -87,15 +83,40 @@ def compressed(compression: str, **weights: Any) -> Quantize:
     return quantize
 
 
+def nvfp4(weights: list[Tensor], *, number: int = 0) -> dict[str, Tensor]:
+    """What a checkpoint of compressed-tensors has of one of several layers that are fused."""
+    from compressed_tensors.compressors.nvfp4 import NVFP4PackedCompressor
+    from compressed_tensors.quantization import preset_name_to_scheme
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+    scheme, weight = preset_name_to_scheme("NVFP4A16", ["Linear"]), weights[number]
+    peak = torch.stack([one.abs().amax() for one in weights]).amax().view(1).float()
+    total = generate_gparam(-peak, peak)  # as `Observer.get_global_scale` of llm-compressor
+    low, high = weight.view(len(weight), -1, 16).aminmax(dim=2)
+    scale, zero_point = calculate_qparams(low, high, scheme.weights, global_scale=total)
+    state = {
+        "weight": weight,
+        "weight_scale": scale.to(weight.dtype),  # the dtype of the module's parameter
+        "weight_zero_point": zero_point,
+        "weight_global_scale": total,
+    }
+    return dict(NVFP4PackedCompressor.compress(state, scheme))
+
+
+def int4(group_size: int | None) -> Quantize:
+    strategy = "channel" if group_size is None else "group"
+    return compressed(
+        "pack-quantized", num_bits=4, type="int", strategy=strategy, group_size=group_size
+    )
+
+
 def differing(quantizer: Quantizer, weight: Tensor) -> list[str]:
     """The parts of which a bit is not that of the form."""
-    theirs, form = quantizer.quantize(weight), quantizer.form
-    whole = form.whole(peak_of(weight))
-    ours = {**whole, **form.quantize(weight, whole)}
+    ours = Matrix(weight, quantizer.form, name="layer.weight")
     return [
         suffix
-        for suffix, part in theirs.items()
-        if not torch.equal(bits_of(part), bits_of(ours[suffix]))
+        for suffix, part in quantizer.quantize(weight).items()
+        if not torch.equal(bits_of(part), bits_of(ours.served(suffix)))
     ]
 
 
@@ -116,12 +137,6 @@ def all_differing(quantizer: Quantizer) -> list[str]:
         blocks[:, : some.shape[1]] = some
         bad += differing(quantizer, blocks.view(-1, 128))
     return bad
-
-
-def differing_in_sglang() -> list[str]:
-    """In a process of its own: SGLang takes stubs that vLLM must not see."""
-    quantizer = Quantizer("sglang", BlockFp8("ue8m0"), sglang_blocks, finite=True)
-    return [f"{quantizer}: {bad}" for bad in all_differing(quantizer)]
 
 
 def installed() -> list[Quantizer]:
@@ -157,5 +172,10 @@ def installed() -> list[Quantizer]:
             MxFp8(),
             compressed("mxfp8-quantized", type="float", **groups),
             finite=True,
+        ),
+        Quantizer("compressed-tensors", CompressedNvfp4(), lambda one: nvfp4([one]), finite=True),
+        *(
+            Quantizer("compressed-tensors", Int4(group), int4(group), finite=True)
+            for group in (32, None)
         ),
     ]

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from deltasync.integrations.http import Http
+from tests.engines.checkpoints import save
 from tests.engines.programs import Program, wait_until_up
 from tests.worlds.ranks import free_port
 
@@ -31,7 +31,7 @@ def served(
     folder: Path, weights: dict[str, Tensor], *settings: object, port: int | None = None
 ) -> Iterator[str]:
     """The address of a server that was started on these weights."""
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    save(folder, weights)
     port = port or free_port()
     chosen = ON_GPU if torch.cuda.is_available() else ON_CPU
     flags = [word for pair in chosen.items() for word in pair]

@@ -5,16 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
-from deltasync.errors import ConfigError, SyncAborted
+from deltasync.errors import ConfigError
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.http import Http
 from deltasync.integrations.sglang import SglangServer
@@ -30,52 +29,21 @@ LONG = 450
 CROWD = 6
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    write_model(write_config("LlamaForCausalLM", tmp_path))
-    return tmp_path
-
-
-def test_a_server_without_configuration(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of matrices that SGLang must not work on again: no order of ours makes it do so."""
-    use_sglang(monkeypatch)
-    monkeypatch.setenv("TESTED_PROCESSING", "1")
-    old = load_file(folder / "model.safetensors")
-    new = changed(old, 0.3, seed=1)
-    with served(folder, new) as url:
-        expected = generate(Http(url))["output_ids"]
-    with served(folder, old) as url:
-        http, server = Http(url), SglangServer(url)
-        another_model_is_refused(url, folder)
-        before = generate(http)["output_ids"]
-        assert before != expected
-        source = Weights({name: tensor.clone() for name, tensor in old.items()})
-        link = shared_memory.Sender(folder / "socket")
-        with EngineSync(source, server, link, paused=server.paused) as sync:
-            sync.connect()
-            assert generate(http)["output_ids"] == before
-            assert sync.send_weights().full_synced == 0
-            source.take(new)
-            assert sync.send_weights().kind == "delta"
-            assert generate(http)["output_ids"] == expected
-            assert http.get("model_info")["weight_version"] == "2"
-            requests_go_on(http, sync, source)
-            sync.disconnect()
-            source.take(old)
-            assert sync.send_weights().full_synced == 1
-            assert generate(http)["output_ids"] == before
-        assert generate(http)["output_ids"] == before  # disconnected
-
-
 @pytest.mark.promise(
     "Engines and trainers of several ranks",
     "Each update drops what the old weights computed.",
 )
 def test_prompts_find_nothing_that_old_weights_have_made(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In no way of pausing, and with requests that run and wait meanwhile."""
+    """In no way of pausing, and with requests that run and wait meanwhile.
+
+    SGLang must not work on its matrices again: no order of ours makes it do so.
+    """
     use_sglang(monkeypatch)
+    monkeypatch.setenv("TESTED_PROCESSING", "1")
+    folder = write_config("LlamaForCausalLM", tmp_path)
+    write_model(folder)
     old = load_file(folder / "model.safetensors")
     new = changed(old, 0.3, seed=1)
     with served(folder, new) as url:
@@ -93,8 +61,10 @@ def test_prompts_find_nothing_that_old_weights_have_made(
             partial(server.paused, "in_place"),
             partial(server.paused, "abort"),
         ]
-        with EngineSync(source, server, link) as sync:
+        with EngineSync(source, server, link, paused=server.paused) as sync:
             sync.send_weights()
+            weights_that_sleep_are_left_alone(http, sync)
+            requests_go_on(http, sync, source)
             for number, paused in enumerate(pauses):
                 sync._engine.pause.paused = paused
                 name = "old" if number % 2 else "new"
@@ -131,51 +101,14 @@ def crowd(http: Http) -> Callable[[], list[list[int]]]:
     return ended
 
 
-def test_weights_that_are_released_are_left_alone(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On CPUs their memory stays, and workers are told all the same. Weights that come back as
-    others are sent.
-    """
-    use_sglang(monkeypatch)
-    old = load_file(folder / "model.safetensors")
-    with served(folder, old) as url:
-        http, server = Http(url), SglangServer(url)
-        source = Weights({name: tensor.clone() for name, tensor in old.items()})
-        link = shared_memory.Sender(folder / "socket")
-        with EngineSync(source, server, link, paused=server.paused) as sync:
+def weights_that_sleep_are_left_alone(http: Http, sync: EngineSync) -> None:
+    """On CPUs their memory stays, and workers are told all the same."""
+    for tags in (["weights"], None):
+        http.post("release_memory_occupation", {"tags": tags})
+        with pytest.raises(ConfigError, match="sleep"):
             sync.send_weights()
-            for tags in (["weights"], None):
-                http.post("release_memory_occupation", {"tags": tags})
-                http.post("resume_memory_occupation", {"tags": tags})
-                source.take(changed(source.weights, 0.01, seed=1))
-                stats = sync.send_weights()
-                assert (stats.kind, stats.full_synced, stats.joined) == ("delta", 0, 0)
-            http.post("release_memory_occupation", {"tags": ["weights"]})
-            http.post("update_weights_from_disk", {"model_path": str(folder)})  # loses the latest
-            source.take(changed(source.weights, 0.01, seed=3))
-            with pytest.raises(ConfigError, match="sleep"):
-                sync.send_weights()
-            http.post("resume_memory_occupation", {"tags": ["weights"]})
-            with suppress(SyncAborted):  # unless the worker has seen it before
-                sync.send_weights()
-            assert sync.send_weights().receivers == 1
-            version_now = http.get("model_info")["weight_version"]
-            assert version_now == str(sync.sender.version)
-
-
-def another_model_is_refused(url: str, folder: Path) -> None:
-    """By its worker, which goes on."""
-    source, link = (
-        Weights({"lm_head.weight": torch.zeros(3, 4)}),
-        shared_memory.Sender(folder / "a"),
-    )
-    with (
-        EngineSync(source, SglangServer(url), link) as sync,
-        pytest.raises(ConfigError, match="lm_head"),
-    ):
-        sync.connect()
-    assert len(generate(Http(url))["output_ids"]) == 12
+        http.post("resume_memory_occupation", {"tags": tags})
+        assert sync.send_weights().receivers == 1
 
 
 def requests_go_on(http: Http, sync: EngineSync, source: Weights) -> None:
@@ -186,6 +119,7 @@ def requests_go_on(http: Http, sync: EngineSync, source: Weights) -> None:
             for tensor in source.weights.values():
                 tensor.view(-1)[::100] *= 1.01
             latest = sync.send_weights().version
+    assert http.get("model_info")["weight_version"] == str(latest)
     meta = request.result()["meta_info"]
     versions = [int(span["version"]) for span in meta["weight_versions"]]
     assert versions == sorted(versions)

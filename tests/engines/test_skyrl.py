@@ -7,10 +7,8 @@ from importlib import import_module
 from typing import Any
 
 import pytest
-from torch import nn
 from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
 
-from deltasync.errors import DeltaSyncError
 from tests.engines.environment import ROOT
 from tests.engines.test_vllm_trainer import SHAPES, Fleet, engine_of
 from tests.worlds.links import random_model
@@ -50,17 +48,12 @@ def recipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     WeightTransferTrainerFactory._registry.pop(module.BACKEND)
 
 
-def made(recipe: Any, model: nn.Module, client: SkyrlClient) -> Any:
-    info = recipe.sender_init_info("127.0.0.1", 0, 2, "gloo")
-    info.settings["timeout_s"] = 5.0
-    return WeightTransferTrainerFactory.trainer_init(
-        info, client=client, source=ModuleSource(model)
-    )
-
-
 def test_its_engine_pauses_writes_clears_and_resumes(recipe: Any) -> None:
     model, client = random_model(SHAPES, 0), SkyrlClient(engine_of(), engine_of())
-    engine = made(recipe, model, client)
+    info = recipe.sender_init_info("127.0.0.1", 0, 2, "gloo")
+    info.settings["timeout_s"] = 5.0
+    made = WeightTransferTrainerFactory.trainer_init
+    engine: Any = made(info, client=client, source=ModuleSource(model))
     for version in range(1, 4):
         client.calls.clear()
         engine.send_weights()
@@ -70,12 +63,5 @@ def test_its_engine_pauses_writes_clears_and_resumes(recipe: Any) -> None:
         model.get_parameter("a").data.view(-1)[version::17] *= 3
     written, named = ["start", "update", "finish"], ["start", "update", "finish"]
     assert client.calls == ["pause", *written, "reset", *named, "resume"]
-    client.fails_to_update = True
-    with pytest.raises(DeltaSyncError):
-        engine.send_weights()
-    client.fails_to_update = False
-    engine.send_weights()
-    assert client.hold(model)
-    assert not client.is_paused
     engine.shutdown()
     engine.client.close()  # as SkyRL's `teardown_engine` does

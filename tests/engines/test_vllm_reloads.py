@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,12 @@ import torch
 from torch import Tensor
 
 from deltasync import NamedTensor, SenderOptions, WeightSource
-from deltasync.errors import ConfigError
+from deltasync.errors import ConfigError, EngineFailed
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.vllm import VllmServer
 from deltasync.transports import shared_memory
 from tests.engines import cold
-from tests.engines.checkpoints import Weights, checkpoint, touched, write_config
+from tests.engines.checkpoints import Weights, changed, checkpoint, write_config
 from tests.engines.environment import use_cpu
 from tests.engines.judge import assert_as_started
 from tests.worlds.ranks import run_ranks
@@ -64,7 +65,7 @@ def follow_one_after_the_other(_rank: int, folder: Path) -> None:
         masters = Weights(as_floats(weights))
         with connecting(masters, engine, folder) as sync:
             assert sync.send_weights().full_synced == 0
-            weights = touched(weights, 5, 1)
+            weights = changed(weights, 0.01, 1)
             masters.take(as_floats(weights))
             assert sync.send_weights().kind == "delta"
             assert_as_started(model, folder, weights)
@@ -76,14 +77,14 @@ def follow_one_after_the_other(_rank: int, folder: Path) -> None:
         rounded = Weights({name: tensor.clone() for name, tensor in weights.items()})
         with connecting(rounded, engine, folder) as sync:
             assert sync.send_weights().full_synced == 0
-            weights = touched(weights, 5, 2)
+            weights = changed(weights, 0.01, 2)
             rounded.take(weights)
             assert sync.send_weights().kind == "delta"
             assert_as_started(model, folder, weights)
         options = SenderOptions(leave_out=["lm_head.*"])
         with connecting(rounded, engine, folder, options=options, keep=["lm_head.*"]) as sync:
             assert sync.send_weights().full_synced == 0
-            new = touched(weights, 5, 3)
+            new = changed(weights, 0.01, 3)
             rounded.take(new)
             assert sync.send_weights().kind == "delta"
             assert_as_started(model, folder, new | {HEAD: weights[HEAD]})
@@ -100,7 +101,29 @@ def refuse_what_does_not_fit(_rank: int, folder: Path) -> None:
         for source, why in ((Tied(weights), two), (Weights(short), shape)):
             with connecting(source, engine, folder) as sync, pytest.raises(ConfigError, match=why):
                 sync.connect()
+        break_once(model)
+        source = Weights(weights)
+        with connecting(source, engine, folder) as sync:
+            with pytest.raises(EngineFailed, match="OSError: in the midst of it"):
+                sync.connect()
+            assert_as_started(model, folder, weights)
+            assert sync.send_weights().full_synced == 0
         assert_as_started(model, folder, weights)
+
+
+def break_once(model: Any) -> None:
+    """Let the loader fail when it has taken a part of a layer, and is not only watched."""
+    load, failures = model.load_weights, iter([True])
+
+    def load_weights(weights: Iterator[tuple[str, Tensor]]) -> None:
+        some = list(islice(weights, 5))
+        if some[0][1].is_meta or not next(failures, False):
+            load(chain(some, weights))
+            return
+        load(iter(some))
+        raise OSError("in the midst of it")
+
+    model.load_weights = load_weights
 
 
 def keep_a_tower(_rank: int, folder: Path) -> None:
@@ -114,7 +137,7 @@ def keep_a_tower(_rank: int, folder: Path) -> None:
         options = SenderOptions(leave_out=frozen)
         with connecting(source, engine, folder, options=options, keep=frozen) as sync:
             assert sync.send_weights().full_synced == 0
-            new = touched(weights, 5, 1)
+            new = changed(weights, 0.01, 1)
             new |= {name: one for name, one in weights.items() if "language_model" not in name}
             source.take(new)
             assert sync.send_weights().kind == "delta"

@@ -6,9 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from deltasync.quant.served import Forms
-from tests.engines.quantized import forms_of
-
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
@@ -24,6 +21,7 @@ class Case:
         form: Key of `quantized.CONFIGS`, for engines that are started on quantized checkpoints.
         engine: What runs.
         sleeps: The engine sleeps before each sync, by turns at level 1 and 2.
+        draft: Key of `drafts.DRAFTS`, for engines with a draft model.
     """
 
     architecture: str
@@ -35,11 +33,7 @@ class Case:
     form: str = ""
     engine: Literal["vllm", "sglang"] = "vllm"
     sleeps: bool = False
-
-    @property
-    def forms(self) -> Forms:
-        """What its trainer quantizes."""
-        return forms_of(self.form)
+    draft: str = ""
 
     @property
     def program(self) -> str:
@@ -109,6 +103,9 @@ def _on_one() -> Iterator[Case]:
         for how, environment in _MATRICES.items():
             setup = f"block FP8, {how}"
             yield _case(architecture, setup, form="block FP8", environment=environment)
+    yield _case(llama, "online FP8", settings={"quantization": "fp8_per_channel"})
+    for draft in ("a model", "EAGLE"):
+        yield _case(llama, f"drafts of {draft}", draft=draft, settings={"max_model_len": 128})
     sleeping = {"enable_sleep_mode": True}
     yield _case(llama, "sleep", settings=sleeping, sleeps=True)
     yield _case(latent, "sleep", settings=sleeping, sleeps=True)
@@ -127,14 +124,23 @@ def _of_sglang() -> Iterator[Case]:
 
 def _on_two() -> Iterator[Case]:
     mp: dict[str, Any] = {"distributed_executor_backend": "mp"}
-    for architecture in ("LlamaForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV2ForCausalLM"):
-        for setup, settings in _SPLIT.items():
-            if "EP" not in setup or architecture != "LlamaForCausalLM":
-                yield _case(architecture, setup, settings=mp | settings, workers=2)
-    for setup in ("TP 2", "TP 2, EP 2"):
-        for form in ("block FP8", "channel FP8"):
+    for architecture, setups in {
+        "LlamaForCausalLM": ("TP 2", "PP 2"),
+        "Qwen3ForCausalLM": ("TP 2",),
+        "Qwen2MoeForCausalLM": ("TP 2, EP 2",),  # shared experts are split
+        "Qwen3MoeForCausalLM": _SPLIT,
+        "DeepseekV2ForCausalLM": _SPLIT,
+    }.items():
+        for setup in setups:
+            yield _case(architecture, setup, settings=mp | _SPLIT[setup], workers=2)
+    for architecture, setup, forms in (
+        ("LlamaForCausalLM", "TP 2", ("channel FP8", "INT4")),
+        ("Qwen3MoeForCausalLM", "TP 2", ("block FP8", "channel FP8")),
+        ("Qwen3MoeForCausalLM", "TP 2, EP 2", ("block FP8", "channel FP8")),
+    ):
+        for form in forms:
             yield _case(
-                "Qwen3MoeForCausalLM",
+                architecture,
                 f"{setup}, {form}",
                 form=form,
                 config=_WIDE,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -46,33 +45,18 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
             except ConfigError as error:
                 return {"outcome": "refused", "refused": str(error)}
             try:
-                found = syncs(Http(url), mine, sync, others)
+                sync.send_weights()
+                for weights in others:
+                    answers(Http(url))  # what is cached of its prompts is of the version before
+                    mine.take(weights)
+                    sync.send_weights()
             except DeltaSyncError as error:
                 said = f"{type(error).__name__} in a sync: {error}"
                 return {"outcome": "failed", "printed": said}
         is_same, is_equal = answers(Http(url)) == expected, checksums(Http(url)) == cold
     outcome = "routed" if is_same and is_equal else "WRONG"
     wrong = [] if is_equal else ["checksums"]
-    return found | {"outcome": outcome, "wrong": wrong, "tokens": is_same, "tensors": len(cold)}
-
-
-def syncs(
-    http: Http, mine: Weights, sync: EngineSync, versions: list[dict[str, torch.Tensor]]
-) -> dict[str, Any]:
-    """One version after the other."""
-    sync.send_weights()
-    seconds, stats = [], []
-    for weights in versions:
-        answers(http)  # what is cached of its prompts is of the version before
-        mine.take(weights)
-        began = time.perf_counter()
-        stats.append(sync.send_weights())
-        seconds.append(time.perf_counter() - began)
-    return {
-        "syncs": [one.kind for one in stats],
-        "seconds": seconds,
-        "bytes": [one.payload_bytes for one in stats],
-    }
+    return {"outcome": outcome, "wrong": wrong, "tokens": is_same, "tensors": len(cold)}
 
 
 def answers(http: Http) -> list[list[int]]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
 from typing import Any
 
 import torch
-from torch import nn
 
 from deltasync.delta.bits import storage_of
 from deltasync.engines.proof.reach import Reach, is_handle
@@ -22,27 +20,32 @@ class Look:
     """Takes a case's calls: vLLM lets its worker inherit from this. Answers are JSON."""
 
     get_model: Any
+    model_runner: Any
     weight_transfer_engine: Any
 
     def tensors_held(self) -> dict[str, list[object]]:
-        """What can be reached from the model, by path: a digest of its bits, and its address."""
+        """What can be reached from the model, by path: a digest of its bits, and its address.
+
+        From the one that drafts for it, too.
+        """
+        drafter = getattr(self.model_runner, "drafter", None)
         return {
             path: [hashlib.blake2b(one.bits.cpu().numpy().tobytes()).hexdigest(), one.address]
-            for path, one in seen(self.get_model()).items()
+            for path, one in seen([self.get_model(), getattr(drafter, "model", None)]).items()
             if not any(part in path for part in ("kv_cache", *_SCRATCH))
+            if one.dtype != torch.int64 or one.bits.numel() > 8  # handles, new in each process
         }
 
     def discard_weights(self) -> None:
-        """What becomes of what was loaded while the engine sleeps: vLLM keeps buffers alone."""
-        discard(self.get_model(), self.weight_transfer_engine._storages)
+        """What becomes of what was loaded while the engine sleeps: vLLM keeps buffers alone.
 
-
-def discard(model: nn.Module, loaded: Collection[int]) -> None:
-    """Overwrite the memory that it was loaded into, but for buffers and handles of kernels."""
-    kept = {storage_of(buffer) for buffer in model.buffers()}
-    for found in Reach([("", model)]).tensors.values():
-        here = found.alias
-        is_ours = here.untyped_storage().data_ptr() in loaded and storage_of(here) not in kept
-        if is_ours and not (is_handle(here) or here.is_meta):
-            memory = torch.empty(0, dtype=torch.uint8, device=here.device)
-            memory.set_(here.untyped_storage()).fill_(7)
+        The memory that the model was loaded into, but for handles of kernels, is overwritten.
+        """
+        model, loaded = self.get_model(), self.weight_transfer_engine._storages
+        kept = {storage_of(buffer) for buffer in model.buffers()}
+        for found in Reach([("", model)]).tensors.values():
+            here = found.alias
+            is_ours = here.untyped_storage().data_ptr() in loaded and storage_of(here) not in kept
+            if is_ours and not (is_handle(here) or here.is_meta):
+                memory = torch.empty(0, dtype=torch.uint8, device=here.device)
+                memory.set_(here.untyped_storage()).fill_(7)

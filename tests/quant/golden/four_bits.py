@@ -30,7 +30,7 @@ def modelopt(weight: Tensor) -> dict[str, Tensor]:
 
 
 def main() -> None:
-    from tests.engines.test_quant_4bit import compressed, pack_quantized
+    from tests.engines.quantizers import int4, nvfp4
 
     torch.compiler.set_stance("force_eager")
     found: dict[str, Tensor] = {}
@@ -38,10 +38,10 @@ def main() -> None:
         weight = matrix(kind, 3, 64, seed=1)
         made = {
             "matrix": {"weight": weight},
-            "nvfp4 of compressed-tensors": compressed([weight]),
+            "nvfp4 of compressed-tensors": nvfp4([weight]),
             "nvfp4 of modelopt": modelopt(weight),
-            "int4, 32": pack_quantized(weight, 32),
-            "int4, rows": pack_quantized(weight, None),
+            "int4, 32": dict(int4(32)(weight)),
+            "int4, rows": dict(int4(None)(weight)),
         }
         for form, parts in made.items():
             found |= {f"{form}/{kind}/{name}": part for name, part in parts.items()}
