@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from deltasync.errors import (
 from deltasync.transports.base import Capabilities, Frame
 from tests.worlds.links import (
     Model,
+    Serving,
     Stubborn,
     ThroughSender,
     bits_equal,
@@ -211,6 +213,26 @@ def test_one_rank_that_cannot_commit_undoes_its_whole_engine_and_no_other() -> N
         assert not first.receiver.is_dirty
         here.wait(3)
         assert here.sender.send_weights(timeout_s=60).receivers == 3
+        assert hold_the_same(source, halves)
+
+
+def test_a_rank_that_was_dirty_is_dirty_after_a_sync_that_is_undone() -> None:
+    source, halves = model(), halves_of(model(1))
+    stubborn = Stubborn(halves[1])
+    with fleet(source) as here:
+        here.add(stubborn, rank=1, world=2)
+        place: Any = {"rank": 0, "world": 2, "half_written": True}
+        receiver = WeightReceiver(ModuleTarget(halves[0]), here.transport.receiver(), **place)
+        serving = here.serving["engine/0"] = Serving(receiver).start()
+        here.wait(2)
+        stubborn.fails = True
+        with pytest.raises(SyncAborted):
+            here.sender.send_weights(timeout_s=60)
+        until(lambda: any(isinstance(error, SyncAborted) for error in serving.errors))
+        assert receiver.is_dirty
+        here.wait(2)
+        assert here.sender.send_weights(timeout_s=60).full_synced == 2
+        until(lambda: not receiver.is_dirty)
         assert hold_the_same(source, halves)
 
 
