@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import lru_cache, partial
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -29,7 +28,6 @@ from deltasync.engines.reloaded import ReloadedTarget
 from deltasync.engines.routed import RoutedTarget
 from deltasync.errors import ConfigError
 from deltasync.testing.processes import Child
-from tests.worlds.ranks import free_port, run_ranks
 from tests.worlds.toy_engines import (
     PACKAGE,
     Engine,
@@ -48,19 +46,6 @@ from tests.worlds.toy_engines import (
 )
 
 Given = Iterable[tuple[str, Tensor]]
-
-
-class InterruptedAt:
-    """`work_on`, which is interrupted once: at the end of this call."""
-
-    def __init__(self, at: int) -> None:
-        self.at, self.calls = at, 0
-
-    def __call__(self, modules: Sequence[nn.Module]) -> None:
-        self.calls += 1
-        work_on(modules)
-        if self.calls == self.at:
-            raise KeyboardInterrupt
 
 
 class Kernel:
@@ -131,20 +116,12 @@ def of_sinks(own: Any) -> None:
     own.kept.copy_(own.sinks.data)
 
 
-def of_sinks_once(own: Any) -> None:
-    own.most = float(own.weight.max())
-    if not hasattr(own, "is_worked_on"):
-        own.kept.copy_(own.sinks.data)
-    own.is_worked_on = True
-
-
 def ones(_: Any) -> Tensor:
     return torch.ones(6, dtype=torch.bfloat16)
 
 
 VIEW, BESIDE = layer(of_view, part=lambda own: own.weight[2:].view(-1)), layer(beside)
 SINKS = layer(of_sinks, sinks=lambda own: fixed(ones(own)), kept=ones)
-SINKS_ONCE = layer(of_sinks_once, kept=ones)
 CAST = layer(cast_once, impl=lambda own: SimpleNamespace(sinks=own.sinks))
 SLOTTED = layer(
     lambda own: own.kernel.pack(own.weight.data * 2),
@@ -159,17 +136,6 @@ class InLoader(Engine):
         super().load_weights(weights)
         for own in list[Any](self.layers):
             own.absorbed = (own.weight.data + own.sinks.data[:, None]).T.contiguous()
-
-
-class ForLoaded(Engine):
-    """Likewise, for the layers that were loaded."""
-
-    def load_weights(self, weights: Given) -> None:
-        weights = list(weights)
-        super().load_weights(weights)
-        for number in sorted({int(n.split(".")[1]) for n, _ in weights if n.endswith("t")}):
-            own: Any = self.layers[number]
-            own.absorbed = own.weight.data * 2
 
 
 def prove(
@@ -205,9 +171,7 @@ def write(target: RoutedTarget, weights: dict[str, Tensor], changed: Sequence[st
     "Bits",
     "What an engine computes from its weights is updated in each sync, or `connect` refuses.",
 )
-@pytest.mark.parametrize(
-    "kind", [*(of(made, Engine) for made in (Projection, VIEW, BESIDE, SINKS)), InLoader, ForLoaded]
-)
+@pytest.mark.parametrize("kind", [*(of(made, Engine) for made in (VIEW, BESIDE, SINKS)), InLoader])
 def test_what_is_derived_follows_every_update_in_its_place(kind: type[Layered]) -> None:
     before, after = checkpoint(0), checkpoint(1)
     engine, target = prove(kind, before)
@@ -247,22 +211,13 @@ def itself(kept: Any) -> Any:
 # What an engine keeps of float32[6, 4], and how it uses that.
 KEPT: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Any]]] = {
     "array": (lambda w: w.numpy().copy(), itself),
-    "backwards": (lambda w: w.numpy().copy()[::-1], itself),
     "constant array": (read_only, itself),
     "array of objects": (lambda w: np.array([float(w.max()), None]), itself),
-    "number of numpy": (lambda w: w.numpy().max(), itself),
     "numbers": (lambda w: w.flatten().tolist(), itself),
-    "tuple": (lambda w: tuple(w.flatten().tolist()), itself),
     "set": (lambda w: set(w.flatten().tolist()), itself),
-    "integer": (lambda w: int(w.max() * 1e6), itself),
-    "complex": (lambda w: complex(w.max(), w.min()), itself),
-    "text": (lambda w: str(w.max()), itself),
-    "bytes": (lambda w: w.numpy().tobytes(), itself),
     "bytearray": (lambda w: bytearray(w.numpy().tobytes()), itself),
     "deque": (lambda w: deque([w]), lambda kept: kept[0]),
-    "ordered": (lambda w: OrderedDict(a=w), lambda kept: kept["a"]),
     "proxy": (lambda w: MappingProxyType({"a": w}), lambda kept: kept["a"]),
-    "frozen": (Frozen, lambda kept: kept.packed),
     "frozen number": (lambda w: Frozen(float(w.max())), lambda kept: kept.packed),
     "private": (Kernel, Kernel.packed),
     "partial": (lambda w: partial(max, float(w.max())), lambda kept: kept.args),
@@ -270,7 +225,6 @@ KEPT: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Any]]] = {
     "cached function": (lambda w: lru_cache(closure(w)), lambda kept: kept()),
     "a module's attribute": (in_a_module, lambda kept: kept[0].packed),
     "signs": (torch.sign, itself),
-    "positive": (lambda w: w > 0, itself),
 }
 
 
@@ -303,11 +257,8 @@ def test_what_is_derived_each_time_follows_and_what_is_derived_once_is_refused(n
 # Forms of tensors that cannot be compared.
 PACKS: tuple[Callable[[Any], Tensor], ...] = (
     Tensor.to_sparse,
-    Tensor.to_mkldnn,
     lambda w: torch.quantize_per_tensor(w, 0.1, 0, torch.qint8),
-    lambda w: torch.nested.nested_tensor([w[0], w[1]]),
     lambda w: torch.complex(w, w).conj(),
-    lambda w: torch.complex(w, w).conj().imag,
 )
 
 
@@ -325,11 +276,10 @@ class Pushed(Engine):
     """Its layers write outside of themselves."""
 
     made = layer(lambda own: own.root[0].table[own.number].copy_(own.weight.data * 2))
-    common: ClassVar[Tensor | None] = None
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = torch.zeros(3, 6, 4) if self.common is None else self.common
+        self.table = torch.zeros(3, 6, 4)
         for number, own in enumerate(list[Any](self.layers)):
             own.root, own.number = [self], number
 
@@ -341,7 +291,6 @@ class Measuring(Engine):
 
 
 STALE = ": the engine computes with it"
-OUTSIDE = "'table' is written by the start of another layer"
 
 
 @pytest.mark.promise(
@@ -357,11 +306,9 @@ OUTSIDE = "'table' is written by the start of another layer"
             f"'layers.0.absorbed'{STALE}",
         ),
         (of(CAST, Engine), f"'layers.0.impl.sinks'{STALE}"),
-        (of(SINKS_ONCE, Engine), rf"'layers\.0\.kept'.*{STALE}"),
         *((packing(pack), "'layers.0.packed' is sparse, quantised or packed by") for pack in PACKS),
         (engine_of(with_a_number), "'layers.0.kernel.packed', 'layers.0.kernel.scale'"),
-        (Pushed, OUTSIDE),
-        (of(Pushed.made, Pushed, common=torch.zeros(3, 6, 4)), OUTSIDE),  # of both instances
+        (Pushed, "'table' is written by the start of another layer"),
         (Measuring, "making its model without memory raised"),
         (
             engine_of(id, watch=lambda own: torch._C._WeakTensorRef(own.weight)),  # type: ignore[attr-defined]
@@ -451,9 +398,9 @@ class Reloading(Engine):
             work_on(list(self.modules()))
 
 
-def prove_by(way: str, engine: Any, work: Callable[[Sequence[nn.Module]], None] = work_on) -> None:
+def prove_by(way: str, engine: Any) -> None:
     """Routes, or reloading. The engine was started on the first checkpoint, and is as it was."""
-    weights, proof, before = checkpoint(), proof_of(engine, work), state_of(engine)
+    weights, proof, before = checkpoint(), proof_of(engine), state_of(engine)
     try:
         if way == "routed":
             RoutedTarget(engine, specs(weights)).verify_routes(weights.items(), lambda: proof)
@@ -465,15 +412,8 @@ def prove_by(way: str, engine: Any, work: Callable[[Sequence[nn.Module]], None] 
         check_state(engine, before, before)
 
 
-def in_a_dict(own: Any) -> None:
-    """A number, in a dict that leads to no tensor."""
-    own.state = getattr(own, "state", {})
-    own.state["largest"] = float(own.weight.data.max())
-
-
-def in_a_dict_once(own: Any) -> None:
-    if not getattr(own, "state", None):
-        in_a_dict(own)
+def number_once(own: Any) -> None:
+    own.largest = getattr(own, "largest", float(own.weight.data.max()))
 
 
 @pytest.mark.parametrize(
@@ -481,28 +421,25 @@ def in_a_dict_once(own: Any) -> None:
     [
         ("all", Projection, None),
         ("elsewhere", BESIDE, None),
-        ("all", SINKS, None),
-        ("all", layer(in_a_dict), None),
         ("nothing", Projection, "'embed', 'head', 'layers.0.sinks'"),
         ("no sinks", Projection, "'layers.0.sinks', 'layers.1.sinks', 'layers.2.sinks'"),
         ("beside", layer(of_view, part=lambda own: own.weight.data), r"'layers.0.absorbed'"),
         ("all", CAST, r"'layers.0.impl.sinks', 'layers.1.impl.sinks'"),
-        ("all", SINKS_ONCE, r"'layers\.\d\.kept'"),
-        ("all", layer(in_a_dict_once), "'layers.0.state.largest'"),
+        ("all", layer(number_once), "'layers.0.largest'"),
     ],
 )
 def test_reloading_is_held_against_a_fresh_engine(
     reloads: str, made: type[Layer], stale: str | None
 ) -> None:
     engine = of(made, Reloading, reloads=reloads).started(checkpoint())
-    states = [dict(getattr(own, "state", {})) for own in engine.layers]
+    numbers = [vars(own).get("largest") for own in engine.layers]
     with (
         pytest.raises(ConfigError, match=f"{stale}.*computes with it, and reload")
         if stale
         else nullcontext()
     ):
         prove_by("reloaded", engine)
-    assert states == [getattr(own, "state", {}) for own in engine.layers]
+    assert numbers == [vars(own).get("largest") for own in engine.layers]
 
 
 @pytest.mark.promise(
@@ -510,43 +447,20 @@ def test_reloading_is_held_against_a_fresh_engine(
     "A proof puts everything back, whatever is raised. If it cannot, the worker refuses every "
     "request.",
 )
-@pytest.mark.parametrize(
-    ("made", "way", "calls"),
-    [
-        (BESIDE, "routed", range(1, 40, 9)),
-        (SLOTTED, "reloaded", range(1, 8, 2)),
-    ],
-)
-def test_whatever_is_raised_everything_is_put_back(
-    made: type[Layer], way: str, calls: range
-) -> None:
-    """At a call of what an engine does."""
-    engine = of(made, Reloading).started(checkpoint())
+@pytest.mark.parametrize(("made", "way"), [(BESIDE, "routed"), (SLOTTED, "reloaded")])
+def test_whatever_is_raised_everything_is_put_back(made: type[Layer], way: str) -> None:
+    """An interrupt, at lines of the proof."""
+    engine, old = of(made, Reloading).started(checkpoint()), sys.gettrace()
     kernels = [own.kernel for own in engine.layers]
-    for at in calls:
-        interrupted = InterruptedAt(at)
-        try:
-            prove_by(way, engine, interrupted)
-        except KeyboardInterrupt:
-            assert interrupted.calls == at
-        except ConfigError:
-            assert made is SLOTTED
-        assert [own.kernel for own in engine.layers] == kernels
-
-
-PROOF = PACKAGE / "engines" / "proof"
-
-
-def test_an_interrupt_at_any_line_leaves_the_engine_as_it_was() -> None:
-    engine, old = of(BESIDE, Engine).started(checkpoint()), sys.gettrace()
     try:
-        sys.settrace(counted := InterruptedLine(PROOF, sys.maxsize))
-        prove_by("routed", engine)
-        step = (sys.maxsize - counted.left) // 14
-        for number in range(1, 14):
-            sys.settrace(InterruptedLine(PROOF, number * step))
+        sys.settrace(counted := InterruptedLine(PACKAGE / "engines" / "proof", sys.maxsize))
+        prove_by(way, engine)
+        step = (sys.maxsize - counted.left) // 7
+        for number in range(1, 7):
+            sys.settrace(InterruptedLine(PACKAGE / "engines" / "proof", number * step))
             with suppress(KeyboardInterrupt):
-                prove_by("routed", engine)
+                prove_by(way, engine)
+            assert [own.kernel for own in engine.layers] == kernels
     finally:
         sys.settrace(old)
 
@@ -572,15 +486,9 @@ def test_what_came_after_loading_is_left_alone_unless_it_is_a_copy() -> None:
 
 def gather(own: Any) -> None:
     """Asks the engine's other ranks for what they hold, as vLLM's MLA does."""
-    parts = [torch.empty_like(own.weight.data) for _ in range(2)]
+    parts = [torch.empty_like(own.weight.data)]
     dist.all_gather(parts, own.weight.data)
     own.gathered = torch.cat(parts)
-
-
-def gather_and_keep(own: Any) -> None:
-    """Nothing brings up to date what it keeps besides."""
-    own.absorbed = getattr(own, "absorbed", own.weight.data * 2)
-    gather(own)
 
 
 class SummingLoader(Reloading):
@@ -591,31 +499,21 @@ class SummingLoader(Reloading):
         dist.all_reduce(torch.ones(1))
 
 
-def prove_as_a_rank(rank: int, port: int) -> None:
-    """One of two. The first refuses before the other one, and then proves nothing."""
-    address = f"tcp://127.0.0.1:{port}"
-    long = timedelta(seconds=200)  # more than this test may take
-    dist.init_process_group("gloo", address, rank=rank, world_size=2, timeout=long)
-    made = layer((gather_and_keep, gather)[rank])
-    for way in ("routed", "reloaded"):
-        engine = of(made, Reloading).started(checkpoint())
-        with pytest.raises(ConfigError, match=r"its ranks talk to each other .*allgather"):
-            prove_by(way, engine)
-        dist.barrier()
-        summing = SummingLoader.started(checkpoint())
-        if rank == 1:
-            with pytest.raises(ConfigError, match=r"its ranks talk to .*allreduce") as error:
-                prove_by(way, summing)
-            assert "without_routes" not in str(error.value)  # which helps as little
-        dist.barrier()
-    dist.destroy_process_group()
+@pytest.mark.parametrize("way", ["routed", "reloaded"])
+def test_no_rank_waits_for_others_while_it_proves(way: str) -> None:
+    """Which may have refused, or prove nothing."""
+    store = torch._C._distributed_c10d.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        for kind in (of(layer(gather), Reloading), SummingLoader):
+            engine = kind.started(checkpoint())
+            with pytest.raises(ConfigError, match="its ranks talk to each other"):
+                prove_by(way, engine)
+    finally:
+        dist.destroy_process_group()
 
 
-def test_no_rank_waits_for_one_that_refuses_or_proves_nothing() -> None:
-    run_ranks(prove_as_a_rank, 2, free_port(), timeout_s=150)
-
-
-LAYERS, ROWS = 16, 2048
+LAYERS, ROWS = 10, 2048
 LAYER_BYTES = 2 * ROWS * ROWS * 2  # a matrix, and another that is made of it
 MOST_LAYERS = 6
 M_MMAP_THRESHOLD = -3  # of malloc.h
@@ -676,33 +574,16 @@ FLOATS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [*FLOATS, torch.float8_e8m0fnu], ids=str)
-def test_other_floats_are_smaller_by_10_to_50_percent_and_differ_at_each_place(
-    dtype: torch.dtype,
-) -> None:
-    """With the other sign, half of them, if there are both."""
-    ones = torch.ones(600_000).to(dtype)
-    first, second = (as_bits(other_bits(ones, name)) for name in "ab")
-    for step in (1, 64, 4096, 1 << 18):  # elements, rows, blocks are in another order
-        assert not torch.equal(first[step:], first[:-step])
-    assert not torch.equal(first[:64], second[:64])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_other_floats_are_smaller_by_10_to_50_percent(dtype: torch.dtype) -> None:
+    """With the other sign, half of them, if there are both; what is odd differs as well."""
     odd = torch.tensor([0.0, 1e-7, 1.0, 1e4, torch.inf, torch.nan]).to(dtype)
     assert bool((as_bits(other_bits(odd, "a")) != as_bits(odd)).all())
-    assert torch.equal(as_bits(other_bits(odd, "a")), as_bits(other_bits(odd, "a")))
-    one, two = as_bits(torch.tensor([1.0, 2.0]).to(dtype)).tolist()
-    assert len(set(first.tolist())) >= max(2, min(90, (two - one) * 3 // 4))
-    for signs in ((1, 1), (-1, -1), (1, -1)) if dtype in FLOATS else ():
+    for signs in ((1, 1), (1, -1)):
         values = torch.logspace(-4, 2, 100_000).clamp(min=torch.finfo(dtype).tiny * 4)
         values = (values * torch.tensor(signs).repeat(50_000)).to(dtype)
         ratios = other_bits(values, "a").double() / values.double()
-        assert 0.5 <= ratios.abs().min() <= 0.58
-        assert 0.83 <= ratios.abs().max() <= 0.9
+        assert ratios.abs().min() >= 0.5
+        assert ratios.abs().max() <= 0.9
         turned = (ratios < 0).double().mean()
         assert 0.49 < turned < 0.51 if signs == (1, -1) else turned == 0
-
-
-def test_other_integers_are_the_same_in_another_order() -> None:
-    numbers = torch.arange(-17, 18, dtype=torch.int8).view(7, 5)
-    other = other_bits(numbers, "a")
-    assert not torch.equal(other, numbers)
-    assert torch.equal(other.flatten().sort().values, numbers.flatten())

@@ -4,72 +4,53 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from contextlib import closing
 
 import pytest
 import torch
 
-from deltasync import SyncStats
 from deltasync.delta.shard import ShardSpec
 from deltasync.errors import ReplicasDiffer, SyncAborted
-from tests.worlds.links import Model, bits_equal, random_model, step
-from tests.worlds.trainers import Boxes, Sharded, Trainer
+from tests.worlds.links import bits_equal, random_model, step
+from tests.worlds.trainers import Boxes, Trainer, trainer_of
 
 SHAPES: dict[str, tuple[int, ...]] = {"a": (600, 512), "b": (16,), "c": (32, 6)}
 WHOLE = {name: ShardSpec.whole(shape) for name, shape in SHAPES.items()}
-UPPER = ShardSpec((32, 6), (0, 0), (16, 6))
-LOWER = ShardSpec((32, 6), (16, 0), (16, 6))
-
-# What each rank holds, a rank that drifts, a tensor in which it does, and which ranks disagree.
-CASES: dict[str, tuple[Sequence[Boxes], int, str, str]] = {
-    "cut": ([WHOLE, WHOLE], 1, "a", r"ranks \[0\] and \[1\]"),
-    "sent-by-one": ([WHOLE, WHOLE], 0, "b", r"ranks \[0\] and \[1\]"),
-    "sharded": (
-        [WHOLE | {"c": UPPER}, WHOLE | {"c": LOWER}, WHOLE | {"c": UPPER}, WHOLE | {"c": LOWER}],
-        3,
-        "c",
-        r"ranks \[1\] and \[3\]",
-    ),
-    "not-on-rank-0": ([{"a": WHOLE["a"]}, WHOLE, WHOLE], 2, "c", r"ranks \[1\] and \[2\]"),
-}
-
-
-def started(model: Model, boxes: Sequence[Boxes]) -> tuple[Trainer, list[Sharded]]:
-    sources = [Sharded(model, held) for held in boxes]
-    return Trainer(sources), sources
+UPPER = WHOLE | {"c": ShardSpec((32, 6), (0, 0), (16, 6))}
+LOWER = WHOLE | {"c": ShardSpec((32, 6), (16, 0), (16, 6))}
 
 
 @pytest.mark.promise(
     "Errors",
     "`ReplicasDiffer`: names parameters and ranks, nothing is sent, and members stay.",
 )
-@pytest.mark.parametrize(("boxes", "drifter", "name", "ranks"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("boxes", "drifter", "name", "ranks"),
+    [
+        ([WHOLE, WHOLE], 1, "a", r"ranks \[0\] and \[1\]"),
+        ([UPPER, LOWER, UPPER, LOWER], 3, "c", r"ranks \[1\] and \[3\]"),
+        ([{"a": WHOLE["a"]}, WHOLE, WHOLE], 2, "c", r"ranks \[1\] and \[2\]"),
+    ],
+    ids=["whole", "sharded", "not on rank 0"],
+)
 def test_ranks_that_drift_apart_send_nothing_until_they_agree(
     boxes: Sequence[Boxes], drifter: int, name: str, ranks: str
 ) -> None:
+    """Before the first sync, and before a delta."""
     model, engine = random_model(SHAPES, 0), random_model(SHAPES, 1)
-    trainer, sources = started(model, boxes)
-    with closing(trainer):
-        serving = trainer.add(engine)
-        trainer.wait(1)
-        sources[drifter].held[name].view(-1)[-1] += 1  # before the first sync
-        for _ in range(2):
-            check(trainer, name, ranks)
-        sources[drifter].step()
-        trainer.send()
-        assert bits_equal(engine, model)
-        step(model, torch.Generator().manual_seed(0), 0.1)
-        for source in sources:
-            source.step()
-        sources[drifter].held[name].view(-1)[0] += 1  # and in between
-        before = {n: p.clone() for n, p in engine.named_parameters()}
-        for _ in range(2):
-            check(trainer, name, ranks)
-        assert all(torch.equal(p, before[n]) for n, p in engine.named_parameters())
-        sources[drifter].step()
-        assert trainer.send().kind == "delta"  # the engine is a member still
-        assert bits_equal(engine, model)
-        assert not serving.errors
+    with trainer_of(model, boxes) as here:
+        here.add(engine)
+        here.wait(1)
+        for kind in ("full", "delta"):
+            step(model, torch.Generator().manual_seed(0), 0.1)
+            here.step()
+            here.sources[drifter].held[name].view(-1)[-1] += 1
+            before = {n: p.clone() for n, p in engine.named_parameters()}
+            for _ in range(2):
+                check(here, name, ranks)
+            assert all(torch.equal(p, before[n]) for n, p in engine.named_parameters())
+            here.step()
+            assert here.send().kind == kind  # the engine is a member still
+            assert bits_equal(engine, model)
 
 
 def check(trainer: Trainer, name: str, ranks: str) -> None:
@@ -91,13 +72,9 @@ def test_a_drift_of_one_among_many_parameters_is_found_within_some_syncs() -> No
     shapes: dict[str, tuple[int, ...]] = {f"layer{n}": (8,) for n in range(600)}
     whole = {name: ShardSpec.whole(shape) for name, shape in shapes.items()}
     model, engine = random_model(shapes, 0), random_model(shapes, 1)
-    trainer, sources = started(model, [whole, whole])
-    with closing(trainer):
-        trainer.add(engine)
-        trainer.wait(1)
-        trainer.send()
-        sources[1].held["layer58"][3] += 1
-        found: list[SyncStats | Exception] = []
-        while not found or not isinstance(found[-1], ReplicasDiffer):
-            assert len(found) < 10
-            found.append(trainer.outcomes()[0])
+    with trainer_of(model, [whole, whole]) as here:
+        here.add(engine)
+        here.wait(1)
+        here.send()
+        here.sources[1].held["layer58"][3] += 1
+        assert any(isinstance(here.outcomes()[0], ReplicasDiffer) for _ in range(10))

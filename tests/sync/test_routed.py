@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from tests.worlds.links import Model, bits_equal, fleet, random_model, step
 from tests.worlds.target_contract import TargetContract
 from tests.worlds.toy_engines import (
     CHECKPOINT,
-    SHAPES,
     Rank,
     Wide,
     fails,
@@ -27,7 +25,6 @@ from tests.worlds.toy_engines import (
     is_as,
     joined,
     rank_of,
-    routed,
     specs,
     state_of,
     trainer,
@@ -49,7 +46,6 @@ def whole(seed: int, kind: type[Rank] = Wide) -> Any:
 
 
 def test_syncs_write_by_routes_alone() -> None:
-    """Padding stays as the engine's own start has left it."""
     source, engine = trainer(0), whole(1)
     loaded: list[str] = []
 
@@ -58,19 +54,9 @@ def test_syncs_write_by_routes_alone() -> None:
             loaded.extend([name] * (not tensor.is_meta))
             engine.load_weights([(name, tensor)])
 
-    target = RoutedTarget(engine, CHECKPOINT, load=load)
-    with joined(source, target, options=SenderOptions(bucket_bytes=300)) as here:
-        assert here.first.full_synced == 1
+    with joined(source, RoutedTarget(engine, CHECKPOINT, load=load)) as here:
         step(source, torch.Generator().manual_seed(0), 0.5)
         assert here.sender.send_weights().kind == "delta"
-        here.serving["engine/0"].receiver.invalidate()
-        for live in target.bind(target.parameters()).values():
-            live.write(0, torch.zeros(live.numel, dtype=live.line.dtype))
-        full_synced = 0
-        while not full_synced:  # it is first found to have left
-            here.wait(1)
-            with suppress(SyncAborted):
-                full_synced = here.sender.send_weights().full_synced
         assert bits_equal(engine, rank_of(source, 0, 1, Wide))
     assert loaded == []
 
@@ -88,13 +74,6 @@ def test_what_is_derived_is_brought_up_to_date_by_every_sync() -> None:
             source.get_parameter("norm").data += 1
             here.sender.send_weights()
     assert len(norms) == 3
-
-
-def test_tied_names_reach_the_loader_as_it_knows_them() -> None:
-    source, engine = Model({"head": torch.randn(4, 3)}), Model({"tok": torch.zeros(4, 3)})
-    source.register_parameter("tok", source.get_parameter("head"))
-    with joined(source, routed(engine)):
-        assert torch.equal(engine.get_parameter("tok"), source.get_parameter("tok"))
 
 
 def test_a_layout_that_changes_after_a_full_sync_is_found_before_a_delta() -> None:
@@ -165,15 +144,6 @@ def expanding(model: Model, weights: Given) -> None:
         model.get_parameter(name).data.copy_(tensor.expand(4, 4) if name == "b" else tensor)
 
 
-def repeating(model: Model, weights: Given) -> None:
-    for name, tensor in weights:
-        if name == "b":
-            copying(model, [("b", tensor)])
-        else:
-            copying(model, [("a", tensor)])
-            model.get_parameter("c").data.copy_(tensor[0])
-
-
 FOUR = torch.zeros(4)
 
 
@@ -186,7 +156,6 @@ FOUR = torch.zeros(4)
         (exchanging, {}, "'a': the loader replaces its storage"),
         (lazy, {}, "'a' is not asked for"),
         (expanding, {"b": FOUR}, "'b' has no route: .* twice"),
-        (repeating, {"c": None}, "'a' has no route: .* twice, in 'a' and 'c'"),
         (lambda m, w: m.a.data[:1].copy_(dict(w)["a"]), {"a": FOUR}, "'a': the loader does not co"),
     ],
 )
@@ -248,20 +217,15 @@ class TestRoutedTarget(TargetContract):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "names", "why"),
+    ("ranks", "why"),
     [
-        ([0, 0], SHAPES, "engine takes nothing of 'last'"),
-        ([0, 1, 0], SHAPES, "its ranks hold 84 elements of 'embed', which has 52"),
-        ([0, 0], SHAPES.keys() - {"last", "embed"}, "DigestMismatch"),  # as many as there are
+        ([0, 0], "engine takes nothing of 'last'"),
+        ([0, 1, 0], "its ranks hold 84 elements of 'embed', which has 52"),
     ],
 )
-def test_ranks_that_do_not_add_up_are_refused_by_name(
-    ranks: list[int], names: Iterable[str], why: str
-) -> None:
-    source = random_model({name: SHAPES[name] for name in names}, 0)
-    checkpoint = [one for one in CHECKPOINT if one.name in names]
-    targets = [RoutedTarget(Rank(rank), checkpoint) for rank in ranks]
-    with pytest.raises(SyncAborted, match=why), joined(source, *targets):
+def test_ranks_that_do_not_add_up_are_refused_by_name(ranks: list[int], why: str) -> None:
+    targets = [RoutedTarget(Rank(rank), CHECKPOINT) for rank in ranks]
+    with pytest.raises(SyncAborted, match=why), joined(trainer(0), *targets):
         pass
 
 
@@ -282,7 +246,10 @@ LATE = dict.fromkeys(PAIRS, (8, 4)) | {f"w{n}": (40, 4) for n in range(20)}
 
 
 class Pairing(Model):
-    """Keeps a0 and b0 in one matrix, and a1 and b1 in another: writes both once both have come."""
+    """Keeps a0 and b0 in one matrix, and a1 and b1 in another: writes both once both have come.
+
+    It goes through all names before it loads anything.
+    """
 
     def __init__(self) -> None:
         own = {n: s for n, s in LATE.items() if n not in PAIRS} | {"ab0": (16, 4), "ab1": (16, 4)}
@@ -290,7 +257,7 @@ class Pairing(Model):
 
     def load_weights(self, weights: Given) -> None:
         waiting: dict[str, Tensor] = {}
-        for name, tensor in self.ordered(weights):
+        for name, tensor in list(weights):
             if name not in PAIRS:
                 self.get_parameter(name).data.copy_(tensor)
                 continue
@@ -301,23 +268,10 @@ class Pairing(Model):
                 live[:8].copy_(waiting.pop(one))
                 live[8:].copy_(waiting.pop(other))
 
-    def ordered(self, weights: Given) -> Given:
-        return weights
-
-
-class ReadingAhead(Pairing):
-    """Goes through all names before it loads anything."""
-
-    def ordered(self, weights: Given) -> Given:
-        return list(weights)
-
 
 @pytest.mark.promise("Cost", "A full sync into an engine with routes is written as it arrives.")
-@pytest.mark.parametrize("kind", [Pairing, ReadingAhead])
-def test_a_full_sync_does_what_any_loader_would_and_holds_nothing_back(
-    kind: type[Pairing],
-) -> None:
-    source, engine, fresh = random_model(LATE, 0), kind(), kind()
+def test_a_full_sync_does_what_any_loader_would_and_holds_nothing_back() -> None:
+    source, engine, fresh = random_model(LATE, 0), Pairing(), Pairing()
     checkpoint = [CheckpointTensor(name, shape, torch.bfloat16) for name, shape in LATE.items()]
     target, options = RoutedTarget(engine, checkpoint), SenderOptions(bucket_bytes=300)
     receiving = ReceiverOptions(max_staged_bytes=1)

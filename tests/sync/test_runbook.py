@@ -20,6 +20,7 @@ from deltasync.delta.bits import as_bits
 from deltasync.errors import (
     DirtyReceiver,
     LimitExceeded,
+    NoReceivers,
     SyncAborted,
     TransportTimeout,
     UnsupportedVersion,
@@ -28,8 +29,9 @@ from deltasync.sync import receiver
 from deltasync.testing.processes import Child
 from deltasync.transports import shared_memory
 from deltasync.wire import frame
-from tests.worlds.links import LINKS, bits_equal, fleet, random_model, until
+from tests.worlds.links import LINKS, Model, bits_equal, fleet, random_model, until
 from tests.worlds.peers import JOINED, Hand, begin
+from tests.worlds.toy_engines import joined, recovers
 
 
 def next_release(path: str) -> None:
@@ -100,32 +102,34 @@ def test_why_a_receiver_fails_within_a_sync_is_named_at_both_ends(kind: str) -> 
     "Checks",
     "The scrub checks all weights within 64 syncs and names what changed; a full sync repairs it.",
 )
-@pytest.mark.parametrize("kind", LINKS)
-def test_why_a_receiver_left_between_syncs_is_named_by_the_trainer(kind: str) -> None:
-    """Here its scrub has found corruption."""
-    source, replica = random_model({"w": (300,)}, 0), random_model({"w": (300,)}, 0)
-    options = ReceiverOptions(scrub_every=4)
-    with fleet(source, link=LINKS[kind]) as here:
-        serving = here.add(replica, options=options)
-        here.wait(1)
-        here.sender.send_weights(timeout_s=60)
-        as_bits(replica.get_parameter("w").data)[299] ^= 1
-        told = ""
-        for _ in range(10):
-            as_bits(source.get_parameter("w").data)[0] ^= 1
-            here.wait(1)
-            try:
-                stats = here.sender.send_weights(timeout_s=60)
-            except SyncAborted as error:  # it left within that
-                told += str(error)
-                continue
-            told += "".join(stats.lost.values())
-            if stats.full_synced:
-                break
-        assert stats.full_synced == 1
-        assert bits_equal(source, replica)
-        assert "DirtyReceiver: w: weights changed" in told
-        assert any(isinstance(error, DirtyReceiver) for error in serving.errors)
+@pytest.mark.parametrize("every", [3, 64])
+@pytest.mark.parametrize(("name", "position"), [("a", 9), ("c", 0), ("d", 24)])
+def test_what_a_scrub_finds_between_syncs_is_named_at_both_ends(
+    every: int, name: str, position: int
+) -> None:
+    shapes: dict[str, tuple[int, ...]] = {"a": (10,), "b": (0,), "c": (), "d": (5, 5), "step": (1,)}
+    source, engine = (Model({n: torch.zeros(s) for n, s in shapes.items()}) for _ in range(2))
+    options = ReceiverOptions(scrub_every=every, stall_timeout_s=60)
+    with joined(source, engine, receiving=options) as here:
+        serving, told, full_synced = here.serving["engine/0"], "", 0
+        engine.get_parameter(name).data.view(-1)[position] = -0.0
+        for _ in range(every + 1):  # one may be over before the last one's scrub
+            source.get_parameter("step").data += 1
+            if not serving.errors:
+                try:
+                    stats = here.sender.send_weights(timeout_s=60)
+                except (SyncAborted, NoReceivers) as error:  # it left within that, or before it
+                    told += str(error)
+                else:
+                    told += "".join(stats.lost.values())
+                    full_synced += stats.full_synced
+        until(lambda: bool(serving.errors))
+        stats = recovers(here)
+        told += "".join(stats.lost.values())
+        assert full_synced + stats.full_synced == 1
+        assert bits_equal(source, engine)
+        assert f"DirtyReceiver: {name}: weights changed" in told
+        assert isinstance(serving.errors[0], DirtyReceiver)
 
 
 @pytest.mark.promise(

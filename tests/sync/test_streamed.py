@@ -97,46 +97,31 @@ def test_weights_of_another_model_are_refused_and_gone_through(
 
 def test_what_does_not_fit_a_stream_is_refused() -> None:
     stream, link = StreamedWeights(), inprocess.Sender()
-    with pytest.raises(ConfigError, match="no weights came"):
-        stream.take(iter(()))
-    with pytest.raises(ConfigError, match="twice"):
-        stream.take([("a", torch.ones(1)), ("a", torch.ones(1))])
+    for weights, problem in (([], "no weights came"), ([("a", torch.ones(1))] * 2, "twice")):
+        with pytest.raises(ConfigError, match=problem):
+            stream.take(weights)
     with pytest.raises(ConfigError, match="options"):
         WeightSender(stream, link, options=SenderOptions())
     with pytest.raises(ConfigError, match="group"):
         WeightSender(stream, link, group=TrainerGroup(inprocess.Sender(), 2))
 
 
-def test_what_was_sent_has_to_be_taken_again() -> None:
-    weights = weights_of()
-    with fleet(StreamedWeights()) as here:
-        here.source.take(weights.items())
-        here.join(CopiedTarget())
-        with pytest.raises(ConfigError, match="take them"):
-            here.sender.send_weights(timeout_s=60)
-        sync(here, weights)
-
-
-ANNOUNCED = [ParameterSpec((name,), shape, BY_NAME["float32"]) for name, shape in SHAPES.items()]
-
-
-@pytest.mark.parametrize("announced", [ANNOUNCED, ()], ids=["announced", "not announced"])
-def test_masters_are_sent_in_the_dtypes_that_the_first_engine_holds(
-    announced: list[ParameterSpec],
-) -> None:
+def test_masters_are_sent_in_the_dtypes_that_the_first_engine_holds() -> None:
     weights, replica = weights_of(), replica_of(torch.bfloat16)
+    announced = [ParameterSpec((n,), shape, BY_NAME["float32"]) for n, shape in SHAPES.items()]
     with fleet(StreamedWeights(announced=announced)) as here:
         here.source.take(weights.items())
         here.join(replica)
-        for factor in (1.0, 1.001, 3.0):
+        with pytest.raises(ConfigError, match="take them"):  # what was sent is not sent again
+            here.sender.send_weights(timeout_s=60)
+        for factor in (1.001, 3.0):
             for tensor in weights.values():
                 tensor *= factor
             here.source.take(weights.items())
             stats = here.sender.send_weights(timeout_s=60)
-            assert list(here.source.declared()) == ANNOUNCED  # in the trainer's own dtypes
+            assert list(here.source.declared()) == announced  # in the trainer's own dtypes
             assert hold(replica, weights)
         assert stats.kind == "delta"
-        assert stats.dense_bytes == 2 * sum(w.numel() for w in weights.values())
         here.serving.pop("engine/0").stop()
         until(lambda: here.sender.wait_for_receivers(0) or not here.sender.num_receivers)  # type: ignore[func-returns-value]
         here.source.take(weights.items())
@@ -147,7 +132,6 @@ def test_masters_are_sent_in_the_dtypes_that_the_first_engine_holds(
 @pytest.mark.parametrize(
     ("came", "problem"),
     [
-        ({"a": torch.ones(3, 2).half()}, r"float32\[3, 2\] was announced, and a: float16"),
         ({"b": torch.ones(1)}, r"a: float32\[3, 2\] was announced, and b: float32\[1\] came"),
         ({"a": torch.ones(3, 2)}, r"b: float32\[1\] was announced, and nothing came"),
     ],

@@ -135,8 +135,6 @@ KINDS = {
     "learnt": of_layers(
         repacking.Matrix, partial(repacking.drawn, parts=repacking.MATRIX), "layers.1.weight"
     ),
-    "marlin": of_layers(repacking.Int4, repacking.codes, "layers.1.weight_packed"),
-    "machete": of_layers(repacking.Machete, repacking.codes, "layers.1.weight_packed"),
     "padded": of_layers(repacking.Padded, repacking.codes, "layers.1.weight_packed"),
     "recomputed": of_layers(
         repacking.Fused, partial(repacking.drawn, parts=repacking.FUSED), "layers.1.weight"

@@ -17,7 +17,7 @@ from deltasync.engines.proof.recomputed import Learnt
 from deltasync.engines.routed import RoutedTarget
 from deltasync.errors import DeltaSyncError
 from tests.engines.checkpoints import Weights as Source
-from tests.engines.repacked import tiles_like_machete, tiles_of_marlin
+from tests.engines.repacked import tiles_of_marlin
 from tests.worlds.links import Fleet
 from tests.worlds.toy_engines import (
     Layer,
@@ -158,12 +158,6 @@ class Int4(Matrix):
     def work(self) -> None:
         self.weight_packed = fixed(self.repacked(self.weight_packed.data))
         self.weight_scale.data = self.weight_scale.data.t().contiguous()
-
-
-class Machete(Int4):
-    @staticmethod
-    def repacked(words: Tensor) -> Tensor:
-        return tiles_like_machete(words)
 
 
 class Padded(Int4):
