@@ -9,22 +9,16 @@ import ssl
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from deltasync.errors import ConfigError, DeltaSyncError, EngineFailed, PeerLost, TransportTimeout
-from deltasync.integrations.engine_sync import EngineSync
-from deltasync.integrations.fleet import EngineFleet
 from deltasync.integrations.http import Http
 from deltasync.integrations.sglang import SglangServer
 from deltasync.integrations.vllm import AsyncClient, HttpClient
 from deltasync.testing.links import PROMPT_S, within
-from deltasync.transports import forks
 from tests.worlds.links import until
 
 Answer = Callable[[socket.socket], object]
@@ -128,19 +122,6 @@ class Serves:
             pass
 
 
-@pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), -1, 0, "5", None])
-def test_times_that_are_none_are_refused_before_anything_else(timeout_s: Any) -> None:
-    nothing: Any = None
-    makes: list[Callable[..., object]] = [
-        *(partial(kind, "http://127.0.0.1:9") for kind in (Http, HttpClient, SglangServer)),
-        partial(EngineSync, nothing, nothing, nothing),
-        partial(EngineFleet, nothing, nothing),
-    ]
-    for make in makes:
-        with pytest.raises(ConfigError, match="timeout_s is"):
-            make(timeout_s=timeout_s)
-
-
 def test_answers_are_json_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # a server is reached directly
     with Serves(says(b'{"a": [1]}')) as server:
@@ -164,7 +145,6 @@ CUT = [HEADER, HEADER + b"null", CHUNKED + b"4\r\nnull\r\n", b"HTTP/1.1 200 OK\r
             EngineFailed,
             "404 .*no engine server .*: give the URL of one$",
         ),
-        (says(b"<html>"), EngineFailed, "JSON"),
         (says(b"[" * 100_000), EngineFailed, "JSON"),
         (lambda line: line.send(CHUNKED + b"-5\r\nabc\r\n"), PeerLost, "negative"),
         *((lambda line, cut=cut: line.send(cut), PeerLost, "does not answer") for cut in CUT),
@@ -179,42 +159,18 @@ def test_errors_say_what_the_server_said_and_an_answer_that_is_cut_short_is_none
         assert caught.value.status == 500
 
 
-def test_a_server_that_refuses_before_it_has_read_the_call_is_heard() -> None:
-    with Serves(says(b"no key", "401 No")) as server:
-        with pytest.raises(EngineFailed, match=r"401 .*no key") as caught:
-            Http(server.url, api_key="s3cr3t").post("refused", LARGE)
-        assert caught.value.status == 401
-        assert "s3cr3t" not in str(caught.value)
-        server.answer = says(b"")
-        with pytest.raises(PeerLost):  # what says that it has done the call has not heard it
-            Http(server.url).post("taken", LARGE)
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"{}",
-        b"[1]",
-        b"null",
-        b"",
-        b'{"dp_size": "1", "world_size": null, "results": 3, "success": {}}',
-    ],
-)
+@pytest.mark.parametrize("body", [b"", b'{"dp_size": "1", "world_size": null, "results": 3}'])
 def test_a_server_of_another_kind_is_refused(body: bytes) -> None:
     with Serves(says(body)) as server:
         client = HttpClient(server.url)
-        with pytest.raises(ConfigError, match=r"no SGLang.*'dp_size'.*give the URL of"):
-            SglangServer(server.url)
         calls: list[tuple[Callable[[], object], str]] = [
-            (client.workers, "world_size"),
-            (lambda: client.collective_rpc("reach"), "results"),
+            (lambda: SglangServer(server.url), "no SGLang.*'dp_size'"),
+            (client.workers, "no vLLM.*'world_size'"),
+            (lambda: client.collective_rpc("reach"), "no vLLM.*'results'"),
         ]
         for call, said in calls:
-            with pytest.raises(ConfigError, match=f"no vLLM.*'{said}'.*give the URL of"):
+            with pytest.raises(ConfigError, match=f"{said}.*give the URL of"):
                 call()
-        server.answer = says(b"", "404 Not Found")
-        with pytest.raises(EngineFailed, match=r"404.* one .*started with VLLM_SERVER_DEV_MODE=1"):
-            client.collective_rpc("start_weight_update")
 
 
 def test_servers_that_are_not_there() -> None:
@@ -267,12 +223,11 @@ def test_a_secure_server_is_called_in_its_time_and_a_strange_one_is_not(
 ) -> None:
     with monkeypatch.context() as trusting:
         context = secure(tmp_path, trusting)
-        for what, body in (("body", {}), ("reads", LARGE)):
-            with (
-                Serves(SLOW[what], context, reads=what != "reads") as server,
-                pytest.raises(TransportTimeout, match="did not answer in 2"),
-            ):
-                Http(server.url, timeout_s=2).post("pause", body)
+        with (
+            Serves(SLOW["body"], context) as server,
+            pytest.raises(TransportTimeout, match="did not answer in 2"),
+        ):
+            Http(server.url, timeout_s=2).post("pause", {})
         with Serves(says(b"true"), context) as server:
             assert Http(server.url).get("health") is True
             trusting.undo()
@@ -300,51 +255,6 @@ def test_a_pause_that_is_not_answered_in_time_is_ended(
         with pytest.raises(TransportTimeout), client.paused():
             pass
         assert path_of(server.heard[-1]) == resume
-
-
-@contextmanager
-def full_server() -> Iterator[tuple[str, int]]:
-    """Where connections are neither taken nor refused."""
-    with ExitStack() as stack:
-        server = stack.enter_context(socket.socket())
-        server.bind(("127.0.0.1", 0))
-        server.listen(0)
-        for _ in range(3):
-            waiting = stack.enter_context(socket.socket())
-            waiting.setblocking(False)
-            waiting.connect_ex(server.getsockname())
-        yield server.getsockname()
-
-
-def test_all_addresses_of_a_host_have_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None of them lets anybody in: their queues are full."""
-    waited: list[float] = []
-    dialled, here = forks.new_socket, threading.get_ident()
-
-    class Noted:
-        def __init__(self, sock: socket.socket) -> None:
-            self._sock = sock
-
-        def __getattr__(self, name: str) -> object:
-            return getattr(self._sock, name)
-
-        def settimeout(self, seconds: float) -> None:
-            waited.append(seconds)
-            self._sock.settimeout(seconds)
-
-    def new_socket(*kind: int) -> Any:
-        is_ours = threading.get_ident() == here  # not of another test, whose engines still dial
-        return Noted(dialled(*kind)) if is_ours else dialled(*kind)
-
-    with ExitStack() as stack:
-        full = [stack.enter_context(full_server()) for _ in range(4)]
-        found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", where) for where in full]
-        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
-        monkeypatch.setattr(forks, "new_socket", new_socket)
-        with pytest.raises(TransportTimeout):
-            Http("http://engine:80", timeout_s=1.0).get("health")
-        assert len(waited) == 4
-        assert sum(waited) <= 1.0
 
 
 class Slow:

@@ -14,23 +14,19 @@ from deltasync.integrations.trainer_info import WorkerRequest
 from tests.worlds.fleets import Server
 from tests.worlds.links import Model
 
+ANSWER = {"success": True, "dp_size": 1, "tp_size": 1, "pp_size": 1}
+
 
 class Served(Server):
     """An engine whose calls come by HTTP.
 
     Attributes:
-        ended: What it was asked and has done, or refused.
         never: Calls that are not done.
-        info: What the server says of itself.
-        asked: Routes, and whether caches were to be cleared.
     """
 
     def __init__(self, module: Model) -> None:
         super().__init__(module)
-        self.ended: list[str] = []
         self.never: set[str] = set()
-        self.info: dict[str, object] = {"dp_size": 1, "tp_size": 1, "pp_size": 1}
-        self.asked: list[tuple[str, bool]] = []
         self.turn = threading.Lock()  # a worker does one thing at a time
         self.url = ""
 
@@ -42,26 +38,25 @@ class Served(Server):
         if call in self.never:
             raise RuntimeError("planted")
 
-    def do(self, path: str, body: Any) -> tuple[str, Callable[[], object]]:
-        """The name of what is asked, and how it is done."""
+    def asked(self, path: str, body: Any) -> Callable[[], object]:
+        """What is asked for, to be done."""
         match path.strip("/").partition("?")[0]:
             case "server_info":
-                return "info", lambda: None
+                return lambda: None
             case "pause_generation":
-                return "pause", lambda: self._pauses("pause", True)
+                return lambda: self._pauses("pause", True)
             case "continue_generation":
-                return "resume", lambda: self._pauses("resume", False)
-        self.asked.append((path, bool(body["flush_cache"])))
+                return lambda: self._pauses("resume", False)
         request = WorkerRequest.model_validate_json(body["zmq_handles"][REQUEST])
         if request.trainer is not None:
             trainer = request.trainer.model_dump(mode="json")
-            return "connect", lambda: self.connect(trainer)
+            return lambda: self.connect(trainer)
         version, holder = request.version, request.holder
         if version is None:
-            return "disconnect", lambda: self.disconnect(holder)
+            return lambda: self.disconnect(holder)
         if request.work == "name":
-            return "name", lambda: self.name(version, holder)
-        return "update", lambda: self._write(version, holder)
+            return lambda: self.name(version, holder)
+        return lambda: self._write(version, holder)
 
     def _pauses(self, call: str, is_paused: bool) -> None:
         self.at(call)
@@ -78,15 +73,13 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or b"{}")
-        call, do = self.engine.do(self.path, body)
-        status, said = 200, json.dumps({"success": True} | self.engine.info).encode()
+        do = self.engine.asked(self.path, body)
+        status, said = 200, json.dumps(ANSWER).encode()
         try:
             do()
         except Exception as error:  # noqa: BLE001 - which the trainer is told
             cause = error.__cause__ or error
             status, said = 400, f"{type(cause).__name__}: {cause}".encode()
-        if call != "info":
-            self.engine.ended.append(call)
         self.send_response(status)
         self.send_header("Content-Length", str(len(said)))
         self.end_headers()
