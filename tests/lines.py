@@ -1,4 +1,4 @@
-"""Counts lines of code by folder: python -m tests.lines [FOLDER ...].
+"""Counts lines of code, functions and classes by folder: python -m tests.lines [FOLDER ...].
 
 A line of code holds a token of a statement: blank lines, comments and docstrings do not count.
 """
@@ -10,8 +10,8 @@ import io
 import subprocess
 import sys
 import tokenize
-from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 CORE = ("delta", "sync", "wire", "transports")
@@ -26,6 +26,16 @@ NO_CODE = {
 }
 
 
+class Count(NamedTuple):
+    files: int = 0
+    lines: int = 0
+    functions: int = 0
+    classes: int = 0
+
+    def plus(self, other: Count) -> Count:
+        return Count(*map(sum, zip(self, other, strict=True)))
+
+
 def code_lines(text: str) -> int:
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -38,25 +48,35 @@ def code_lines(text: str) -> int:
     return len(lines)
 
 
+def count(text: str) -> Count:
+    nodes = list(ast.walk(ast.parse(text)))
+    functions = sum(isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) for node in nodes)
+    classes = sum(isinstance(node, ast.ClassDef) for node in nodes)
+    return Count(1, code_lines(text), functions, classes)
+
+
 def main(folders: list[str]) -> None:
     listed = subprocess.run(
         ["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    files, lines = Counter[str](), Counter[str]()
+    total: dict[str, Count] = {}
     for name in listed.stdout.split():
         if not (ROOT / name).exists():
             continue
-        count, parts = code_lines((ROOT / name).read_text()), Path(name).parts
-        keys = {parts[0], "/".join(parts[: min(2, len(parts) - 1)])}
+        one = count((ROOT / name).read_text())
+        parts = Path(name).parts
+        keys = [parts[0], "/".join(parts[: min(2, len(parts) - 1)])]
         if parts[0] == "deltasync" and parts[1] in CORE:
-            keys.add("core: " + ", ".join(CORE))
-        for key in keys:
-            files[key] += 1
-            lines[key] += count
-    print(f"{'':40}{'files':>7}{'lines':>8}")
-    for key in sorted(files):
+            keys.append("core: " + ", ".join(CORE))
+        for key in set(keys):
+            total[key] = total.get(key, Count()).plus(one)
+    print(f"{'':40}{'files':>7}{'lines':>8}{'functions':>11}{'classes':>9}")
+    for key in sorted(total):
         if not folders or any(key.startswith(folder) for folder in folders):
-            print(f"{key:40}{files[key]:7}{lines[key]:8}")
+            files, lines, functions, classes = total[key]
+            print(f"{key:40}{files:7}{lines:8}{functions:11}{classes:9}")
+    pages = [*ROOT.glob("docs/**/*.md")]
+    print(f"docs: {sum(len(page.read_text().split()) for page in pages)} words, {len(pages)} pages")
 
 
 if __name__ == "__main__":
