@@ -205,9 +205,9 @@ class Fetched:
             # Parts take a while, and not so long that much is lost with them. What the store takes
             # for any part, however small, says nothing of the link.
             least_s = min(least_s, took_s)
-            if took_s - least_s < _SOON_S:
+            if took_s < _SOON_S + 1.5 * least_s:
                 self._step = min(2 * self._step, self._objects.options.part_bytes)
-            elif took_s - least_s > _LATE_S:
+            elif took_s > _LATE_S + 2 * least_s:
                 self._step = max(self._step // 2, _LEAST_BYTES)
             yield part
 
