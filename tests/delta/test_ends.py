@@ -199,6 +199,12 @@ def test_what_a_plan_says_is_what_differs(model: Model, data: st.DataObject) -> 
     assert plan.payload_bytes <= dense + len(plan.space) * (6 + 5 * 16)
 
 
+def test_a_tile_that_takes_as_much_both_ways_is_sparse() -> None:
+    sender = sole({"w": torch.zeros(8, dtype=torch.int16)})
+    sender.held["w"][::2] = 1
+    assert sender.delta().places == 4
+
+
 # Memory, and what is sent again
 
 

@@ -55,6 +55,8 @@ def test_any_gap_comes_back(first: int, gaps: list[int]) -> None:
 @pytest.mark.parametrize("size", [1, 2])
 def test_steps_go_from_any_pattern_to_any(size: int) -> None:
     rng, every = np.random.default_rng(0), np.arange(1 << 8 * size).astype(f"u{size}")
-    for old in (rng.permutation(every), every + every.dtype.type(1), every[::-1].copy()):
-        block = np.frombuffer(gap._encode_steps(every, old), np.uint8)
-        assert np.array_equal(gap._decode_steps(block, old), every)
+    olds = rng.permutation(every), every + every.dtype.type(1), every[::-1].copy()
+    nearest_that_are_far = every[-128:], np.zeros_like(every[-128:])
+    for new, old in [*((every, old) for old in olds), nearest_that_are_far]:
+        block = np.frombuffer(gap._encode_steps(new, old), np.uint8)
+        assert np.array_equal(gap._decode_steps(block, old), new)
