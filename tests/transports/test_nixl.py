@@ -67,11 +67,6 @@ def link() -> Iterator[Link]:
         yield Link(make_ends(), stack)
 
 
-def receive_for_ever(receiver: ReceiveTransport) -> None:
-    while True:
-        assert receiver.receive(timeout_s=PATIENCE_S).payload is not None
-
-
 def send_for_ever(sender: SendTransport) -> None:
     while True:
         sender.buffer(LARGE, timeout_s=PATIENCE_S)
@@ -149,7 +144,8 @@ def test_reads_that_are_overtaken_are_never_returned(link: Link) -> None:
 def endless_receiver(make: Callable[[], ReceiveTransport]) -> None:
     receiver = make()
     receiver.connect(b"child", timeout_s=PATIENCE_S)
-    receive_for_ever(receiver)
+    while True:
+        assert receiver.receive(timeout_s=PATIENCE_S).payload is not None
 
 
 @pytest.mark.promise(
