@@ -96,7 +96,6 @@ LONGEST = [
     "integrations/test_torchrun.py",
     "cli/test_doctor.py",
     "transports/test_collective.py",
-    "transports/test_cuda_ipc.py",
     "delta/test_large.py",
 ]
 TESTS = Path(__file__).parent

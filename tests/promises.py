@@ -40,41 +40,32 @@ class Mark(NamedTuple):
     test: str
 
 
+PROMISES_OF_CONTRACTS = {
+    "All or nothing": {
+        "A server lost while others write what arrives leaves none of them dirty, where the "
+        "transport outlives losses.": ["test_losses_leave_frames_whole_where_it_is_said"],
+    },
+    "Time": {
+        "A `receive_weights` that times out loses nothing.": [
+            "test_short_timeouts_do_not_lose_frames"
+        ],
+        "Closing a transport wakes every waiting call.": ["test_closing_wakes_whoever_waits"],
+        "A dead process is detected before any timeout.": [
+            "test_a_receiver_killed_while_receiving_is_lost",
+            "test_receivers_notice_a_killed_sender",
+        ],
+    },
+    "Errors": {
+        "`TransportTimeout`: a receiver that answers late is dropped, and the others continue.": [
+            "test_who_replies_late_is_dropped_and_others_go_on"
+        ],
+    },
+}
 OF_CONTRACTS = [
     Mark(section, promise, CONTRACT + test)
-    for section, promise, test in [
-        (
-            "All or nothing",
-            "A server lost while others write what arrives leaves none of them dirty, where the "
-            "transport outlives losses.",
-            "test_losses_leave_frames_whole_where_it_is_said",
-        ),
-        (
-            "Time",
-            "A `receive_weights` that times out loses nothing.",
-            "test_short_timeouts_do_not_lose_frames",
-        ),
-        (
-            "Time",
-            "Closing a transport wakes every waiting call.",
-            "test_closing_wakes_whoever_waits",
-        ),
-        (
-            "Time",
-            "A dead process is detected before any timeout.",
-            "test_a_receiver_killed_while_receiving_is_lost",
-        ),
-        (
-            "Time",
-            "A dead process is detected before any timeout.",
-            "test_receivers_notice_a_killed_sender",
-        ),
-        (
-            "Errors",
-            "`TransportTimeout`: a receiver that answers late is dropped, and the others continue.",
-            "test_who_replies_late_is_dropped_and_others_go_on",
-        ),
-    ]
+    for section, promises in PROMISES_OF_CONTRACTS.items()
+    for promise, tests in promises.items()
+    for test in tests
 ]
 """What ships cannot be marked: who imports a contract need not know our marks."""
 

@@ -60,13 +60,10 @@ class Block:
         return f"{self.path}:{self.line}"
 
 
-def documents() -> list[Path]:
-    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-
-
 def blocks() -> list[Block]:
     found = []
-    for path in documents():
+    pages = sorted((ROOT / "docs").rglob("*.md"))
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *pages):
         text, name = path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix()
         found += [
             Block(name, text.count("\n", 0, one.start(2)) + 1, *one.groups())

@@ -36,12 +36,7 @@ from deltasync.transports import cuda_ipc
 from deltasync.transports.base import Frame, ReceiveTransport
 from deltasync.transports.cuda_runtime import Gpu
 from deltasync.transports.marks import Mark
-from tests.transports.slot_contract import (
-    MEMORY_BYTES,
-    Liar,
-    SlotContract,
-    num_descriptors,
-)
+from tests.transports.slot_contract import MEMORY_BYTES, Liar, SlotContract, num_descriptors
 
 GRANULE_BYTES = 32 << 20
 

@@ -21,6 +21,7 @@ from deltasync.testing.processes import Child
 from deltasync.transports import shared_memory
 from deltasync.transports.control.connection import Kind
 from deltasync.transports.control.socket_file import private_path
+from tests.worlds.links import until
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 SOMEBODY = 65534
@@ -44,15 +45,6 @@ def as_somebody(act: Callable[[Path], None], folder: Path) -> None:
     act(folder)
     (folder / "done").touch()
     time.sleep(60)
-
-
-def done(child: Child, folder: Path) -> None:
-    """Wait until the other user has acted."""
-    give_up = time.monotonic() + 30
-    while not (folder / "done").exists():
-        assert child.is_alive, child.traceback
-        assert time.monotonic() < give_up
-        time.sleep(0.01)
 
 
 def listen_first(folder: Path) -> None:
@@ -82,14 +74,12 @@ def greet(folder: Path) -> None:
 )
 @as_root
 def test_a_receiver_takes_nothing_from_another_user(shared: Path) -> None:
-    with Child(as_somebody, listen_first, shared) as child:
-        while not (shared / "listens").exists():
-            assert child.is_alive, child.traceback
-            time.sleep(0.01)
+    with Child(as_somebody, listen_first, shared):
+        until((shared / "listens").exists)
         with closing(shared_memory.Receiver(shared / "weights")) as receiver:
             with pytest.raises(TransportTimeout, match=f"user {SOMEBODY}"):
                 receiver.connect(b"hello", timeout_s=1)
-            done(child, shared)
+            until((shared / "done").exists)
 
 
 @pytest.mark.promise(
@@ -101,10 +91,8 @@ def test_a_sender_lets_no_other_user_in(shared: Path) -> None:
     with closing(shared_memory.Sender(shared / "weights")) as sender:
         sender.path.chmod(0o666)  # as if its mode did not keep others out
         with Child(as_somebody, greet, shared) as child:
-            give_up = time.monotonic() + 30
             while not (shared / "done").exists():
                 assert child.is_alive, child.traceback
-                assert time.monotonic() < give_up
                 assert sender.poll(timeout_s=0.05) == []
         with closing(shared_memory.Receiver(sender.path)) as receiver:
             receiver.connect(b"mine", timeout_s=PATIENCE_S)

@@ -175,14 +175,13 @@ def test_w27_w28_w29_payloads_that_lie_are_refused_or_within_bounds(
     except WireError:
         assert (members, raw) != honest
         return
-    before = -1
-    for tile in tiles_of(changes):
-        assert before < tile.number
+    tiles = tiles_of(changes)
+    assert [tile.number for tile in tiles] == sorted({tile.number for tile in tiles})
+    for tile in tiles:
         assert SPACE.item_size[SPACE.share[tile.number]] == changes.sizes.item_size
         places = list(tile.places or [])
         assert places == sorted(set(places))
         assert all(place < SPACE.numel[tile.number] for place in places)
-        before = tile.number
 
 
 def test_w11_a_layout_of_more_tiles_than_numbers_is_refused() -> None:

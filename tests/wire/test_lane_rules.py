@@ -28,14 +28,13 @@ from deltasync.wire.messages import (
     Hello,
     Lane,
     Message,
-    Prepare,
     Shares,
 )
 from tests.golden.make_tables import DOCUMENT, page_with
 from tests.worlds import peers
 
 HELLO = peers.hello(parameters=())
-PREPARE = Prepare(version=2, num_buckets=1, digest=None)
+PREPARE = peers.prepare(version=2)
 ABORT = Abort(version=2, reason="")
 
 
@@ -43,16 +42,8 @@ def begin(attempt: int) -> Begin:
     return peers.begin(version=2, timeout_s=1.0, attempt=attempt)
 
 
-def bucket(sequence: int) -> Bucket:
-    return Bucket(
-        version=2,
-        sequence=sequence,
-        item_size=1,
-        tiles=1,
-        places=1,
-        whole=0,
-        compression="none",
-    )
+def bucket(sequence: int) -> Message:
+    return decode(peers.bucket(peers.SPARSE, version=2, sequence=sequence).header)[0]
 
 
 SHARES = Shares(version=2, num_shares=0)

@@ -17,6 +17,7 @@ from deltasync.delta.tiles import Space
 from deltasync.wire.messages import Begin, Bucket, ParameterSpec
 from tests.wire import reference
 from tests.wire.reference import Tile
+from tests.worlds.peers import begin
 
 POISON = 0xEE  # of bytes that are not written, or not there any more
 
@@ -29,16 +30,7 @@ def measured(flats: Mapping[int, Live], specs: Sequence[ParameterSpec]) -> LiveW
 
 
 def begin_of(*, payload_bytes: int, places: int) -> Begin:
-    return Begin(
-        stream_id="s",
-        version=1,
-        base_version=0,
-        layout_hash="0" * 64,
-        timeout_s=0.0,
-        attempt=1,
-        payload_bytes=payload_bytes,
-        places=places,
-    )
+    return begin(version=1, base_version=0, payload_bytes=payload_bytes, places=places)
 
 
 def bucket_of(tiles: Sequence[Tile], item_size: int) -> tuple[Bucket, Tensor]:
