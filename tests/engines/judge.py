@@ -12,8 +12,8 @@ from torch import Tensor
 
 from deltasync.errors import ConfigError
 from deltasync.integrations.trainer_info import WithoutRoutes
-from tests.engines.checkpoints import Specs, changed, random_weights, save
-from tests.engines.cold import cold, synced
+from tests.engines.checkpoints import Specs, Weights, changed, random_weights, save
+from tests.engines.cold import Engine, cold, connecting
 from tests.engines.reached import Seen, seen
 
 Served = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -70,8 +70,8 @@ class Versions:
         save(self.folder, self.weights[0])
         model, config = cold(self.folder, **self._settings)
         before = held(model)
-        source, sync = synced(self.weights[1], model, config, self.folder, mode)
-        with sync:
+        source = Weights({name: tensor.clone() for name, tensor in self.weights[1].items()})
+        with connecting(source, Engine(model, config), self.folder, without_routes=mode) as sync:
             try:
                 sync.connect()
             except ConfigError as error:

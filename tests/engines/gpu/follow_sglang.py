@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from deltasync.errors import ConfigError, DeltaSyncError
+from deltasync.errors import DeltaSyncError
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.http import Http
 from deltasync.integrations.sglang import SglangServer
@@ -37,10 +37,6 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
         server = SglangServer(url)
         link = (cuda_ipc if device == "cuda" else shared_memory).Sender(folder / "socket")
         with EngineSync(mine, server, link, paused=server.paused, timeout_s=120) as sync:
-            try:
-                sync.connect()
-            except ConfigError as error:
-                return {"outcome": "refused", "refused": str(error)}
             try:
                 sync.send_weights()
                 for weights in others:
