@@ -1,6 +1,8 @@
 """A whole vLLM, started on nothing: a ParameterServer brings checkpoints, before deltas and beside.
 
-python -m tests.engines.brought FOLDER
+python -m tests.engines.brought FOLDER [FILE]
+
+With a file of a checkpoint, the ParameterServer alone; its engine knows where to find its socket.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from deltasync.integrations.vllm import OfflineClient, VllmServer
 from deltasync.transports import shared_memory
 from tests.engines.checkpoints import Weights, changed, checkpoint, write_config
 from tests.engines.offline import bits_in, started
-from tests.engines.plugin.cpu_parameter_server import let_vllm_receive
+from tests.engines.plugin.cpu_parameter_server import let_parameter_servers_send, let_vllm_receive
 from tests.engines.programs import Program
 from tests.worlds.ranks import free_port
 
@@ -55,11 +57,25 @@ def bring(llm: Any, folder: Path, weights: dict[str, Tensor]) -> None:
     device = f"GPU-{os.environ['TESTED_DEVICE']}"
     file = folder / "brought.safetensors"
     save_file(weights, file)
-    with Program("-m", "tests.engines.parameter_server", file) as program:
+    with Program("-m", "tests.engines.brought", folder, file) as program:
         sockets = {device: f"ipc://@checkpoint-engine-{device}-0.sock"}
         llm.collective_rpc("update_weights_from_ipc", args=(sockets,))
         program.wait()
 
 
+def serve(file: str) -> None:
+    from checkpoint_engine.ps import ParameterServer
+
+    let_parameter_servers_send()
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
+    parameters = ParameterServer(master_addr="127.0.0.1", master_port=free_port())
+    parameters.register_checkpoint("whole", files=[file])
+    parameters.gather_metas("whole")
+    parameters.update("whole", lambda _: None)
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    if len(sys.argv) > 2:
+        serve(sys.argv[2])
+    else:
+        main(Path(sys.argv[1]))

@@ -91,18 +91,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "moe_layer_freq": 1,
         "scoring_func": "sigmoid",
         "norm_topk_prob": True,
-        "rope_theta": 10000.0,
-        "rope_scaling": {
-            "type": "yarn",
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 2.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": 512,
-            "beta_fast": 32,
-            "beta_slow": 1,
-        },
     },
     # Matrices that are transposed.
     "GPT2LMHeadModel": _SMALL

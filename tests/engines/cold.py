@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deltasync import WeightSource
 from deltasync.integrations.engine_sync import EngineSync
-from deltasync.integrations.trainer_info import WithoutRoutes
 from deltasync.integrations.vllm import VllmServer, register
 from deltasync.transports import shared_memory
-from tests.engines.checkpoints import Weights, save
+from tests.engines.checkpoints import save
 from tests.worlds.ranks import free_port
 
 
@@ -102,15 +102,7 @@ class Engine:
             self._engine.finish_weight_update()
 
 
-def synced(
-    weights: dict[str, Tensor],
-    model: Any,
-    config: Any,
-    folder: Path,
-    mode: WithoutRoutes,
-) -> tuple[Weights, EngineSync]:
-    """A trainer of these weights, and its hold on the model."""
-    source = Weights({name: tensor.clone() for name, tensor in weights.items()})
-    transport = shared_memory.Sender(folder / f"{mode}.socket")
-    server = VllmServer(Engine(model, config), caches="keep")  # nothing is cached
-    return source, EngineSync(source, server, transport, without_routes=mode)
+def connecting(source: WeightSource, engine: Engine, folder: Path, **settings: Any) -> EngineSync:
+    """A trainer's hold on it."""
+    server = VllmServer(engine, caches="keep")  # nothing is cached
+    return EngineSync(source, server, shared_memory.Sender(folder / "socket"), **settings)

@@ -14,27 +14,26 @@ class Faults:
     weight_transfer_engine: Any
     rank: int
 
-    def fail(self, where: str, times: int, rank: int = 0) -> None:
-        """Let the next updates fail.
+    def fail(self, where: str, rank: int = 0) -> None:
+        """Let the next update fail.
 
         Args:
             where: "begin" (before anything is written), "write" (after the weights were written,
                 which are put back), "undo" (and they are not put back), "end" (all is written).
-            times: How often.
             rank: The worker that fails.
         """
         if self.rank != rank:
             return
         if where == "begin":
-            _failing(self.weight_transfer_engine, "start_weight_update", times)
+            _failing(self.weight_transfer_engine, "start_weight_update")
         elif where == "end":
-            _failing(self.weight_transfer_engine, "finish_weight_update", times)
+            _failing(self.weight_transfer_engine, "finish_weight_update")
         else:
             weights = self.weight_transfer_engine._worker._receiver._weights
-            _failing(weights.target, "finish", times + (where == "undo"))
+            _failing(weights.target, "finish", 1 + (where == "undo"))
 
 
-def _failing(owner: Any, name: str, times: int) -> None:
+def _failing(owner: Any, name: str, times: int = 1) -> None:
     method, left = getattr(owner, name), [times]
 
     def call(changed: Collection[int] | None = None) -> None:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from deltasync.errors import ConfigError
 from deltasync.integrations.trainer_info import WithoutRoutes
-from tests.engines.checkpoints import Specs, changed, random_weights, save
-from tests.engines.cold import cold, synced
+from tests.engines.checkpoints import Specs, Weights, changed, random_weights, save
+from tests.engines.cold import Engine, cold, connecting
 from tests.engines.reached import Seen, seen
 
 Served = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -29,13 +29,13 @@ class Verdict:
         outcome: "equal" after every sync, "refused" when the trainer connects, with nothing changed
             then, "failed" for a sync that said so, "WRONG" for one that did not.
         message: What was raised, or when it went wrong.
-        wrong: Paths of tensors that are not what they should be, and how: "stale" as it was before,
-            "different", "missing" here, or "moved": elsewhere, where no captured graph looks.
+        wrong: Paths of tensors that are not what they should be, or not where they were, where
+            captured graphs look.
     """
 
     outcome: str
     message: str = ""
-    wrong: dict[str, str] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
 
 
 class Versions:
@@ -70,8 +70,8 @@ class Versions:
         save(self.folder, self.weights[0])
         model, config = cold(self.folder, **self._settings)
         before = held(model)
-        source, sync = synced(self.weights[1], model, config, self.folder, mode)
-        with sync:
+        source = Weights({name: tensor.clone() for name, tensor in self.weights[1].items()})
+        with connecting(source, Engine(model, config), self.folder, without_routes=mode) as sync:
             try:
                 sync.connect()
             except ConfigError as error:
@@ -91,25 +91,16 @@ class Versions:
 
     def _refused(self, model: Any, before: dict[str, Seen], error: Exception) -> Verdict:
         """A refusal leaves everything as it was."""
-        wrong = {p: "changed" for p, one in held(model).items() if _is_other(before.get(p), one)}
-        moved = self._wrong(model, before, 0)
-        wrong |= {path: how for path, how in moved.items() if how == "moved"}
-        outcome = WRONG if wrong else REFUSED
-        return Verdict(outcome, f"at connect: {_said(error)}", wrong)
+        wrong = self._wrong(model, before, 0)
+        return Verdict(WRONG if wrong else REFUSED, f"at connect: {_said(error)}", wrong)
 
-    def _wrong(self, model: Any, before: dict[str, Seen], number: int) -> dict[str, str]:
-        now, wanted, follows = held(model), self.cold[number], self.follows()
-        found = {}
-        for path, one in wanted.items():
-            if path in self.noise:
-                continue
-            if path not in now:
-                found[path] = "missing"
-            elif not now[path].has_bits_of(one):
-                stale = path in before and now[path].has_bits_of(before[path])
-                found[path] = "stale" if stale else "different"
-            elif path in follows and path in before and now[path].address != before[path].address:
-                found[path] = "moved"
+    def _wrong(self, model: Any, before: dict[str, Seen], number: int) -> list[str]:
+        now, follows, found = held(model), self.follows(), []
+        for path in self.cold[number].keys() - self.noise:
+            is_other = path not in now or not now[path].has_bits_of(self.cold[number][path])
+            stays = path in follows and path in before
+            if is_other or (stays and now[path].address != before[path].address):
+                found.append(path)
         return found
 
 

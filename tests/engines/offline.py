@@ -34,15 +34,12 @@ def engine_settings(settings: dict[str, Any]) -> dict[str, Any]:
     return default | settings
 
 
-def tokens(
-    llm: Any, prompts: list[dict[str, list[int]]] = SHORT, count: int = 12, **options: Any
-) -> list[list[int]]:
-    """What the engine makes of them: so many tokens of each."""
+def tokens(llm: Any, prompts: list[dict[str, list[int]]] = SHORT) -> list[list[int]]:
+    """What the engine makes of them: some tokens of each."""
     from vllm import SamplingParams
 
-    sampling = SamplingParams(temperature=0.0, max_tokens=count, detokenize=False, ignore_eos=True)
-    answers = llm.generate(prompts, sampling, **options)
-    return [list(answer.outputs[0].token_ids) for answer in answers]
+    sampling = SamplingParams(temperature=0.0, max_tokens=12, detokenize=False, ignore_eos=True)
+    return [list(answer.outputs[0].token_ids) for answer in llm.generate(prompts, sampling)]
 
 
 def stop(llm: Any) -> None:

@@ -54,7 +54,7 @@ def a_rank_that_fails_leaves_the_answers_of_others_as_they_are(
     before = llm.collective_rpc(bits_in)
     source.take(changed(source.weights, 0.1, seed=3))
     for rank in range(2):
-        llm.collective_rpc("fail", args=("write", 1, rank))
+        llm.collective_rpc("fail", args=("write", rank))
         with pytest.raises(DeltaSyncError) as caught:
             sync.send_weights()
         assert "planted" in f"{caught.value} {getattr(caught.value, '__notes__', '')}"
@@ -62,7 +62,7 @@ def a_rank_that_fails_leaves_the_answers_of_others_as_they_are(
         assert llm.collective_rpc(rank_of) == [0, 1]
         sync.connect()  # a worker whose derived tensors were not finished is dirty, and mended
         sync.send_weights()
-        llm.collective_rpc("fail", args=("begin", 1, rank))
+        llm.collective_rpc("fail", args=("begin", rank))
         with pytest.raises(DeltaSyncError, match="planted"):
             asked(VllmServer(OfflineClient(llm)).name, 7, sync._engine.holder)
         source.take(changed(source.weights, 0.1, seed=4 + rank))

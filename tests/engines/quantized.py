@@ -42,11 +42,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "weight_block_size": [_BLOCK, _BLOCK],
         "modules_to_not_convert": ["lm_head", *(f"model.layers.{n}.mlp.gate" for n in range(2))],
     },
-    "block FP8, compressed": _compressed(
-        "float-quantized",
-        _F8 | {"strategy": "block", "block_structure": [_BLOCK, _BLOCK]},
-        _F8 | {"strategy": "group", "group_size": _BLOCK},
-    ),
     "channel FP8": _compressed(
         "float-quantized", _F8 | {"strategy": "channel"}, _F8 | {"strategy": "token"}
     ),
@@ -56,12 +51,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         {"num_bits": 8, "type": "int", "strategy": "token"},
     ),
     "MXFP8": _compressed("mxfp8-quantized", _F8 | _MX, _F8 | _MX),
-    "NVFP4, ModelOpt": {
-        "quant_method": "modelopt",
-        "quant_algo": "NVFP4",
-        "group_size": 16,
-        "ignore": ["lm_head", "*mlp.gate"],
-    },
     "NVFP4": _compressed("nvfp4-pack-quantized", _NV, _NV | {"dynamic": "local"}),
     "INT4": _compressed(
         "pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}, {}
@@ -85,16 +74,12 @@ def served(form: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def constants(form: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """What such a checkpoint holds beside them: scales of activations."""
-    forms, found = forms_of(form), dict[str, Tensor]()
-    for name, tensor in weights.items():
-        if forms(name, tuple(tensor.shape)) is None:
-            continue
-        layer, scale = name.removesuffix("weight"), tensor.float().abs().mean()
-        if form == "NVFP4":
-            found[f"{layer}input_global_scale"] = 1 / scale.view(1)
-        elif form == "NVFP4, ModelOpt":
-            found[f"{layer}input_scale"] = scale
-    return found
+    forms = forms_of(form)
+    return {
+        f"{name.removesuffix('weight')}input_global_scale": 1 / one.float().abs().mean().view(1)
+        for name, one in weights.items()
+        if form == "NVFP4" and forms(name, tuple(one.shape)) is not None
+    }
 
 
 def use_kernels(kernels: Collection[str], experts: str = "") -> None:

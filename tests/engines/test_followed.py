@@ -53,7 +53,7 @@ def test_an_engine_holds_what_it_would_load(
         use_sglang(monkeypatch)
     else:
         use_cpu(monkeypatch, packs=packs)
-    with Program("-m", case.program, name, tmp_path) as program:
+    with Program("-m", "tests.engines.gpu.follow", name, tmp_path) as program:
         [found] = objects(program.wait(), '{"name"')
     assert found["outcome"] == ("reloaded" if packs else "routed"), found
     # The rotary table of gpt-oss gets another dtype when it first runs.

@@ -79,13 +79,6 @@ def test_a_target_follows_what_transformers_saves(
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
 
-def test_what_is_trained_is_known_by_names_of_the_checkpoint(tmp_path: Path) -> None:
-    model = model_of("Qwen3MoeForCausalLM", tmp_path, 0)
-    model.model.embed_tokens.weight.requires_grad_(False)
-    trained = {one.name: one.tensor.requires_grad for one in TransformersSource(model).tensors()}
-    assert trained == {name: "embed_tokens" not in name for name in trained}
-
-
 def test_the_example_ends_with_equal_weights(tmp_path: Path) -> None:
     with Program(ROOT / "docs" / "examples" / "transformers_cpu.py", tmp_path / "model") as program:
         text = program.wait()

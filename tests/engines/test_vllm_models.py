@@ -66,7 +66,6 @@ PLAIN = [
 QUANTIZED = [
     Case(LLAMA, "block FP8", TRITON),
     Case(MOE, "block FP8", TRITON, "TRITON"),
-    Case(MOE, "block FP8, compressed", TRITON, "TRITON"),
     Case(LLAMA, "channel FP8"),  # transposed
     Case(MOE, "channel FP8", CUTLASS, "TRITON"),
     Case(LLAMA, "channel INT8", "TritonInt8ScaledMMLinearKernel"),
@@ -84,7 +83,6 @@ RECOMPUTED = [
     Case(LLAMA, "NVFP4", "CutlassNvFp4LinearKernel"),  # and scales in tiles
     Case(LLAMA, "NVFP4", "MarlinNvFp4LinearKernel"),  # scales of another format
     Case(MOE, "NVFP4", "MarlinNvFp4LinearKernel", "MARLIN"),
-    Case(LLAMA, "NVFP4, ModelOpt", "EmulationNvFp4LinearKernel"),
     Case(MOE, "NVFP4", "EmulationNvFp4LinearKernel", "VLLM_CUTLASS"),
     Case(MOE, "NVFP4", "EmulationNvFp4LinearKernel", "EMULATION"),
     Case(MOE, "block FP8", TRITON, "FLASHINFER_CUTLASS"),  # clamped scales

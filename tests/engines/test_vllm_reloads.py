@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,6 @@ from torch import Tensor
 
 from deltasync import NamedTensor, SenderOptions, WeightSource
 from deltasync.errors import ConfigError, EngineFailed
-from deltasync.integrations.engine_sync import EngineSync
-from deltasync.integrations.vllm import VllmServer
-from deltasync.transports import shared_memory
 from tests.engines import cold
 from tests.engines.checkpoints import Weights, changed, checkpoint, write_config
 from tests.engines.environment import use_cpu
@@ -37,10 +35,7 @@ def started(folder: Path) -> Iterator[tuple[dict[str, Tensor], Any, Any]]:
         yield weights, model, cold.Engine(model, config)
 
 
-def connecting(source: WeightSource, engine: Any, folder: Path, **settings: Any) -> EngineSync:
-    server = VllmServer(engine, caches="keep")  # nothing is cached
-    settings = {"without_routes": "reload"} | settings
-    return EngineSync(source, server, shared_memory.Sender(folder / "socket"), **settings)
+connecting = partial(cold.connecting, without_routes="reload")
 
 
 def as_floats(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -88,9 +83,6 @@ def follow_one_after_the_other(_rank: int, folder: Path) -> None:
             rounded.take(new)
             assert sync.send_weights().kind == "delta"
             assert_as_started(model, folder, new | {HEAD: weights[HEAD]})
-        with connecting(rounded, engine, folder, unproved="accept_stale_weights") as sync:
-            sync.send_weights()  # what was left out has changed
-            assert_as_started(model, folder, new)
 
 
 def refuse_what_does_not_fit(_rank: int, folder: Path) -> None:

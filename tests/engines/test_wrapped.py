@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from deltasync.errors import ConfigError
 from deltasync.integrations.peft import MergedSource
 from deltasync.integrations.transformers import TransformersSource, transformers_target
+from tests.engines.test_transformers import model_of
 from tests.worlds.links import bits_equal, fleet
-
-CONFIG = LlamaConfig(
-    vocab_size=64,
-    hidden_size=16,
-    intermediate_size=32,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-)
 
 
 class Distributed(nn.Module):
@@ -33,13 +25,8 @@ class Distributed(nn.Module):
         self.module = module
 
 
-def llama(seed: int = 0) -> Any:
-    torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(CONFIG)
-
-
-def adapted() -> Any:
-    return get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj"]))
+def adapted(model: Any) -> Any:
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
 
 
 def by_layer(model: Any) -> Any:
@@ -54,14 +41,15 @@ def whole(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("wrap", [by_layer, whole, Distributed, lambda m: Distributed(whole(m))])
-def test_wrappers_leave_no_trace_in_names(wrap: Any) -> None:
-    engine, names = llama(1), set(llama().state_dict())
-    with fleet(TransformersSource(wrap(llama(0)))) as made:
+def test_wrappers_leave_no_trace_in_names(wrap: Any, tmp_path: Path) -> None:
+    trainer, engine, other = (model_of("LlamaForCausalLM", tmp_path, seed) for seed in (0, 1, 2))
+    names = set(engine.state_dict())
+    with fleet(TransformersSource(wrap(trainer))) as made:
         made.add(transformers_target(engine))
         made.wait(1)
         made.sender.send_weights(timeout_s=30)
-        assert bits_equal(engine, llama(0))
-    merged = MergedSource(wrap(adapted())).tensors()
+        assert bits_equal(engine, model_of("LlamaForCausalLM", tmp_path, 0))
+    merged = MergedSource(wrap(adapted(other))).tensors()
     assert {name for one in merged for name in one.names} == names
 
 
@@ -70,7 +58,11 @@ def test_what_is_no_such_model_is_refused_by_its_type(given: Any) -> None:
     for make, kind in ((TransformersSource, "PreTrainedModel"), (MergedSource, "PeftModel")):
         with pytest.raises(ConfigError, match=f"takes a {kind}, and this is a"):
             make(given)
+
+
+def test_the_other_kind_of_model_is_refused_by_its_type(tmp_path: Path) -> None:
+    model = model_of("LlamaForCausalLM", tmp_path, 0)
     with pytest.raises(ConfigError, match="takes a PeftModel, and this is a Llama"):
-        MergedSource(llama())
+        MergedSource(model)
     with pytest.raises(ConfigError, match="takes a PreTrainedModel, and this is a PeftModel"):
-        TransformersSource(adapted())
+        TransformersSource(adapted(model))

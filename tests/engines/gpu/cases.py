@@ -36,11 +36,6 @@ class Case:
     draft: str = ""
 
     @property
-    def program(self) -> str:
-        """The module that runs it."""
-        return f"tests.engines.gpu.{'follow_sglang' if self.engine == 'sglang' else 'follow'}"
-
-    @property
     def name(self) -> str:
         return f"{self.architecture}/{self.setup}"
 

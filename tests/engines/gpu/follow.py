@@ -3,7 +3,7 @@
     python -m tests.engines.gpu.follow NAME FOLDER
 
 Prints a JSON object: what was found, and of which engine, kernels and GPU. Without a GPU it runs on
-the CPU, which shows that the program does what it should. Needs vLLM.
+the CPU, which shows that the program does what it should. Needs the engine.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,6 @@ class Trial:
             "wrong": wrong[:20],
             "moved": sorted(moved)[:20],
             "tokens": is_same,
-            "tensors": sum(map(len, idle)),
         }
 
     def sync_all(self, live: Any, mine: Weights, sync: EngineSync) -> None:
@@ -204,20 +204,21 @@ def differing(now: Held, cold: Held, compared: list[set[str]]) -> list[str]:
     ]
 
 
-def tell(name: str, found: dict[str, Any]) -> None:
-    """Print what was found of a case, with what it was found on."""
-    gpus = Counter(torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count()))
-    facts = {"name": name, "torch": torch.__version__, "gpus": dict(gpus)}
-    print(json.dumps(facts | found))  # noqa: T201 a script
-
-
 def main(name: str, folder: Path) -> None:
     case = CASES[name]
     os.environ.update(case.environment)
     folder.mkdir(parents=True, exist_ok=True)
-    import vllm
+    if case.engine == "sglang":
+        from tests.engines.gpu import follow_sglang
 
-    tell(name, {"vllm": vllm.__version__} | Trial(case, folder).run())
+        found = {"sglang": version("sglang")} | follow_sglang.run(case, folder)
+    else:
+        import vllm
+
+        found = {"vllm": vllm.__version__} | Trial(case, folder).run()
+    gpus = Counter(torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count()))
+    facts = {"name": name, "torch": torch.__version__, "gpus": dict(gpus)}
+    print(json.dumps(facts | found))  # noqa: T201 a script
 
 
 if __name__ == "__main__":

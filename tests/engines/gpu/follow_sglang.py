@@ -1,29 +1,25 @@
 """One case of SGLang: a server follows a trainer, and is compared with one started on the same.
 
-    python -m tests.engines.gpu.follow_sglang NAME FOLDER
-
-Prints a JSON object, as `tests.engines.gpu.follow` does. Runs on a CPU without a GPU. Needs SGLang.
+`tests.engines.gpu.follow` runs it. Runs on a CPU without a GPU. Needs SGLang.
 """
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from deltasync.errors import ConfigError, DeltaSyncError
+from deltasync.errors import DeltaSyncError
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.http import Http
 from deltasync.integrations.sglang import SglangServer
 from deltasync.transports import cuda_ipc, shared_memory
 from tests.engines.checkpoints import Weights
-from tests.engines.gpu.cases import CASES, Case
-from tests.engines.gpu.follow import tell, versions_of
+from tests.engines.gpu.cases import Case
+from tests.engines.gpu.follow import versions_of
 from tests.engines.sglang_server import generate, served
 
 _PROMPTS = (17, 30)
@@ -31,6 +27,7 @@ _PROMPTS = (17, 30)
 
 def run(case: Case, folder: Path) -> dict[str, Any]:
     """What is found."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that servers end too
     old, *others = versions_of(case, folder)
     with served(folder, others[-1]) as url:
         expected, cold = answers(Http(url)), checksums(Http(url))
@@ -40,10 +37,6 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
         server = SglangServer(url)
         link = (cuda_ipc if device == "cuda" else shared_memory).Sender(folder / "socket")
         with EngineSync(mine, server, link, paused=server.paused, timeout_s=120) as sync:
-            try:
-                sync.connect()
-            except ConfigError as error:
-                return {"outcome": "refused", "refused": str(error)}
             try:
                 sync.send_weights()
                 for weights in others:
@@ -56,7 +49,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
         is_same, is_equal = answers(Http(url)) == expected, checksums(Http(url)) == cold
     outcome = "routed" if is_same and is_equal else "WRONG"
     wrong = [] if is_equal else ["checksums"]
-    return {"outcome": outcome, "wrong": wrong, "tokens": is_same, "tensors": len(cold)}
+    return {"outcome": outcome, "wrong": wrong, "tokens": is_same}
 
 
 def answers(http: Http) -> list[list[int]]:
@@ -68,15 +61,3 @@ def checksums(http: Http) -> dict[str, str]:
     """Of what the server's workers hold, by rank and name."""
     ranks = http.post("weights_checker", {"action": "checksum"})["ranks"]
     return {f"{n}.{k}": v for n, rank in enumerate(ranks) for k, v in rank["checksums"].items()}
-
-
-def main(name: str, folder: Path) -> None:
-    case = CASES[name]
-    os.environ.update(case.environment)
-    folder.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that servers end too
-    tell(name, {"sglang": version("sglang")} | run(case, folder))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))

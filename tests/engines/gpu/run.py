@@ -70,7 +70,7 @@ def tried(name: str, limit_s: float) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp(prefix="engine-"))
     began = time.monotonic()
     process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", CASES[name].program, name, str(folder)],
+        [sys.executable, "-W", "ignore", "-m", "tests.engines.gpu.follow", name, str(folder)],
         cwd=ROOT,
         env=os.environ | _SETTINGS,
         stdout=subprocess.PIPE,
