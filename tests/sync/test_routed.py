@@ -12,12 +12,12 @@ from torch import Tensor
 from deltasync import ReceiverOptions, SenderOptions, WeightTarget
 from deltasync.delta.bits import as_bits
 from deltasync.engines.routed import RoutedTarget
-from deltasync.engines.routes.recorder import CheckpointTensor
 from deltasync.errors import ConfigError, DigestMismatch, SyncAborted
 from tests.worlds.links import Model, bits_equal, fleet, random_model, step
 from tests.worlds.target_contract import TargetContract
 from tests.worlds.toy_engines import (
     CHECKPOINT,
+    SHAPES,
     Rank,
     Wide,
     fails,
@@ -25,6 +25,7 @@ from tests.worlds.toy_engines import (
     is_as,
     joined,
     rank_of,
+    routed,
     specs,
     state_of,
     trainer,
@@ -61,19 +62,22 @@ def test_syncs_write_by_routes_alone() -> None:
     assert loaded == []
 
 
-def test_what_is_derived_is_brought_up_to_date_by_every_sync() -> None:
-    source, engine = trainer(0), whole(1)
-    norms: list[float] = []
+@pytest.mark.promise("Cost", "A full sync into an engine with routes is written as it arrives.")
+def test_a_full_sync_holds_nothing_back() -> None:
+    shapes = {f"w{number}": (40, 4) for number in range(20)}
+    source, engine = (random_model(shapes, seed).bfloat16() for seed in range(2))
+    options, receiving = SenderOptions(bucket_bytes=300), ReceiverOptions(max_staged_bytes=1)
+    with joined(source, routed(engine), options=options, receiving=receiving) as here:
+        assert here.first.full_synced == 1
+        assert here.first.receiver_bytes <= 3 * 300  # a parameter has 320 bytes
+    assert bits_equal(source, engine)
 
-    def finish() -> None:
-        norms.append(float(engine.norm.sum()))
 
-    with joined(source, RoutedTarget(engine, CHECKPOINT, finish=finish)) as here:
-        for _ in range(2):
-            assert norms[-1] == float(engine.norm.sum())
-            source.get_parameter("norm").data += 1
-            here.sender.send_weights()
-    assert len(norms) == 3
+def test_tied_names_reach_the_loader_as_it_knows_them() -> None:
+    source, engine = Model({"head": torch.randn(4, 3)}), Model({"tok": torch.zeros(4, 3)})
+    source.register_parameter("tok", source.get_parameter("head"))
+    with joined(source, routed(engine)):
+        assert torch.equal(engine.get_parameter("tok"), source.get_parameter("tok"))
 
 
 def test_a_layout_that_changes_after_a_full_sync_is_found_before_a_delta() -> None:
@@ -177,39 +181,23 @@ def test_what_has_no_route_is_refused_by_name(
     assert all(before[name] is after[name] and not after[name].any() for name in before)
 
 
-class Loaded(Model):
-    """The contract's model: a padded embedding, a transposed projection."""
-
-    def load_weights(self, weights: Given) -> None:
-        for name, tensor in weights:
-            live = self.get_parameter(own_name(name)).data
-            if "embed" in name:
-                live[len(tensor) :].zero_()
-                live = live[: len(tensor)]
-            live.copy_(tensor.T if "proj" in name else tensor)
-
-
-def own_name(name: str) -> str:
-    return next(own for own in ("embed", "norm", "proj", "scale") if own in name)
+KEPT_IN = {"q": "qkv", "kv": "qkv", "gate": "w1", "down": "w2"}
 
 
 class TestRoutedTarget(TargetContract):
-    engine: Loaded
+    engine: Rank
+    names = tuple(SHAPES)
+    shapes = tuple(SHAPES.values())
+    wire_dtypes = ("bfloat16",) * len(SHAPES)
 
     def make_target(self, state: dict[str, Tensor]) -> WeightTarget:
-        self.engine = Loaded(
-            {
-                "embed": torch.zeros(16, 4, dtype=torch.bfloat16),
-                "norm": torch.zeros(4),
-                "proj": torch.zeros(8, 4, dtype=torch.bfloat16),
-                "scale": torch.zeros(()),
-            }
-        )
+        self.engine = Rank(0, 1)
         self.engine.load_weights(state.items())
-        return RoutedTarget(self.engine, specs(state))
+        return RoutedTarget(self.engine, CHECKPOINT)
 
     def replace_storage(self, name: str) -> None:
-        parameter = self.engine.get_parameter(own_name(name))
+        own = name.rstrip("01")
+        parameter = self.engine.get_parameter(KEPT_IN.get(own, own))
         parameter.data = parameter.data.clone()
 
 
@@ -237,46 +225,3 @@ def test_a_rank_takes_what_it_holds_of_the_end_of_a_tensor() -> None:
         bits = as_bits(source.get_parameter(layout[number].name).data.bfloat16()).reshape(-1)
         live.write(len(bits) // 3, bits[len(bits) // 3 :])
     assert is_as(rank, before)
-
-
-# Loaders that copy some tensors later than they are given them.
-
-PAIRS = {"a0": "ab0", "b0": "ab0", "a1": "ab1", "b1": "ab1"}
-LATE = dict.fromkeys(PAIRS, (8, 4)) | {f"w{n}": (40, 4) for n in range(20)}
-
-
-class Pairing(Model):
-    """Keeps a0 and b0 in one matrix, and a1 and b1 in another: writes both once both have come.
-
-    It goes through all names before it loads anything.
-    """
-
-    def __init__(self) -> None:
-        own = {n: s for n, s in LATE.items() if n not in PAIRS} | {"ab0": (16, 4), "ab1": (16, 4)}
-        super().__init__({n: torch.zeros(s, dtype=torch.bfloat16) for n, s in own.items()})
-
-    def load_weights(self, weights: Given) -> None:
-        waiting: dict[str, Tensor] = {}
-        for name, tensor in list(weights):
-            if name not in PAIRS:
-                self.get_parameter(name).data.copy_(tensor)
-                continue
-            waiting[name] = tensor
-            one, other = (own for own, fused in PAIRS.items() if fused == PAIRS[name])
-            if one in waiting and other in waiting:
-                live = self.get_parameter(PAIRS[name]).data
-                live[:8].copy_(waiting.pop(one))
-                live[8:].copy_(waiting.pop(other))
-
-
-@pytest.mark.promise("Cost", "A full sync into an engine with routes is written as it arrives.")
-def test_a_full_sync_does_what_any_loader_would_and_holds_nothing_back() -> None:
-    source, engine, fresh = random_model(LATE, 0), Pairing(), Pairing()
-    checkpoint = [CheckpointTensor(name, shape, torch.bfloat16) for name, shape in LATE.items()]
-    target, options = RoutedTarget(engine, checkpoint), SenderOptions(bucket_bytes=300)
-    receiving = ReceiverOptions(max_staged_bytes=1)
-    with joined(source, target, options=options, receiving=receiving) as here:
-        assert here.first.full_synced == 1
-        assert here.first.receiver_bytes <= 3 * 300  # a parameter has 320 bytes
-    fresh.load_weights([(n, w.data.bfloat16()) for n, w in source.named_parameters()])
-    assert bits_equal(engine, fresh)

@@ -12,14 +12,11 @@ from deltasync import (
     ModuleSource,
     ModuleTarget,
     ReceiverOptions,
-    SenderOptions,
     WeightReceiver,
     WeightSender,
 )
-from deltasync.delta.bits import as_bits
 from deltasync.errors import (
     DirtyReceiver,
-    LimitExceeded,
     NoReceivers,
     SyncAborted,
     TransportTimeout,
@@ -29,7 +26,7 @@ from deltasync.sync import receiver
 from deltasync.testing.processes import Child
 from deltasync.transports import shared_memory
 from deltasync.wire import frame
-from tests.worlds.links import LINKS, Model, bits_equal, fleet, random_model, until
+from tests.worlds.links import Model, bits_equal, random_model, until
 from tests.worlds.peers import JOINED, Hand, begin
 from tests.worlds.toy_engines import joined, recovers
 
@@ -66,31 +63,6 @@ def test_a_release_of_another_format_is_named_at_both_ends(tmp_path: Path) -> No
     ):
         until(lambda: "UnsupportedVersion" in refusal())
         child.wait(timeout_s=60)
-
-
-@pytest.mark.promise(
-    "Errors",
-    "`SyncAborted`, `SyncStats.lost`: the trainer learns why a receiver failed, within a sync "
-    "and between syncs.",
-)
-@pytest.mark.parametrize("kind", LINKS)
-def test_why_a_receiver_fails_within_a_sync_is_named_at_both_ends(kind: str) -> None:
-    """Here its limit is smaller than the sender's buckets, of which many are on their way."""
-    source, small, large = (random_model({"w": (30_000,)}, 0) for _ in range(3))
-    before = as_bits(source.get_parameter("w").data).clone()
-    options = SenderOptions(bucket_bytes=4096)
-    with fleet(source, options=options, link=LINKS[kind]) as here:
-        limited = here.add(small, engine="small", options=ReceiverOptions(max_payload_bytes=2048))
-        here.add(large, engine="large")
-        here.wait(2)
-        here.sender.send_weights(timeout_s=60)
-        as_bits(source.get_parameter("w").data).add_(1)
-        stats = here.sender.send_weights(timeout_s=60)
-        assert stats.lost.keys() == {"small[0/1]"}
-        assert "LimitExceeded" in stats.lost["small[0/1]"]
-        until(lambda: any(isinstance(error, LimitExceeded) for error in limited.errors))
-    assert bits_equal(source, large)
-    assert torch.equal(as_bits(small.get_parameter("w").data), before)
 
 
 @pytest.mark.promise(

@@ -24,11 +24,11 @@ from deltasync.errors import (
     SyncAborted,
 )
 from deltasync.sync.source.streamed import StreamedWeights
-from deltasync.sync.source.tensors import Index
 from tests.sync.interpreted import one_kernel_at_a_time
 from tests.worlds.links import Model
 from tests.worlds.target_contract import TargetContract
 from tests.worlds.toy_engines import joined
+from tests.worlds.trainers import by_expert
 
 __all__ = ["one_kernel_at_a_time"]  # pytest uses it
 
@@ -97,17 +97,6 @@ def test_source_names_every_saved_tensor_once_and_its_aliases(
         assert {n for one in source.tensors() for n in one.names} == set(model.state_dict())
 
 
-def by_expert(name: str, shape: tuple[int, ...]) -> dict[str, Index] | None:
-    """(experts, 2 * width, hidden): gate beside up."""
-    if name != "experts":
-        return None
-    width, found = shape[1] // 2, dict[str, Index]()
-    for expert in range(shape[0]):
-        found[f"experts.{expert}.gate"] = (expert, slice(0, width))
-        found[f"experts.{expert}.up"] = (expert, slice(width, None))
-    return found
-
-
 def test_a_stacked_parameter_goes_by_the_names_of_its_parts() -> None:
     model = Model({"experts": torch.randn(3, 4, 5), "norm": torch.ones(2)})
     parts = model.get_parameter("experts").requires_grad_().view(6, 2, 5)
@@ -143,20 +132,17 @@ def test_wire_dtypes_come_from_the_receiver_and_overrides_win() -> None:
     wired(model, engine, **{"head.weight": "bfloat16"})
     assert torch.equal(engine.embed.weight, model.embed.weight.bfloat16())
     assert torch.equal(engine.norm.weight, model.norm.weight)
-    for dtype, words in (("float99", "'float99' is not one"), ("int8", "float32 cannot be sent")):
-        with pytest.raises(SyncAborted, match=words):
-            wired(model, Net(), saved=dtype)
+    with pytest.raises(SyncAborted, match="float32 cannot be sent"):
+        wired(model, Net(), saved="int8")
 
 
 class Wider(Net):
-    """With a parameter that can be transposed, a vector, and a part of other memory."""
+    """With a parameter that can be transposed, and a vector."""
 
     def __init__(self) -> None:
         super().__init__()
         self.square = nn.Parameter(torch.randn(4, 4), requires_grad=False)
         self.line = nn.Parameter(torch.randn(8), requires_grad=False)
-        self.memory = torch.arange(40.0)
-        self.part = nn.Parameter(self.memory.as_strided((2, 3), (5, 1)), requires_grad=False)
 
 
 def swap_names(model: Wider) -> None:
@@ -164,11 +150,6 @@ def swap_names(model: Wider) -> None:
     weight, bias = model.norm.weight, model.norm.bias
     del model.norm.weight, model.norm.bias
     model.norm.bias, model.norm.weight = weight, bias
-
-
-def rename(model: Wider) -> None:
-    model.last = model.norm
-    del model.norm
 
 
 def move_over(model: Wider) -> None:
@@ -193,15 +174,11 @@ MOVES: dict[str, Callable[[Wider], object]] = {
     "strides": lambda m: setattr(m.embed.weight, "data", torch.full((4, 6), 7.0).T),
     "transposed in place": lambda m: m.square.t_(),
     "shape of the same memory": lambda m: setattr(m.line, "data", m.line.data.view(4, 2)),
-    "another part, with the same strides": lambda m: setattr(
-        m.part, "data", m.memory.as_strided((3, 2), (5, 1))
-    ),
     "tensors swapped": lambda m: swap(m.norm.weight, m.norm.bias),
 }
 OTHERS: dict[str, tuple[Callable[[Wider], object], str]] = {
     "untied": (lambda m: setattr(m.head, "weight", nn.Parameter(m.head.weight + 1)), "ties"),
     "removed": (lambda m: delattr(m.norm, "bias"), "appeared or vanished"),
-    "renamed": (rename, "appeared or vanished"),
     "moved over": (move_over, ""),
     "memory released": (lambda m: m.norm.weight.untyped_storage().resize_(0), r"norm\.weight"),
     "another shape": (
@@ -274,7 +251,6 @@ def widen(model: Net) -> None:
         (False, True, id, r"'embed\.weight', 'head\.weight' are tied here"),
         (True, False, id, r"'embed\.weight' are tied at the sender, not here"),
         (True, False, lambda m: delattr(m, "head"), None),  # it may hold one of the tied names
-        (True, True, id, None),
     ],
 )
 def test_an_engine_that_does_not_fit_is_refused_by_name(
@@ -336,7 +312,6 @@ ODD: dict[str, tuple[Callable[[], Tensor], str]] = {
     "meta": (lambda: torch.ones(4, 4, device="meta"), "meta device"),
     "quantized": (lambda: torch.quantize_per_tensor(torch.eye(4), 0.1, 0, torch.qint8), "qint8"),
     "conjugated": (lambda: torch.ones(4, 4, dtype=torch.complex64).conj(), "conjugated"),
-    "dimensions": (lambda: torch.ones((1,) * 65), "65 dimensions, 64 at most can be sent"),
 }
 
 
@@ -344,28 +319,16 @@ def module_with(odd: Tensor) -> nn.Module:
     return module(plain=torch.ones(2), odd=odd)
 
 
-def plain_only(name: str) -> str | None:
-    return None if name == "odd" else name
-
-
 @pytest.mark.filterwarnings("ignore")  # of torch, about what is made here
 @pytest.mark.parametrize(("make", "words"), ODD.values(), ids=ODD.keys())
-def test_tensors_without_plain_storage_are_refused_by_name_or_left_out(
+def test_tensors_without_plain_storage_are_refused_by_name(
     make: Callable[[], Tensor], words: str, tmp_path: Path
 ) -> None:
     calls: list[Callable[[], object]] = [
         StoreSender(ModuleSource(module_with(make())), tmp_path).publish,
         lambda: StreamedWeights().take([("odd", make())]),
+        ModuleTarget(module_with(make())).parameters,
     ]
-    if words.startswith("65"):
-        calls.pop()  # which finds it when it is sent
-    else:
-        calls.append(ModuleTarget(module_with(make())).parameters)
     for call in calls:
         with pytest.raises(ConfigError, match=f"^'?odd.*{words}"):
             call()
-    model = module_with(make())
-    source = ModuleSource(model, rename=plain_only)
-    target = ModuleTarget(model, rename=plain_only)
-    with joined(source, target):
-        target.check_unmoved()

@@ -50,13 +50,10 @@ def nudge(source: nn.Module, count: int = 3) -> None:
     bits[torch.randperm(len(bits))[:count]] ^= 1
 
 
-def half(whole: Model, *names: str) -> Model:
-    """Some of a model's parameters: a pipeline rank."""
-    return Model({name: whole.get_parameter(name).data.clone() for name in names})
-
-
 def halves_of(whole: Model) -> list[Model]:
-    return [half(whole, "embed", "norm"), half(whole, "layer", "norm")]
+    """Pipeline ranks, with some of a model's parameters each."""
+    parts = ("embed", "norm"), ("layer", "norm")
+    return [Model({n: whole.get_parameter(n).data.clone() for n in names}) for names in parts]
 
 
 def hold_the_same(source: nn.Module, parts: Iterable[nn.Module]) -> bool:
@@ -234,6 +231,24 @@ def test_a_rank_that_was_dirty_is_dirty_after_a_sync_that_is_undone() -> None:
         assert here.sender.send_weights(timeout_s=60).full_synced == 2
         until(lambda: not receiver.is_dirty)
         assert hold_the_same(source, halves)
+
+
+@pytest.mark.promise("Checks", "Replaced storage is detected before what is staged is written.")
+def test_replaced_target_storage_is_noticed_before_a_decision_and_bound_anew() -> None:
+    source, replica = model(), model(1)
+    with fleet(source) as here:
+        here.join(replica)
+        parameter = replica.get_parameter("layer")
+        parameter.data = parameter.data.clone()
+        before = as_bits(parameter).clone()
+        nudge(source)
+        with pytest.raises(SyncAborted, match="TargetMoved"):
+            here.sender.send_weights()
+        assert torch.equal(as_bits(parameter), before)
+        here.wait(1)
+        assert here.sender.send_weights().receivers == 1
+        assert bits_equal(source, replica)
+        assert not here.serving["engine/0"].receiver.is_dirty
 
 
 @pytest.mark.promise("Checks", "A delta on wrong weights is refused before it is written.")

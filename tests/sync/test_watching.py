@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ __all__ = ["one_kernel_at_a_time"]  # pytest uses it
 
 def trained() -> nn.Module:
     """Some parameters that are trained, one that is not, and a buffer."""
-    made = nn.ParameterDict({name: torch.zeros(4) for name in (*ALL, "frozen")})
+    made = nn.ParameterDict({name: torch.zeros(4) for name in (*"abcde", "frozen")})
     made["frozen"].requires_grad = False
     made.register_buffer("count", torch.zeros(2))
     return made
@@ -36,41 +35,24 @@ def one(source: nn.Module, options: SenderOptions) -> Iterator[Fleet]:
         yield here
 
 
-ALL = ["a", "b", "c", "stem", "alone"]
-
-
 @pytest.mark.promise(
     "What operators see",
     "Trained parameters that never change, and densities that jump, are warned of once.",
 )
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        (
-            [["a", "b", "c", "stem"]] * 2 + [["a", "b", "c"]] * 5,
-            {
-                2: "'alone' require grad and have not changed in 3 deltas: ",
-                4: "'stem' require grad",
-            },
-        ),
-        ([[]] * 4 + [["stem"]] * 3, {6: "'a', 'alone', 'b' and 1 more require"}),
-    ],
-    ids=["named once", "not where nothing changes"],
-)
 def test_trained_parameters_that_never_change_are_named_once(
-    changes: list[list[str]], expected: dict[int, str], caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     told: dict[int, str] = {}
     with one(trained(), SenderOptions(warn_unchanged_syncs=3)) as here:
-        for number, names in enumerate(changes):
+        for number, names in enumerate(["abc", "abc", "ab", "ab", "ab", "ab"]):
             for name in names:
                 here.source.get_parameter(name).data[0] += 1
             for warning in here.sender.send_weights(timeout_s=60).warnings:
-                if "require grad" in warning:
-                    told[number] = warning
-    assert told.keys() == expected.keys()
-    assert all(told[number].startswith(text) for number, text in expected.items())
-    assert all(warning in caplog.text for warning in told.values())
+                told[number] = warning
+                assert warning in caplog.text
+    assert told.keys() == {2, 4}
+    assert told[2].startswith("'d', 'e' require grad and have not changed in 3 deltas: ")
+    assert told[4].startswith("'c' require grad")
 
 
 @pytest.mark.promise(
@@ -79,31 +61,22 @@ def test_trained_parameters_that_never_change_are_named_once(
 )
 def test_a_density_that_jumps_is_warned_of_once_and_again_when_it_is_worse() -> None:
     options = SenderOptions(warn_unchanged_syncs=None, warn_density_factor=5)
-    told: list[tuple[int, str]] = []
+    told: list[int] = []
     with one(Model({"w": torch.zeros(1000)}), options) as here:
         for count in [10] * 8 + [60, 70, 300, 301, 1000, 10, 60]:
             here.source.get_parameter("w").data[:count] += 1
-            told += [(count, w) for w in here.sender.send_weights(timeout_s=60).warnings]
-    assert [count for count, _ in told] == [60, 301, 60]
-    assert all(w.startswith(f"{count / 10:.3f}% of the elements changed") for count, w in told)
+            told += [count] * len(here.sender.send_weights(timeout_s=60).warnings)
+    assert told == [60, 301, 60]
 
 
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        ("layer", {"layers.0": 5 / 11, "layers.1": 0.0, "head": 0.5}),
-        ("parameter", {"layers.0.a": 2 / 7, "layers.0.b": 3 / 4, "layers.1.a": 0, "head": 0.5}),
-    ],
-)
-def test_densities_are_those_of_what_changed(
-    kind: Literal["layer", "parameter"], expected: dict[str, float], kernels: Kernels
-) -> None:
+def test_densities_are_those_of_what_changed(kernels: Kernels) -> None:
     layers = [nn.ParameterDict({"a": torch.zeros(7), "b": torch.zeros(4)})]
     layers.append(nn.ParameterDict({"a": torch.zeros(3)}))
     source = nn.Module()
     source.layers, source.head = nn.ModuleList(layers), nn.Parameter(torch.zeros(2))
-    with one(source, SenderOptions(report_density=kind, kernels=kernels)) as here:
+    expected = {"layers.0": 5 / 11, "layers.1": 0.0, "head": 0.5}
+    with one(source, SenderOptions(report_density="layer", kernels=kernels)) as here:
         for name, count in {"layers.0.a": 2, "layers.0.b": 3, "head": 1}.items():
             source.get_parameter(name).data[:count] += 1
         assert here.sender.send_weights(timeout_s=60).density_by == pytest.approx(expected)

@@ -24,6 +24,7 @@ from deltasync.quant.fp8 import Fp8
 from deltasync.sync.group import orders
 from deltasync.sync.group.group import TrainerGroup
 from deltasync.sync.group.rank import TrainerRank
+from deltasync.sync.source.tensors import Index
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame, SendTransport
 from tests.worlds.links import AMPLE_S, Linking, Receivers, ThroughSender
@@ -69,6 +70,17 @@ class Rounded:
 def matrices(name: str, shape: tuple[int, ...]) -> Fp8 | None:
     """Which form is served of each parameter."""
     return Fp8() if len(shape) > 1 else None
+
+
+def by_expert(name: str, shape: tuple[int, ...]) -> dict[str, Index] | None:
+    """The names of the parts of (experts, 2 * width, hidden): gate beside up."""
+    if name != "experts":
+        return None
+    width, found = shape[1] // 2, dict[str, Index]()
+    for expert in range(shape[0]):
+        found[f"experts.{expert}.gate"] = (expert, slice(0, width))
+        found[f"experts.{expert}.up"] = (expert, slice(width, None))
+    return found
 
 
 class Hub(ThroughSender):
