@@ -85,14 +85,6 @@ def joined(lines: Iterator[str], count: int) -> tuple[int, int, int]:
     raise AssertionError("the trainer has ended")
 
 
-def noting_steps(lines: Iterator[str], seen: list[int]) -> Iterator[str]:
-    """The same, and in `seen` the steps of which a delta was sent."""
-    for line in lines:
-        if match := DELTA.fullmatch(line):
-            seen.append(int(match[1]))
-        yield line
-
-
 @pytest.mark.promise(
     "Engines and trainers of several ranks",
     "Ranks that torchrun restarts resume, and are sent nothing.",
@@ -119,8 +111,8 @@ def test_ranks_that_are_restarted_resume_and_are_sent_nothing(tmp_path: Path) ->
 
 def two_nodes(
     stack: ExitStack, folder: Path, *, address: str, store: int, port: int, hosts: Sequence[Host]
-) -> tuple[Iterator[str], Sequence[subprocess.Popen[str]], Callable[[], object]]:
-    """A node that trains and one that follows: the first one's lines, both, and the second anew."""
+) -> tuple[Iterator[str], subprocess.Popen[str], Callable[[], object]]:
+    """A node that trains and one that follows: the first one's lines, the second, and it anew."""
     recipe = ["--trainers", "2", "--port", str(port), "--steps", "1000000", "--step-s", "0.1"]
     recipe += ["--checkpoint", str(folder / "checkpoint")]
 
@@ -130,14 +122,14 @@ def two_nodes(
         here = ranks(*options, per_node=2, recipe=recipe, host=hosts[number])
         return stack.enter_context(here)
 
-    nodes = node(0), node(1)
-    return lines_of(nodes[0]), nodes, lambda: node(1)
+    first, second = node(0), node(1)
+    return lines_of(first), second, lambda: node(1)
 
 
 def check_a_node_that_comes_back(
     lines: Iterator[str], second: subprocess.Popen[str], again: Callable[[], object]
-) -> int:
-    """Kill the node that follows with its torchrun, and start it again. Returns the step then."""
+) -> None:
+    """Kill the node that follows with its torchrun, and start it again."""
     assert joined(lines, 2) == (0, 1, 2)
     kill_node(second)
     next(line for line in lines if NOBODY.fullmatch(line))
@@ -145,16 +137,15 @@ def check_a_node_that_comes_back(
     step, version, _ = joined(lines, 2)
     assert step > 1  # no rank that trains was restarted
     assert version > 1
-    return step
 
 
 @pytest.mark.promise(
     "Engines and trainers of several ranks",
     "A node of torchrun that is killed and started again joins; the trainer goes on meanwhile.",
 )
-def test_nodes_come_back_each_by_itself(tmp_path: Path) -> None:
+def test_a_node_that_follows_comes_back_and_the_trainer_goes_on(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        lines, (first, second), again = two_nodes(
+        lines, second, again = two_nodes(
             stack,
             tmp_path,
             address="127.0.0.1",
@@ -162,15 +153,7 @@ def test_nodes_come_back_each_by_itself(tmp_path: Path) -> None:
             port=free_ports(6),
             hosts=[(), ()],
         )
-        before = check_a_node_that_comes_back(lines, second, again)
-        next(line for line in lines if DELTA.fullmatch(line))
-        kill(first, rank=1)
-        seen = list[int]()
-        resumed, version, full = joined(noting_steps(lines, seen), 2)
-        reached = max([before + 1, *seen])
-        assert version == 1  # of a new trainer
-        assert reached - 1 <= resumed <= reached  # the checkpoint is saved after the sync
-        assert full == (0 if resumed == reached else 2)  # nothing is sent if the digests agree
+        check_a_node_that_comes_back(lines, second, again)
 
 
 def test_without_a_secret_the_recipe_warns_and_lets_nobody_guess_one(

@@ -169,21 +169,6 @@ def test_a_load_of_an_update_that_was_given_up_gets_nothing() -> None:
             here.update(load=interrupted)
 
 
-def test_a_receive_that_was_given_up_does_not_disturb_the_next_update() -> None:
-    async def begin(rollout: Rollout) -> None:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(anext(rollout.weights()), 0.2)
-
-    weights = weights_on()
-    with ExitStack() as stack:
-        here = trainer(stack, weights)
-        here.update()
-        here.rollouts[0].prepare()
-        asyncio.run(begin(here.rollouts[0]))  # nobody sends
-        weights["a"][0] += 1
-        assert_same(here.update()[1][0], weights)
-
-
 class Held:
     """What a rank has: the rows of a tensor that one of two holds, or all, under two names."""
 

@@ -12,9 +12,9 @@ from deltasync import ModuleSource, ModuleTarget, SyncStats, WeightSender
 from deltasync.integrations.ray import Rendezvous
 
 
-def model(width: int = 64) -> nn.Module:
+def model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Linear(width, 300)
+    return nn.Linear(64, 300)
 
 
 def bits_of(module: nn.Module) -> str:
@@ -48,8 +48,8 @@ class Rank:
 class Engine:
     """Holds bfloat16 weights."""
 
-    def __init__(self, meeting: Rendezvous, width: int = 64) -> None:
-        self.model = model(width).bfloat16()
+    def __init__(self, meeting: Rendezvous) -> None:
+        self.model = model().bfloat16()
         nn.init.zeros_(next(self.model.parameters()))
         self.weights = meeting.follow(ModuleTarget(self.model))
 

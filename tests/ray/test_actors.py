@@ -1,4 +1,4 @@
-"""Actors that find each other by a `Rendezvous`, whoever of them is killed, stopped or added."""
+"""Actors that find each other by a `Rendezvous`, whoever of them is killed or added."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import ray
-from ray.exceptions import RayActorError
 
 from deltasync import SyncStats
-from deltasync.errors import DeltaSyncError, SyncAborted
+from deltasync.errors import SyncAborted
 from deltasync.integrations.ray import Rendezvous
 from tests.ray.actors import Engine, Rank
 
@@ -74,7 +73,7 @@ def check(ranks: Sequence[Any], engines: Sequence[Any], version: int) -> None:
     "Actors that Ray restarts, or that are added, connect by themselves; engines serve while "
     "the trainer is away, and find the next one.",
 )
-def test_engines_are_killed_restarted_stopped_and_added(meeting: Rendezvous) -> None:
+def test_engines_are_killed_restarted_and_added(meeting: Rendezvous) -> None:
     engines = [engine(meeting, max_restarts=-1) for _ in range(3)]  # before the trainer is there
     ranks = trainer(meeting)
     assert send(ranks, wait_for=3).receivers == 3
@@ -89,15 +88,6 @@ def test_engines_are_killed_restarted_stopped_and_added(meeting: Rendezvous) -> 
     check(ranks, engines, done[-1].version)
 
     process = ray.get(engines[1].pid.remote())
-    os.kill(process, signal.SIGSTOP)
-    try:
-        stats = send(ranks, timeout_s=3)
-        assert (stats.receivers, len(stats.lost)) == (3, 1)
-    finally:
-        os.kill(process, signal.SIGCONT)
-    done = send_until(ranks, lambda stats: stats.receivers == 4)
-    check(ranks, engines, done[-1].version)
-
     under_way = [rank.send.remote() for rank in ranks]
     os.kill(process, signal.SIGKILL)
     ray.get(under_way)
@@ -128,12 +118,3 @@ def test_engines_serve_while_the_trainer_is_away_and_find_the_next_one(meeting: 
     assert (stats.version, stats.joined) == (1, 2)
     check(ranks, engines, send(ranks).version)
     assert ray.get([each.pid.remote() for each in engines]) == processes
-
-
-def test_an_engine_of_another_model_says_so(meeting: Rendezvous) -> None:
-    wrong = ray.remote(Engine).options(num_cpus=0, max_restarts=-1).remote(meeting, 65)
-    ranks = trainer(meeting)
-    with pytest.raises(DeltaSyncError, match="300"):
-        send(ranks, wait_for=1)
-    with pytest.raises(RayActorError, match="LayoutMismatch"):
-        ray.get(wrong.held.remote(), timeout=PATIENCE_S)

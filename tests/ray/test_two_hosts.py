@@ -92,7 +92,7 @@ def test_nodes_need_the_documented_ports_alone(
     monkeypatch.setenv("DELTASYNC_SECRET", "of these two")
     with ExitStack() as stack:
         where = [on(name) for name in hosts]
-        lines, (_, second), again = two_nodes(
+        lines, second, again = two_nodes(
             stack, tmp_path, address=TRAINER, store=STORE, port=PORT, hosts=where
         )
         check_a_node_that_comes_back(lines, second, again)

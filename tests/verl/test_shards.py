@@ -7,14 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
-from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
 from deltasync.errors import ConfigError
-from deltasync.integrations.verl import by_expert, shards_of
+from deltasync.integrations.verl import shards_of
 
 
 class Sharded(FSDPModule, nn.Module):
@@ -62,29 +60,3 @@ def test_another_engine_is_refused_by_name() -> None:
 
     with pytest.raises(ConfigError, match="shards of a MegatronEngine"):
         shards_of(MegatronEngine())
-
-
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        ("model.layers.3.mlp.experts.gate_up_proj", (4, 10, 6)),
-        ("model.layers.3.mlp.experts.down_proj", (4, 6, 5)),
-    ],
-)
-def test_stacked_experts_go_by_the_names_of_the_export(name: str, shape: tuple[int, ...]) -> None:
-    fused = torch.randn(shape)
-    places = by_expert(name, shape)
-    assert places is not None
-    exported = dict(unfuse_moe_params([(name, fused)]))
-    assert places.keys() == exported.keys()
-    for part, index in places.items():
-        assert torch.equal(fused[index], exported[part])
-
-
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [("layers.3.mlp.gate.weight", (4, 6)), ("mlp.experts.gate_up_proj_bias", (4, 10))],
-)
-def test_other_parameters_keep_their_names(name: str, shape: tuple[int, ...]) -> None:
-    assert by_expert(name, shape) is None
-    assert [n for n, _ in unfuse_moe_params([(name, torch.zeros(shape))])] == [name]
