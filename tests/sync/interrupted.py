@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,13 +31,11 @@ from deltasync import (
 from deltasync.delta.bits import as_bits
 from deltasync.delta.snapshot import MIN_BUCKET_BYTES
 from deltasync.errors import DeltaSyncError
-from deltasync.integrations.engine_sync import EngineSync
 from deltasync.store.anchors import PublishOptions
 from deltasync.sync.group.rank import TrainerRank
-from deltasync.transports import inprocess, shared_memory
 from tests.sync.interrupts import World
-from tests.worlds.fleets import OneCall, Server, fleet_of
-from tests.worlds.links import Serving, bits_equal, random_model, until
+from tests.worlds.fleets import Here, OneCall, engine_of, fleet_of
+from tests.worlds.links import LINKS, Serving, bits_equal, random_model, until
 from tests.worlds.trainers import Split, rows_of
 
 SHAPES: dict[str, tuple[int, ...]] = {"a": (64,), "b": (33,)}
@@ -77,26 +75,19 @@ class Pair:
         self,
         count: int,
         *,
-        link: str = "inprocess",
+        link: str = "in process",
         shapes: Mapping[str, tuple[int, ...]] = SHAPES,
         sender: SenderOptions | None = None,
         receiver: ReceiverOptions | None = None,
     ) -> None:
         self._stack = ExitStack()
-        path = Path(self._stack.enter_context(TemporaryDirectory())) / "socket"
         self.source = random_model(shapes, 0)
         self.replicas = [random_model(shapes, number + 1) for number in range(count)]
         self._options = receiver
         self.on_phase: Callable[[], object] = lambda: None
-        served: Any = inprocess.Sender() if link == "inprocess" else shared_memory.Sender(path)
-        self.end: Callable[[], Any] = partial(shared_memory.Receiver, path)
-        if link == "inprocess":
-            self.end = served.receiver
+        self.link = LINKS[link]()
         self.sender = WeightSender(
-            ModuleSource(self.source),
-            served,
-            options=sender,
-            on_phase=self._on_phase,
+            ModuleSource(self.source), self.link, options=sender, on_phase=self._on_phase
         )
         self._stack.callback(self.sender.close)
         self.serving: list[Serving] = []
@@ -105,8 +96,8 @@ class Pair:
         self.on_phase()
 
     def receiver(self, number: int) -> WeightReceiver:
-        target = ModuleTarget(self.replicas[number])
-        return WeightReceiver(target, self.end(), engine=f"e{number}", options=self._options)
+        target, link = ModuleTarget(self.replicas[number]), self.link.receiver()
+        return WeightReceiver(target, link, engine=f"e{number}", options=self._options)
 
     def sync(self) -> bool:
         """Whether all have the version."""
@@ -265,10 +256,8 @@ class Stored:
         if self._which == "follow":
             if self._follower.wait_staged(timeout_s=_WAIT_S):
                 self._follower.commit()
-        elif self._which != "stage":
+        else:
             self._receiver.fetch(timeout_s=_WAIT_S)
-        elif self._receiver.stage(timeout_s=_WAIT_S):
-            self._receiver.commit()
 
     def calm(self) -> None:
         change(self.source)
@@ -291,12 +280,14 @@ class Stored:
 
 
 class Fleet:
-    """The trainer of a fleet is struck, as servers come and go."""
+    """The trainer of a fleet, or of one engine, is struck, also as a server comes and goes."""
 
-    def __init__(self, kind: type[Server], *, comes: bool = False, **options: Any) -> None:
+    def __init__(
+        self, make: Callable[[Path], AbstractContextManager[Here]], *, comes: bool = False
+    ) -> None:
         self._stack, self._comes = ExitStack(), comes
         path = Path(self._stack.enter_context(TemporaryDirectory()))
-        self._here = self._stack.enter_context(fleet_of(path, 2, kind=kind, **options))
+        self._here = self._stack.enter_context(make(path))
         self._here.catch_up()
 
     def prepare(self) -> None:
@@ -310,46 +301,11 @@ class Fleet:
         self._here.send()
 
     def calm(self) -> None:
-        if "0" not in self._here.fleet.servers():
+        if self._comes and "0" not in self._here.fleet.servers():
             self._here.add(self._here.servers["0"], "0")
         self._here.catch_up()
-        self._here.check("0", "1")
+        self._here.check()
         assert not self._here.dirty()
-
-    def close(self) -> None:
-        self._stack.close()
-
-
-class OneEngine:
-    """The trainer of one engine is struck."""
-
-    def __init__(self, kind: type[Server]) -> None:
-        self._stack = ExitStack()
-        path = Path(self._stack.enter_context(TemporaryDirectory())) / "socket"
-        self.source = random_model(SHAPES, 0)
-        self._server = kind(random_model(SHAPES, 1))
-        self._sync = EngineSync(
-            ModuleSource(self.source),
-            self._server,
-            shared_memory.Sender(path),
-            paused=self._server.paused,
-            timeout_s=3.0,
-        )
-        self._stack.enter_context(self._sync)
-        self._stack.callback(self._server.die)
-        self.calm()
-
-    def prepare(self) -> None:
-        change(self.source)
-
-    def act(self) -> None:
-        self._sync.send_weights()
-
-    def calm(self) -> None:
-        change(self.source)
-        retried(lambda: self._sync.send_weights().receivers == 1)
-        until(lambda: bits_equal(self.source, self._server.module))
-        assert not self._server.is_paused
 
     def close(self) -> None:
         self._stack.close()
@@ -407,27 +363,22 @@ class Ranks:
 
 WORLDS: dict[str, Callable[[], World]] = {
     "send": Sending,
-    "send: joins": partial(Sending, joins=True),
-    "send: shared memory": partial(Sending, 1, link="shared_memory"),
-    "send: shared memory, joins": partial(Sending, joins=True, link="shared_memory"),
-    "send: at once": partial(Sending, shapes=LARGE, link="shared_memory", **_AT_ONCE),
+    "send: joins": partial(Sending, joins=True, link="shared memory"),
+    "send: at once": partial(Sending, shapes=LARGE, link="shared memory", **_AT_ONCE),
     "step": partial(Stepping, None),
     "step: in the background": partial(Stepping, "wait"),
     "receive": Receiving,
-    "receive: shared memory": partial(Receiving, link="shared_memory"),
-    "receive: joins": partial(Receiving, joins=True, link="shared_memory"),
+    "receive: joins": partial(Receiving, joins=True, link="shared memory"),
     "receive: at once": partial(Receiving, "stage", shapes=LARGE, **_AT_ONCE),
     "stage": partial(Receiving, "stage"),
     "commit": partial(Receiving, "commit"),
     "publish": partial(Stored, "publish"),
     "fetch": partial(Stored, "fetch"),
-    "fetch: staged": partial(Stored, "stage"),
     "follow": partial(Stored, "follow"),
-    "fleet": partial(Fleet, Server),
-    "fleet: one call": partial(Fleet, OneCall),
-    "fleet: rolling": partial(Fleet, Server, pauses="rolling"),
-    "fleet: comes and goes": partial(Fleet, Server, comes=True),
-    "engine": partial(OneEngine, Server),
+    "fleet: one call": partial(Fleet, partial(fleet_of, count=2, kind=OneCall)),
+    "fleet: rolling": partial(Fleet, partial(fleet_of, count=2, pauses="rolling")),
+    "fleet: comes and goes": partial(Fleet, partial(fleet_of, count=2), comes=True),
+    "engine": partial(Fleet, partial(engine_of, timeout_s=3.0)),
     "rank 0": partial(Ranks, 0),
     "rank 1": partial(Ranks, 1),
 }

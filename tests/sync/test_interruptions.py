@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 import torch
 
-from deltasync import ModuleSource, ModuleTarget, WeightReceiver, WeightSender
 from deltasync.delta.bits import as_bits
 from deltasync.delta.staging import Staging
 from deltasync.errors import DirtyReceiver, NoReceivers, SyncAborted
-from deltasync.transports import shared_memory
 from tests.worlds.engines import bits_of, engine, model
-from tests.worlds.links import Model, Serving, bits_equal, fleet, until
+from tests.worlds.links import LINKS, Model, Serving, bits_equal, fleet, until
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -72,19 +69,17 @@ def test_a_first_engine_that_cannot_be_served_is_refused_and_the_next_one_served
         until(lambda: any("int8" in str(error) for error in odd.errors))
 
 
-def test_a_large_greeting_is_heard_at_the_first_sync(tmp_path: Path) -> None:
+def test_a_large_greeting_is_heard_at_the_first_sync() -> None:
     tensors = {f"{'weight' * 200}_{n}": torch.zeros(2) for n in range(300)}
     source, replica = Model(tensors), Model(tensors)
-    with WeightSender(ModuleSource(source), shared_memory.Sender(tmp_path / "socket")) as sender:
-        link = shared_memory.Receiver(tmp_path / "socket")
-        serving = Serving(WeightReceiver(ModuleTarget(replica), link)).start()
-        joined: list[int] = []
+    joined: list[int] = []
 
-        def is_sent() -> bool:
-            with suppress(NoReceivers):
-                joined.append(sender.send_weights(timeout_s=60).joined)
-            return bool(joined)
+    def is_sent() -> bool:
+        with suppress(NoReceivers):
+            joined.append(here.sender.send_weights(timeout_s=60).joined)
+        return bool(joined)
 
+    with fleet(source, link=LINKS["shared memory"]) as here:
+        here.add(replica)
         until(is_sent)
-        assert joined == [1]
-        serving.stop()
+    assert joined == [1]

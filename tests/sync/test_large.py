@@ -1,10 +1,8 @@
-"""Whole syncs of what is large: parameters beyond 2^31 elements, and many parameters."""
+"""A whole sync of what is large: a parameter beyond 2^31 elements."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -12,19 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deltasync import (
-    CheckpointTensor,
-    ModuleSource,
-    ModuleTarget,
-    ReceiverOptions,
-    RoutedTarget,
-    WeightReceiver,
-    WeightSender,
-    WeightTarget,
-)
-from deltasync.transports import shared_memory
+from deltasync import CheckpointTensor, ReceiverOptions, RoutedTarget
 from deltasync.wire.changes import TILE
-from tests.worlds.links import Model, bits_equal, random_model
+from tests.worlds.links import LINKS, Model, fleet
 
 INT32 = 1 << 31
 HUGE = INT32 + (1 << 20) + 5
@@ -60,26 +48,9 @@ class Fused(nn.Module):
             self.fused.data[begin : begin + length].copy_(tensor)
 
 
-@contextmanager
-def synced(source: Model, target: WeightTarget, path: Path) -> Iterator[WeightSender]:
-    """A sender, and a receiver in a thread that takes two syncs."""
-    options = ReceiverOptions(stall_timeout_s=PATIENCE_S)
-    with (
-        WeightSender(ModuleSource(source), shared_memory.Sender(path)) as sender,
-        WeightReceiver(target, shared_memory.Receiver(path), options=options) as receiver,
-        ThreadPoolExecutor(1) as thread,
-    ):
-        done = thread.submit(
-            lambda: [receiver.receive_weights(timeout_s=PATIENCE_S) for _ in range(2)]
-        )
-        sender.wait_for_receivers(1, timeout_s=PATIENCE_S)
-        yield sender
-        done.result()
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_parameter_beyond_2_to_the_31_arrives(tmp_path: Path) -> None:
+def test_a_parameter_beyond_2_to_the_31_arrives() -> None:
     """The receiver keeps a tensor where it lies far behind."""
     needs(6)
     source, engine = Model({"huge": zeros(HUGE), "tail": zeros(TAIL)}), Fused()
@@ -89,25 +60,18 @@ def test_a_parameter_beyond_2_to_the_31_arrives(tmp_path: Path) -> None:
     checkpoint = [
         CheckpointTensor(n, tuple(t.shape), t.dtype) for n, t in source.named_parameters()
     ]
-    with synced(source, RoutedTarget(engine, checkpoint), tmp_path / "link") as sender:
-        stats = sender.send_weights(timeout_s=PATIENCE_S)
+    with fleet(source, link=LINKS["shared memory"]) as here:
+        target = RoutedTarget(engine, checkpoint)
+        here.add(target, options=ReceiverOptions(stall_timeout_s=PATIENCE_S))
+        here.wait(1)
+        stats = here.sender.send_weights(timeout_s=PATIENCE_S)
         assert (stats.joined, stats.full_synced, stats.lost) == (1, 0, {})
         sparse = [0, 5, INT32 - 2, INT32 - 1, INT32, INT32 + 1, HUGE - 2, HUGE - 1]
         huge[sparse] = 7
         huge[AFTER : AFTER + CHUNK] = 9
         tail[[0, TAIL - 1]] = 3
-        stats = sender.send_weights(timeout_s=PATIENCE_S)
+        stats = here.sender.send_weights(timeout_s=PATIENCE_S)
     assert (stats.kind, stats.nnz, stats.receivers) == ("delta", len(sparse) + CHUNK + 2, 1)
     assert stats.payload_bytes < CHUNK + TILE
     assert torch.equal(engine.fused[:HUGE], huge)
     assert torch.equal(engine.fused[HUGE:], tail)
-
-
-def test_a_hello_of_many_megabytes_is_let_in_and_answered(tmp_path: Path) -> None:
-    """As many parameters have it."""
-    shapes = dict.fromkeys((f"{number:04000}" for number in range(4000)), (1,))
-    source, replica = random_model(shapes, 1), random_model(shapes, 2)
-    with synced(source, ModuleTarget(replica), tmp_path / "link") as sender:
-        for _ in range(2):
-            sender.send_weights(timeout_s=PATIENCE_S)
-            assert bits_equal(source, replica)

@@ -8,7 +8,6 @@ import os
 import signal
 import time
 from collections.abc import Collection
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -135,34 +134,26 @@ def serve(
     engine: str,
     seed: int,
     number: signal.Signals = signal.SIGKILL,
-    *,
-    rank: int = 0,
-    world: int = 1,
 ) -> None:
     """Receive until the test ends, writing down what is held after every sync and every error.
 
-    Sends itself the signal `number` where it is armed. Every rank of an engine holds the whole
-    model.
+    Sends itself the signal `number` where it is armed.
     """
     replica = model(seed)
-    name = engine if world == 1 else f"{engine}-{rank}"
     receiver = WeightReceiver(
         ModuleTarget(replica),
-        DyingReceiver(connect(kind, folder), f"{folder}/{name}-", number),
+        DyingReceiver(connect(kind, folder), f"{folder}/{engine}-", number),
         engine=engine,
-        rank=rank,
-        world=world,
         options=ReceiverOptions(stall_timeout_s=AMPLE_S),
     )
-    with Path(folder, f"{name}.jsonl").open("a", buffering=1) as record:
+    with Path(folder, f"{engine}.jsonl").open("a", buffering=1) as record:
         while True:
             try:
                 version = receiver.receive_weights(timeout_s=0.5)
             except TimeoutError:
                 continue
             except DeltaSyncError as error:
-                kept = {"error": type(error).__name__, "keeps": fingerprint(replica)}
-                record.write(json.dumps(kept) + "\n")
+                record.write(json.dumps({"error": type(error).__name__}) + "\n")
                 time.sleep(0.02)
                 continue
             record.write(json.dumps({"version": version, "hash": fingerprint(replica)}) + "\n")
@@ -198,12 +189,6 @@ class Mortals:
         """Start a receiver, which joins by digest unless its `seed` is another one than 1."""
         child = Child(serve, self._kind, str(self._folder), name, seed, number)
         self.processes[name] = child
-
-    def start_rank(self, engine: str, rank: int) -> None:
-        """Start one of two ranks."""
-        of_two = partial(serve, rank=rank, world=2)
-        child = Child(of_two, self._kind, str(self._folder), engine, 1)
-        self.processes[f"{engine}-{rank}"] = child
 
     def arm(self, name: str, phase: str) -> None:
         (self._folder / f"{name}-{phase}").touch()
