@@ -49,12 +49,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Stored:
     return Stored(folder, trainer.states)
 
 
-@pytest.fixture(scope="module")
-def made_again(made: Stored, tmp_path_factory: pytest.TempPathFactory) -> Stored:
-    """A copy, for who restores what was altered."""
-    return copied(made, tmp_path_factory.mktemp("again"))
-
-
 @pytest.fixture(scope="session")
 def signed(tmp_path_factory: pytest.TempPathFactory) -> Stored:
     return signed_run(tmp_path_factory.mktemp("signed") / "store")

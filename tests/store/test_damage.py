@@ -7,14 +7,9 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from deltasync.errors import (
     DeltaSyncError,
@@ -22,10 +17,8 @@ from deltasync.errors import (
     MacMismatch,
     ManifestInvalid,
     ObjectDamaged,
-    ProtocolViolation,
     StoreError,
 )
-from deltasync.files.frame_file import FrameFile, write_frames
 from deltasync.store.checkpoints import fetch_checkpoint
 from deltasync.store.retention import gc
 from deltasync.store.routes import find_route
@@ -53,7 +46,7 @@ DAMAGED: dict[str, tuple[list[str], int | None, dict[int, bool]]] = {
     "an anchor": (["objects/*4-anchor-*/*"], None, {6: True}),
     "all ways": (["objects/*1-anchor-*/*", "objects/*4-anchor-*/*", "objects/*5-delta-*"], 2,
                  {5: False, 3: True}),
-    "a manifest that is passed": (["manifests/*2.json"], 3, {2: False, 6: True}),
+    "a manifest that is passed": (["manifests/*2.json"], 1, {2: False, 6: True}),
     "a manifest that is needed": (["manifests/*5.json"], 3, {5: False, 6: False, 4: True}),
     "the newest manifest": (["manifests/*6.json"], None, {6: False, 5: True}),
     "the layout": (["layouts/*"], 5, {6: False}),
@@ -115,10 +108,6 @@ def swaps(stored: Stored) -> None:
     shutil.copy(stored.manifest(3), stored.manifest(2))
 
 
-def moves_an_anchor(stored: Stored) -> None:
-    shutil.copy(stored.anchor(4), stored.anchor(5))
-
-
 def replaces_a_parent(stored: Stored) -> None:
     stored.manifest(2).write_bytes(bytes_of(stored.read(2) | {"writer": "another"}))
 
@@ -133,47 +122,23 @@ def has_the_delta_of_another(stored: Stored) -> None:
     stored.rewrite(lambda record: record)
 
 
-def has_the_delta_of_a_larger_layout(stored: Stored) -> None:
-    """Positions that the weights have not would be an IndexError of torch."""
-    trainer = Publisher(local_place(stored.run.with_name("larger")))
-    trainer.model.register_parameter("scale", nn.Parameter(torch.randn(5000)))
-    trainer.start()
-    trainer.publish(2)
-    other = Stored(stored.run.with_name("larger"), {})
-    shutil.copy(other.objects(2, "delta")[0], stored.objects(2, "delta")[0])
-    shutil.rmtree(other.run)
-    stored.rewrite(lambda record: record)
-
-
-def ends_early(stored: Stored) -> None:
-    """Nothing of the change is missing, but what says so."""
-    (path,) = stored.objects(2, "delta")
-    *frames, _, _ = FrameFile(path)
-    path.unlink()
-    write_frames(frames, path)
-    stored.rewrite(lambda record: record)
-
-
 def is_huge(stored: Stored) -> None:
     way = stored.read(2)["way"]
     stored.alter(2, way=way | {"files": [way["files"][0] | {"bytes": 1 << 52}]})
 
 
-def is_no_checkpoint(stored: Stored) -> None:
-    for path in stored.objects(1, "anchor"):
-        path.write_bytes(b"x" * 100)
-    stored.rewrite(lambda record: record)
-
-
 def lacks_a_parameter(stored: Stored) -> None:
-    """And no other version is left before it."""
-    (path,) = stored.objects(4, "anchor")
+    (path,) = stored.objects(1, "anchor")
     kept = load_file(path)
     del kept["scale"]
     save_file(kept, path)
     stored.rewrite(lambda record: record)
-    for older in range(1, 4):
-        stored.manifest(older).unlink()
+
+
+def has_a_layout_of_one_name_twice(stored: Stored) -> None:
+    data = bytes_of([[["a"], [1], 16], [["a"], [2], 16]])
+    (stored.run / f"layouts/{sha256(data)}.json").write_bytes(data)
+    stored.alter(6, layout_hash=sha256(data))
 
 
 def is_of_another_run(stored: Stored) -> None:
@@ -185,7 +150,6 @@ def is_of_another_run(stored: Stored) -> None:
 DIGEST, ALL = {"digest": "0123456789abcdef"}, [(version, "delta") for version in range(2, 7)]
 LIES = {
     "s01 swapped": Lie(swaps, 2, ManifestInvalid, "moved", [(2, "manifest")]),
-    "s01 moved": Lie(moves_an_anchor, 5, ManifestInvalid, "moved", [(5, "manifest")]),
     "s04 run": Lie(
         *(lies(3, run="other"), 3, ManifestInvalid, "altered", [(3, "manifest"), (4, "manifest")])
     ),
@@ -197,16 +161,12 @@ LIES = {
     "s05 another delta": Lie(
         has_the_delta_of_another, 2, DeltaSyncError, "where the manifests have", ALL[:1]
     ),
-    "s05 larger": Lie(
-        has_the_delta_of_a_larger_layout, 2, ProtocolViolation, "its layout says", ALL[:1]
-    ),
-    "s05 early": Lie(ends_early, 2, DeltaSyncError, ".", ALL[:1]),
     "s08 size": Lie(is_huge, 2, ObjectDamaged, "bytes are expected", ALL[:1]),
-    "no checkpoint": Lie(
-        *(is_no_checkpoint, 2, ObjectDamaged, "no checkpoint", [(1, "anchor")]), held=None
-    ),
     "s06 parameter": Lie(
-        *(lacks_a_parameter, 4, DeltaSyncError, "scale", [(4, "anchor")]), held=None
+        *(lacks_a_parameter, 1, DeltaSyncError, "scale", [(1, "anchor")]), held=None
+    ),
+    "layout": Lie(
+        *(has_a_layout_of_one_name_twice, 6, ManifestInvalid, "stands twice", [(6, "manifest")])
     ),
     "s05 run": Lie(is_of_another_run, 6, DeltaSyncError, "'run'", ALL, held=None),
 }
@@ -231,34 +191,6 @@ def test_s01_s04_s05_s06_s08_a_lie_is_found_before_anything_is_written(
         assert not (tmp_path / "out").exists()
 
 
-def test_s04_past_a_parent_that_was_replaced_an_anchor_leads(stored: Stored) -> None:
-    replaces_a_parent(stored)
-    with Follower(stored.place, holding=stored.states[1]) as reader:
-        assert reader.fetch(6) == 6
-        assert reader.holds(stored.states[6])
-
-
-@pytest.mark.parametrize(
-    ("entries", "why"),
-    [
-        ([[["a"], [1], 16], [["a"], [2], 16]], "a name stands twice"),
-        ([[["a"], [1 << 62, 1 << 62], 16]], "elements"),
-        ([[["a"], [-1], 16]], "greater than or equal to 0"),
-        ([[["a"], [1], 200]], "dtype code 200"),
-        ([1] * 100_000, "not a layout"),
-    ],
-    ids=range(5),
-)
-def test_a_layout_that_no_sender_has_is_refused(stored: Stored, entries: Any, why: str) -> None:
-    data = bytes_of(entries)
-    (stored.run / f"layouts/{sha256(data)}.json").write_bytes(data)
-    named = {"layout_hash": sha256(data)}
-    stored.rewrite(lambda record: record | (named if "parent" in record else {}))
-    with Follower(stored.place) as reader, pytest.raises(ManifestInvalid, match=why) as raised:
-        reader.fetch()
-    assert len(str(raised.value)) < 400
-
-
 # Keys and anchors that came later
 
 
@@ -278,30 +210,14 @@ def test_s09_keys_must_agree(tmp_path: Path) -> None:
             reader.receiver.fetch(to, timeout_s=0)
 
 
-@pytest.mark.parametrize(
-    ("key", "more", "error"),
-    [
-        (None, {"manifest": "0" * 64}, None),
-        (KEY, {"mac": None}, "anchors/"),
-        (KEY, {"mac": "0" * 64}, "anchors/"),
-    ],
-)
-def test_s01_s08_s09_an_anchor_of_another_manifest_does_not_count(
-    signed_copy: Stored, key: bytes | None, more: dict[str, object], error: str | None
-) -> None:
-    run = signed_copy.opened(key)
+def test_s08_s09_an_anchor_of_another_manifest_or_key_does_not_count(signed_copy: Stored) -> None:
+    path, run = signed_copy.anchor(4), signed_copy.opened()
     assert len(run.ways(run.require(4))) == 2
-    path = signed_copy.anchor(4)
-    path.write_bytes(bytes_of(read(path) | more))
-    if error is None:
-        assert len(run.ways(run.require(4))) == 1
-        assert verify_run(signed_copy.run).faults == []
-        return
-    with pytest.raises(MacMismatch if key else ManifestInvalid, match=error):
-        run.ways(run.require(4))
-    newest = run.newest()
-    assert newest is not None
-    assert newest.version == 10
+    path.write_bytes(bytes_of(read(path) | {"manifest": "0" * 64}))
+    assert len(run.ways(run.require(4))) == 1
+    keyed_run = signed_copy.opened(KEY)
+    with pytest.raises(MacMismatch, match="anchors/"):
+        keyed_run.ways(keyed_run.require(4))
 
 
 def test_s05_a_delta_from_another_layout_is_not_taken(signed_copy: Stored) -> None:
@@ -328,40 +244,3 @@ def test_what_is_collected_while_it_is_verified_is_no_fault(stored: Stored) -> N
     seen = list[int]()
     found = verify_run(stored.run, phase=phase)
     assert (found.faults, found.proved, seen) == ([], [1, 4, 5, 6], [3, 0, 0, 0, 0, 0])
-
-
-def alter(files: dict[Path, bytes], path: Path, data: st.DataObject) -> None:
-    """Alter a file somehow."""
-    content = bytearray(files[path])
-    match data.draw(st.sampled_from(["flip", "cut", "delete", "swap"])):
-        case "flip":
-            at = data.draw(st.integers(0, len(content) - 1))
-            content[at] ^= data.draw(st.integers(1, 255))
-            path.write_bytes(content)
-        case "cut":
-            path.write_bytes(content[: data.draw(st.integers(0, len(content) - 1))])
-        case "delete":
-            path.unlink()
-        case "swap":
-            path.write_bytes(files[data.draw(st.sampled_from(sorted(files)))])
-
-
-@settings(max_examples=40, deadline=None)
-@given(data=st.data())
-def test_whatever_is_altered_the_weights_are_a_version_or_nothing_was_written(
-    made_again: Stored, data: st.DataObject
-) -> None:
-    files = {path: path.read_bytes() for path in made_again.run.rglob("*") if path.is_file()}
-    start, to = data.draw(st.sampled_from([1, 3, 5])), data.draw(st.integers(1, 6))
-    some = st.lists(st.sampled_from(sorted(files)), min_size=1, max_size=4, unique=True)
-    try:
-        for path in data.draw(some):
-            alter(files, path, data)
-        with Follower(made_again.place, holding=made_again.states[start]) as reader:
-            held = start
-            with contextlib.suppress(DeltaSyncError):
-                held = reader.receiver.fetch(to, timeout_s=0.1)
-            assert reader.holds(made_again.states[held])
-    finally:
-        for path, content in files.items():
-            path.write_bytes(content)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from deltasync import SenderOptions
-from deltasync.delta.detector import HostDetector
 from deltasync.errors import (
     ObjectDamaged,
     StoreError,
@@ -107,9 +104,7 @@ def unanswered(arrives: bool, **more: object) -> Case:
 HEAD, SECOND = "/objects/0000000000000002-delta-", "publish again"
 CASES = {
     **{fault: Case("PUT", "/manifests/", fault, left=(1, 2), then=3) for fault in FAULTS},
-    "answer lost": unanswered(True),
-    "request lost": unanswered(False),
-    "answer lost, collected": unanswered(True, collects=0),
+    "answer lost": unanswered(True, collects=0),
     "request lost, collected": unanswered(False, collects=1, then=2),
     "first, collected": unanswered(False, held=0, left=(), collects=1, then=1),
     "slept": Case("HEAD", HEAD, collected, ObjectDamaged, SECOND),
@@ -190,53 +185,14 @@ def test_s03_streamed_weights_are_all_sent_after_a_manifest_without_an_answer(li
     assert_published(trainer, link.near)
 
 
-@pytest.mark.parametrize("is_late", [False, True])
-def test_s03_an_interrupt_while_the_snapshot_takes_a_version_over_is_made_up_for(
-    place: Place, is_late: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer, inner = Publisher(place), HostDetector.advance
-    trainer.publish(2)
-
-    def interrupted(*args: Any) -> None:
-        if is_late:
-            inner(*args)
-        raise KeyboardInterrupt
-
-    change(trainer.model)
-    trainer.states[3] = state_of(trainer.model)
-    with monkeypatch.context() as patch:
-        patch.setattr(HostDetector, "advance", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            trainer.put()
-    trainer.model.load_state_dict(trainer.states[2])  # back to what the snapshot may still have
-    assert trainer.put().version == 4
-    assert_published(trainer)
-
-
-@pytest.mark.parametrize(
-    ("methods", "happens", "why"),
-    [("PUT POST", None, "StoreUnavailable"), ("HEAD", collected, "ObjectDamaged")],
-)
-def test_s08_an_anchor_that_fails_comes_later(
-    link: Link, methods: str, happens: Callable[[Place, str], None] | None, why: str
-) -> None:
-    hit, trainer = list[str](), Publisher(link.far.having(retries=1), anchor_every=2)
+def test_s08_an_anchor_that_fails_comes_later(link: Link) -> None:
+    trainer = Publisher(link.far.having(retries=1), anchor_every=2)
     trainer.publish(2)
     assert not trainer.stats[2].anchor_bytes
-
-    def choose(method: str, path: str) -> str | None:
-        if method in methods and "0003-anchor-" in path:
-            if happens is None:
-                return "error"
-            if not hit:
-                hit.append(path)
-                happens(link.near, path)
-        return None
-
-    link.faults.choose = choose
+    link.faults.choose = lambda method, path: "error" if "0003-anchor-" in path else None
     trainer.publish(2)
     assert (trainer.stats[3].anchor_bytes, trainer.stats[4].postponed) == (0, "")
-    assert why in trainer.stats[3].postponed
+    assert "StoreUnavailable" in trainer.stats[3].postponed
     assert trainer.stats[4].anchor_bytes
     assert_published(trainer, link.near)
 
@@ -281,14 +237,11 @@ def test_s02_a_manifest_comes_after_what_it_names_and_stays_as_it_is(link: Link)
 
 
 @pytest.mark.parametrize("how", ["published", "garbage", "published and collected"])
-@pytest.mark.parametrize("held", [1, 2])
-def test_s03_of_two_writers_the_second_is_told_and_changes_nothing(
-    place: Place, held: int, how: str
-) -> None:
+def test_s03_of_two_writers_the_second_is_told_and_changes_nothing(place: Place, how: str) -> None:
     slept, other = Publisher(place), Publisher(place, anchor_every=2)
-    slept.publish(held)
+    slept.publish()
     if how == "garbage":
-        assert objects_of(place).create(keys.manifest_key(held + 1), b"whatever it is")
+        assert objects_of(place).create(keys.manifest_key(2), b"whatever it is")
     else:
         other.states, count = {0: {}}, 6 if how.endswith("collected") else 1
         other.publish(count)
@@ -296,56 +249,12 @@ def test_s03_of_two_writers_the_second_is_told_and_changes_nothing(
         collect(place, keep=1)
     before = keys_of(place)
     for _ in range(2):
-        with pytest.raises(WriterConflict, match=f"published v{held + 1}: let one trainer"):
+        with pytest.raises(WriterConflict, match="published v2: let one trainer"):
             slept.publish()
-    upload = keys_of(place) - before
-    assert len(upload) == 1
-    assert all(key.startswith(f"objects/{held + 1:016}-") for key in upload)
+    (upload,) = keys_of(place) - before
+    assert upload.startswith(f"objects/{2:016}-")
     if how == "published":
         assert_published(other)
-
-
-def test_a_writer_to_whom_only_what_is_gone_is_listed_begins_no_second_chain(link: Link) -> None:
-    trainer, late = Publisher(link.near, anchor_every=2), Publisher(link.far, model=small_model(2))
-    trainer.publish(2)
-    link.faults.lists = {}
-    assert versions_of(link.far) == [1, 2]
-    trainer.publish(3)
-    collect(link.near, keep=1)
-    with pytest.raises(StoreUnavailable, match="listed"):
-        late.publish()
-    assert versions_of(link.near) == [5]
-    link.faults.lists = None
-    assert late.put().version == 6
-
-
-def test_s02_s03_of_writers_at_once_one_goes_on(place: Place) -> None:
-    writers, goes_on = [Publisher(place, model=small_model(n)) for n in range(4)], threading.Event()
-    ends, lock = list[int](), threading.Lock()
-
-    def write(number: int) -> None:
-        try:
-            while not goes_on.is_set() or max(writers[number].states, default=0) < last[0]:
-                writers[number].publish()
-        except WriterConflict:
-            with lock:
-                ends.append(number)
-                if len(ends) == 3:
-                    last[0] = max(max(one.states, default=0) for one in writers) + 2
-                    goes_on.set()
-
-    last = [0]
-    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=120)
-    assert len(set(ends)) == 3
-    claimed = [version for one in writers for version in one.states]
-    assert sorted(claimed) == versions_of(place) == list(range(1, max(claimed) + 1))
-    for one in writers:
-        one.states = {version: one.states[version] for version in list(one.states)[-2:]}
-        assert_published(one)
 
 
 def test_a_store_that_never_answers_is_given_up(link: Link) -> None:

@@ -23,7 +23,6 @@ class Faults:
         choose: Chooses the fault of a request.
         slow_s: Seconds that a slow answer waits.
         bytes_per_s: How fast objects come down, all of them together; None for no limit.
-        most_bytes: After which an answer breaks off; None for no limit.
         lists: Answers to lists, which are given again and again; None to ask each time.
         down_bytes: Of objects that have come down.
     """
@@ -32,7 +31,6 @@ class Faults:
         self.choose: Choose = lambda method, path: None
         self.slow_s = 1.5
         self.bytes_per_s: float | None = None
-        self.most_bytes: int | None = None
         self.lists: dict[str, bytes] | None = None
         self.down_bytes = 0
         self._link = threading.Lock()
@@ -95,9 +93,9 @@ def faulty(endpoint: str) -> Iterator[tuple[str, Faults]]:
             length = answer.getheader("Content-Length") if self.command == "HEAD" else len(data)
             self.send_header("Content-Length", str(length))
             self.end_headers()
-            if fault == "cut" or (faults.most_bytes and len(data) > faults.most_bytes):
+            if fault == "cut":
                 self.close_connection = True
-                data = data[: faults.most_bytes or len(data) // 2]
+                data = data[: len(data) // 2]
             with contextlib.suppress(OSError):  # who asked may have left
                 faults.send(data, self.wfile.write)
 

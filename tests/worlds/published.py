@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 
 from deltasync import ModuleSource, ModuleTarget, SenderOptions
 from deltasync.delta.bits import as_bits
-from deltasync.errors import CallOrderError
 from deltasync.store.anchors import PublishOptions
 from deltasync.store.catalogue import Run
 from deltasync.store.receiver import StoreReceiver
@@ -177,13 +175,6 @@ class Follower:
     def holds(self, state: State) -> bool:
         """Whether the engine's weights are these, bit for bit, and it may serve."""
         return has(self.model, state) and not self.receiver.is_dirty
-
-    def commit(self) -> int:
-        """Write what was staged, if something was."""
-        with suppress(CallOrderError):
-            return self.receiver.commit()
-        assert self.receiver.version is not None
-        return self.receiver.version
 
 
 def blank(model: nn.Module) -> nn.Module:
