@@ -15,12 +15,11 @@ from verl.checkpoint_engine import CheckpointEngineManager
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.workers.config import CheckpointEngineConfig, RolloutConfig
 
-from tests.test_docs import collect
+from tests.test_docs import blocks
 from tests.verl import actors
 from tests.verl.rollouts import hook
 
 ROOT = Path(__file__).parents[2]
-DOCUMENT = ROOT / "docs/integrations/verl.md"
 
 pytestmark = pytest.mark.timeout(280)
 
@@ -59,9 +58,9 @@ def group_of(worker: type, world: int, config: object) -> Any:
 
 def documented(backend: str) -> CheckpointEngineConfig:
     """What the documentation tells users to configure."""
-    blocks = [b for b in collect(DOCUMENT.read_text(), "verl.md") if b.language == "yaml"]
+    shown = [b for b in blocks() if b.path.endswith("/verl.md") and b.language == "yaml"]
     found = [
-        yaml.safe_load(b.code)["actor_rollout_ref"]["rollout"]["checkpoint_engine"] for b in blocks
+        yaml.safe_load(b.code)["actor_rollout_ref"]["rollout"]["checkpoint_engine"] for b in shown
     ]
     config = next(one for one in found if one["backend"] == backend)  # the first is the usual one
     return CheckpointEngineConfig(**config)

@@ -35,7 +35,12 @@ STRANGER = ParameterSpec(("stranger.weight",), (3,), dtypes.BY_NAME["float32"])
 class TargetContract(ABC):
     """What a receiver relies on. One engine rank that holds every parameter, each once."""
 
-    names = ("embed.weight", "layers.0.norm.weight", "layers.0.proj.weight", "scale")
+    names: tuple[str, ...] = (
+        "embed.weight",
+        "layers.0.norm.weight",
+        "layers.0.proj.weight",
+        "scale",
+    )
     """Checkpoint names of a model that the target can hold. Override for a model of its own."""
 
     shapes: tuple[tuple[int, ...], ...] = ((11, 4), (4,), (4, 8), ())
