@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +17,6 @@ from verl.workers.config import CheckpointEngineConfig, RolloutConfig
 from tests.test_docs import blocks
 from tests.verl import actors
 from tests.verl.rollouts import hook
-
-ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.timeout(280)
 
