@@ -51,6 +51,7 @@ from tests.worlds.peers import (
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "wire-format.md"
 PAYLOADS = BUCKETS | GAP
+IN_PLACE = OPTIONS.model_copy(update={"max_staged_bytes": 0})
 SOME_HEADERS = {name: lie for name, lie in HEADERS.items() if " with" not in name}
 KERNELS = pytest.mark.parametrize("kernels", ["torch", "triton"])
 
@@ -172,6 +173,23 @@ def test_a_payload_that_lies_changes_nothing(rule: str, kernels: str) -> None:
             refuse(hand, [*JOINED, begin(), *lie.frames, prepare(len(lie.frames))], lie, name)
             assert_unchanged(hand, name)
     take_a_good_sync(hand)
+
+
+@pytest.mark.promise("Errors", "In place, nothing of a bad bucket, or of later ones, is written.")
+@pytest.mark.parametrize("rule", sorted({name[:3] for name in PAYLOADS}))
+def test_in_place_nothing_of_a_bad_bucket_is_written(rule: str) -> None:
+    """And nobody is dirty, unless a bucket before was written."""
+    hand = Hand(IN_PLACE)
+    for name, lie in PAYLOADS.items():
+        if not name.startswith(rule):
+            continue
+        refuse(hand, [*JOINED, begin(), *lie.frames, prepare(len(lie.frames))], lie, name)
+        if lie.late:
+            assert hand.receiver.is_dirty
+            assert not hand.is_untouched()
+            hand = Hand(IN_PLACE)
+        else:
+            assert_unchanged(hand, name)
 
 
 # The document and the tests
