@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import cycle
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -22,7 +21,6 @@ from torch import Tensor, nn
 from deltasync import (
     ModuleSource,
     ModuleTarget,
-    ReloadedTarget,
     RoutedTarget,
     StoreReceiver,
     StoreSender,
@@ -33,12 +31,12 @@ from deltasync import (
     diff,
     export_weights,
 )
-from deltasync.quant.served import ServedSource, served_weights
+from deltasync.quant.served import served_weights
 from deltasync.sync.source.streamed import StreamedWeights
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.source.weights import LocalWeights
 from deltasync.sync.target.copied import CopiedTarget
-from deltasync.transports import inprocess, shared_memory
+from deltasync.transports import shared_memory
 from tests.worlds.links import random_model
 from tests.worlds.toy_engines import specs
 from tests.worlds.trainers import matrices, rows_of, trainer_of
@@ -47,17 +45,13 @@ SHAPES = {"a": (40, 16), "b": (16,), "c": (33, 4)}
 Mode = Literal["inside", "outside", "elsewhere"]
 
 
-class Schedule(NamedTuple):
-    """Where models are made, and in which mode each sync is; the ends are made in the first."""
+Schedule = tuple[Mode, tuple[Mode, ...]]
+"""Where models are made, and in which mode each sync is; the ends are made in the first."""
 
-    made: Mode
-    syncs: tuple[Mode, ...]
-
-
-SCHEDULES = {
-    "inside": Schedule("inside", ("inside", "outside", "inside")),
-    "changing": Schedule("outside", ("outside", "inside", "inside", "outside")),
-    "elsewhere": Schedule("outside", ("elsewhere", "elsewhere", "elsewhere")),
+SCHEDULES: dict[str, Schedule] = {
+    "inside": ("inside", ("inside", "outside", "inside")),
+    "changing": ("outside", ("outside", "inside", "inside", "outside")),
+    "elsewhere": ("outside", ("elsewhere", "elsewhere", "elsewhere")),
 }
 schedules = pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 
@@ -101,7 +95,7 @@ def plain(trainer: nn.Module, engine: nn.Module) -> World:
     return World(ModuleSource(trainer), ModuleTarget(engine), bool, partial(same, trainer, engine))
 
 
-def quantized(trainer: nn.Module, engine: nn.Module, *, streams: bool) -> World:
+def quantized(trainer: nn.Module, engine: nn.Module) -> World:
     streamed, target = StreamedWeights(), CopiedTarget()
 
     def served() -> dict[str, Tensor]:
@@ -112,12 +106,10 @@ def quantized(trainer: nn.Module, engine: nn.Module, *, streams: bool) -> World:
         held = target.tensors
         return all(torch.equal(t.float(), held[n].float()) for n, t in served().items())
 
-    renamed = ModuleSource(trainer, rename=lambda name: f"{name}.weight")
-    source = streamed if streams else ServedSource(renamed, matrices)
-    return World(source, target, lambda: streams and streamed.take(served().items()), holds)
+    return World(streamed, target, lambda: streamed.take(served().items()), holds)
 
 
-def with_loader(trainer: nn.Module, engine: nn.Module, *, reloads: bool) -> World:
+def with_loader(trainer: nn.Module, engine: nn.Module) -> World:
     """An engine that derives something of its weights after each load."""
     derived = torch.zeros(16, device="cpu")
 
@@ -129,14 +121,7 @@ def with_loader(trainer: nn.Module, engine: nn.Module, *, reloads: bool) -> Worl
         derived.copy_(engine.get_parameter("b").data * 2)
 
     tensors = specs({name: tensor.data for name, tensor in trainer.named_parameters()})
-
-    def reload(weights: Iterable[tuple[str, Tensor]]) -> None:
-        load(weights)
-        finish()
-
-    target: WeightTarget = RoutedTarget(engine, tensors, load=load, finish=finish)
-    if reloads:
-        target = ReloadedTarget(tensors, reload, module=engine)
+    target = RoutedTarget(engine, tensors, load=load, finish=finish)
 
     def holds() -> bool:
         is_derived = torch.equal(derived, trainer.get_parameter("b").data * 2)
@@ -147,32 +132,21 @@ def with_loader(trainer: nn.Module, engine: nn.Module, *, reloads: bool) -> Worl
 
 KINDS: dict[str, Callable[[nn.Module, nn.Module], World]] = {
     "module": plain,
-    "shared memory": plain,
-    "served": partial(quantized, streams=False),
-    "streamed": partial(quantized, streams=True),
-    "routed": partial(with_loader, reloads=False),
-    "reloaded": partial(with_loader, reloads=True),
+    "streamed": quantized,
+    "routed": with_loader,
 }
 
 
 @schedules
 @pytest.mark.parametrize("kind", KINDS)
 def test_links_are_used_in_any_mode(kind: str, schedule: Schedule, tmp_path: Path) -> None:
-    trainer, engine = model(0, schedule.made), model(1, schedule.made)
+    trainer, engine = model(0, schedule[0]), model(1, schedule[0])
     with ThreadPoolExecutor(1) as pool:
-        with mode(schedule.syncs[0]):
+        with mode(schedule[1][0]):
             world = KINDS[kind](trainer, engine)
-            link = (
-                shared_memory.Sender(tmp_path / "link")
-                if kind == "shared memory"
-                else inprocess.Sender()
-            )
-            end = (
-                link.receiver()
-                if isinstance(link, inprocess.Sender)
-                else shared_memory.Receiver(link.path)
-            )
-            sender, receiver = WeightSender(world.source, link), WeightReceiver(world.target, end)
+            link = shared_memory.Sender(tmp_path / "link")
+            sender = WeightSender(world.source, link)
+            receiver = WeightReceiver(world.target, shared_memory.Receiver(link.path))
 
         def receive(name: Mode) -> int:
             with mode(name):
@@ -186,7 +160,7 @@ def test_links_are_used_in_any_mode(kind: str, schedule: Schedule, tmp_path: Pat
             return receiver.version or 0
 
         with sender, receiver:
-            for name in schedule.syncs:
+            for name in schedule[1]:
                 change(trainer)
                 received = pool.submit(receive, name)
                 with mode(name):
@@ -205,27 +179,24 @@ def test_links_are_used_in_any_mode(kind: str, schedule: Schedule, tmp_path: Pat
 
 @schedules
 def test_stores_and_patches_work_in_any_mode(schedule: Schedule, tmp_path: Path) -> None:
-    trainer, engine, late = (model(seed, schedule.made) for seed in (0, 1, 1))
+    trainer, engine, late = (model(seed, schedule[0]) for seed in (0, 1, 1))
     weights = nn.Parameter(trainer.get_parameter("a").detach().clone())
     before, patches = weights.detach().clone(), []
-    with mode(schedule.syncs[0]):
+    with mode(schedule[1][0]):
         sender = StoreSender(ModuleSource(trainer), tmp_path)
         receiver = StoreReceiver(ModuleTarget(engine), tmp_path)
     with receiver:
-        for name, fetches in zip(schedule.syncs, cycle([True, False]), strict=False):
+        for name in schedule[1]:
             change(trainer)
             with mode(name):
                 patches.append(diff(before, trainer.get_parameter("a").detach()))
                 version = sender.publish().version
-                if fetches:
-                    receiver.fetch(timeout_s=60)
-                elif receiver.stage(timeout_s=60):
-                    receiver.commit()
-                receiver.digests()
+                assert receiver.stage(timeout_s=60)
+                receiver.commit()
             before = trainer.get_parameter("a").detach().clone()
             assert receiver.version == version
             assert same(trainer, engine)
-    with mode(schedule.syncs[-1]):
+    with mode(schedule[1][-1]):
         StoreReceiver(ModuleTarget(late), tmp_path).fetch(timeout_s=60)
         for patch in patches:
             assert patch is not None
@@ -239,7 +210,7 @@ def test_ranks_of_a_trainer_send_in_any_mode(schedule: Schedule) -> None:
     trainer, engine = random_model(SHAPES, 0), random_model(SHAPES, 1)
     with trainer_of(trainer, rows_of(trainer, 2)) as here:
         here.add(ModuleTarget(engine))
-        for name in schedule.syncs:
+        for name in schedule[1]:
             change(trainer)
             here.step()
             with mode(name):
