@@ -73,21 +73,23 @@ def joined(here: Fleet, *engines: str) -> tuple[list[Model], list[Slow]]:
 
 @pytest.mark.parametrize("decided", [False, True], ids=["before the decision", "after it"])
 def test_a_receiver_that_answers_slowly_each_time_cannot_exceed_the_total(decided: bool) -> None:
-    source = random_model(SHAPES, 0)
+    """Whoever answers in time stays a member."""
+    source, names = random_model(SHAPES, 0), ["slow"] if decided else ["slow", "quick"]
     with fleet(source) as here:
-        (replica,), (link,) = joined(here, "slow")
+        replicas, links = joined(here, *names)
         version = here.sender.version
         nudge(source)
-        link.delay_s = 0.5
+        links[0].delay_s = 0.5
         began = time.monotonic()
         with pytest.raises(TransportTimeout, match="total_timeout_s has passed"):
             here.sender.send_weights(timeout_s=60, total_timeout_s=0.8 if decided else 0.3)
         assert time.monotonic() - began < 4
         assert here.sender.version == version + decided
-        link.delay_s = 0.0
-        here.wait(1)
-        assert here.sender.send_weights(timeout_s=60).receivers == 1
-        assert bits_equal(source, replica)
+        assert here.sender.engines == set(names[1:])
+        links[0].delay_s = 0.0
+        here.wait(len(names))
+        assert here.sender.send_weights(timeout_s=60).receivers == len(names)
+        assert all(bits_equal(source, replica) for replica in replicas)
 
 
 @pytest.mark.parametrize("max_staged_bytes", [None, 0], ids=["staged", "in place"])
@@ -114,22 +116,6 @@ def test_nothing_is_decided_once_the_time_for_the_call_has_passed(
         assert bits_equal(source, replica)
 
 
-def test_whoever_answers_in_time_stays_a_member() -> None:
-    source = random_model(SHAPES, 0)
-    with fleet(source) as here:
-        replicas, links = joined(here, "slow", "quick")
-        nudge(source)
-        links[0].delay_s = 1.0
-        with pytest.raises(TransportTimeout, match=r"slow\[0/1\]: TransportTimeout"):
-            here.sender.send_weights(timeout_s=60, total_timeout_s=0.3)
-        assert here.sender.engines == {"quick"}
-        links[0].delay_s = 0.0
-        here.wait(2)
-        stats = here.sender.send_weights(timeout_s=60, total_timeout_s=30)
-        assert (stats.kind, stats.receivers) == ("delta", 2)
-        assert all(bits_equal(source, replica) for replica in replicas)
-
-
 def test_ranks_of_a_trainer_have_a_total_too() -> None:
     model = random_model(SHAPES, 0)
     with trainer_of(model, rows_of(model, 2)) as trainer:
@@ -144,7 +130,6 @@ def test_ranks_of_a_trainer_have_a_total_too() -> None:
 LATE: dict[str, dict[str, object]] = {
     "kernels": {"kernels": "torch"},
     "leave_out": {"leave_out": ("b",)},
-    "snapshot_device": {"snapshot_device": "cpu"},
     "stream_id": {"stream_id": "another"},
     "wire_dtypes": {"wire_dtypes": {"a": "bfloat16"}},
 }
@@ -162,6 +147,4 @@ def test_options_take_effect_with_the_next_sync_or_are_refused_by_name() -> None
         for name, changed in LATE.items():
             with pytest.raises(ConfigError, match=f"^{name} .*cannot change now: make a new Weigh"):
                 here.sender.options = SenderOptions.model_validate(changed)
-        with pytest.raises(ConfigError, match="give SenderOptions"):
-            here.sender.options = {"compression": "zstd"}  # type: ignore[assignment]
         assert here.sender.options is options
