@@ -15,18 +15,9 @@ from contextlib import suppress
 
 import torch
 
-from deltasync import (
-    DeltaSyncError,
-    ModuleSource,
-    ModuleTarget,
-    ReceiverOptions,
-    StagingThread,
-    WeightReceiver,
-    WeightSender,
-)
+from deltasync import DeltaSyncError, ModuleTarget, ReceiverOptions, StagingThread, WeightReceiver
 from deltasync.delta.bits import as_bits
-from deltasync.transports import inprocess
-from tests.worlds.links import Model, bits_equal, random_model
+from tests.worlds.links import Fleet, Model, bits_equal, fleet, random_model
 
 NUMEL = 1 << 16
 _NONE = 0  # PROT_NONE
@@ -46,23 +37,17 @@ class Memory:
         assert not _LIBC.mprotect(ctypes.c_void_p(self._address), len(self._pages), access)
 
 
-class Trainer:
-    """Sends one version after another until it is stopped; who sleeps misses some."""
+def send(here: Fleet, timeout_s: float) -> None:
+    """A change, to the engine if it is awake."""
+    as_bits(here.source.get_parameter("w").data)[::97] ^= 1
+    with suppress(DeltaSyncError):
+        here.sender.wait_for_receivers(1, timeout_s=timeout_s / 10)
+        here.sender.send_weights(timeout_s=timeout_s)
 
-    def __init__(self) -> None:
-        self.source, self.link = random_model({"w": (NUMEL,)}, 0), inprocess.Sender()
-        self.sender = WeightSender(ModuleSource(self.source), self.link)
-        self.is_stopping = threading.Event()
 
-    def send(self, patience_s: float) -> None:
-        as_bits(self.source.get_parameter("w").data)[::97] ^= 1
-        with suppress(DeltaSyncError):
-            self.sender.wait_for_receivers(1, timeout_s=patience_s / 10)
-            self.sender.send_weights(timeout_s=patience_s)
-
-    def run(self) -> None:
-        while not self.is_stopping.is_set():
-            self.send(0.5)
+def train(here: Fleet, is_over: threading.Event) -> None:
+    while not is_over.is_set():
+        send(here, 0.5)
 
 
 def commit(staging: StagingThread, seconds: float) -> None:
@@ -76,32 +61,32 @@ def commit(staging: StagingThread, seconds: float) -> None:
 
 def main(max_staged_bytes: int | None) -> None:
     """Sleep and wake for a second."""
-    memory, trainer, moments = Memory(4 * NUMEL), Trainer(), random.Random(0)
+    memory, moments, is_over = Memory(4 * NUMEL), random.Random(0), threading.Event()
     replica = Model({"w": memory.weights})
     options = ReceiverOptions(max_staged_bytes=max_staged_bytes, scrub_every=1)
-    receiver = WeightReceiver(ModuleTarget(replica), trainer.link.receiver(), options=options)
-    deadline, sending = time.monotonic() + 1.0, ThreadPoolExecutor(1)
-    running = sending.submit(trainer.run)
-    with sending, StagingThread(receiver) as staging:
-        while time.monotonic() < deadline:
-            commit(staging, moments.uniform(0, 0.05))
-            receiver.detach()
-            memory.allow(_NONE)
-            time.sleep(moments.uniform(0, 0.05))
-            memory.allow(mmap.PROT_READ | mmap.PROT_WRITE)
-            if moments.random() < 0.3:  # the second level: what was there is lost
-                memory.weights.zero_()
-            receiver.attach()
-        trainer.is_stopping.set()
-        running.result()
-        for _ in range(3):
-            last = sending.submit(trainer.send, 20.0)  # also on a busy machine
-            while not last.done():
-                commit(staging, 0.01)
-        assert bits_equal(trainer.source, replica)
-        receiver.check_serving()
-    receiver.close()
-    trainer.sender.close()
+    deadline = time.monotonic() + 1.0
+    with fleet(random_model({"w": (NUMEL,)}, 0)) as here, ThreadPoolExecutor(1) as sending:
+        end = here.transport.receiver()
+        receiver = WeightReceiver(ModuleTarget(replica), end, options=options)
+        running = sending.submit(train, here, is_over)
+        with receiver, StagingThread(receiver) as staging:
+            while time.monotonic() < deadline:
+                commit(staging, moments.uniform(0, 0.05))
+                receiver.detach()
+                memory.allow(_NONE)
+                commit(staging, moments.uniform(0, 0.05))  # nor is written what was staged
+                memory.allow(mmap.PROT_READ | mmap.PROT_WRITE)
+                if moments.random() < 0.3:  # the second level: what was there is lost
+                    memory.weights.zero_()
+                receiver.attach()
+            is_over.set()
+            running.result()
+            for _ in range(3):
+                last = sending.submit(send, here, 20.0)  # also on a busy machine
+                while not last.done():
+                    commit(staging, 0.01)
+            assert bits_equal(here.source, replica)
+            receiver.check_serving()
 
 
 if __name__ == "__main__":
