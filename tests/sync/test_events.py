@@ -47,13 +47,6 @@ def of(events: list[SyncEvent], kind: type[T]) -> list[T]:
     return [event for event in events if isinstance(event, kind)]
 
 
-def joined(here: Fleet, *engines: str) -> SyncStats:
-    for number, name in enumerate(engines):
-        here.add(random_model(SHAPES, number + 1), engine=name)
-    here.wait(len(engines))
-    return here.sender.send_weights(timeout_s=60)
-
-
 def send_step(here: Fleet, source: torch.nn.Module) -> SyncStats:
     source.get_parameter("a").data += 1
     return here.sender.send_weights(timeout_s=60)
@@ -75,12 +68,10 @@ def assert_in_order(
 def test_each_end_reports_each_sync() -> None:
     source = random_model(SHAPES, 0)
     with heard() as events, fleet(source) as here:
-        here.add(random_model(SHAPES, 0), engine="same")
-        here.wait(1)
-        here.sender.send_weights(timeout_s=60)
+        here.join({"same": random_model(SHAPES, 0)})
         until(lambda: bool(of(events, ReceiveStats)))
-        here.serving["same/0"].stop()
-        first = joined(here, "x", "y")
+        here.serving.pop("same/0").stop()
+        first = here.join({"x": random_model(SHAPES, 1), "y": random_model(SHAPES, 2)})
         second = send_step(here, source)
         until(lambda: len(of(events, ReceiveStats)) == 5)
     assert of(events, SyncStats)[1:] == [first, second]
@@ -118,7 +109,7 @@ def test_a_listener_that_raises_costs_no_sync_and_is_logged_once(
 
     source = random_model(SHAPES, 0)
     with subscribe(broken), heard() as events, fleet(source) as here:
-        joined(here, "x")
+        here.join({"x": random_model(SHAPES, 1)})
         for version in range(2, 5):
             assert send_step(here, source).version == version
         until(lambda: len(of(events, ReceiveStats)) == 4)
@@ -137,9 +128,8 @@ def test_a_listener_that_raises_costs_no_sync_and_is_logged_once(
 def test_a_sync_that_a_receiver_breaks_is_a_failure_at_both_ends() -> None:
     source, target = random_model(SHAPES, 0), Stubborn(random_model(SHAPES, 1))
     with heard() as events, fleet(source) as here:
-        serving = here.add(target)
-        here.wait(1)
-        here.sender.send_weights(timeout_s=60)
+        here.join(target)
+        serving = here.serving["engine/0"]
         target.fails = True
         with pytest.raises(SyncAborted):
             here.sender.send_weights(timeout_s=60)
@@ -160,9 +150,8 @@ def test_what_a_scrub_finds_is_reported_and_so_is_its_repair() -> None:
     source, replica = random_model({"a": (64,)}, 0), random_model({"a": (64,)}, 1)
     options = ReceiverOptions(scrub_every=1)
     with heard() as events, fleet(source) as here:
-        serving = here.add(replica, options=options)
-        here.wait(1)
-        here.sender.send_weights(timeout_s=60)
+        here.join(replica, options=options)
+        serving = here.serving["engine/0"]
         until(lambda: not serving.receiver._scrub_is_due)
         source.get_parameter("a").data[:4] += 1
         here.sender.send_weights(timeout_s=60)
@@ -201,29 +190,6 @@ def test_a_commit_is_reported_when_the_pause_is_over() -> None:
         sent.result(60)
         here.receiver.close()
     assert [event.version for event in of(events, ReceiveStats)] == [1, 2, 3, 4]
-
-
-def test_a_sync_that_the_sender_aborts_is_a_failure_of_a_receiver_that_is_dirty() -> None:
-    options = ReceiverOptions(max_staged_bytes=1, stall_timeout_s=60)
-
-    def stops() -> None:
-        raise RuntimeError("planted")
-
-    with heard() as events, engine(options) as here:
-        sent = here.send()
-        assert here.receiver.stage(timeout_s=60)
-        here.receiver.commit()
-        sent.result(60)
-        here.nudge()
-        aborted = here.trainer.submit(here.sender.send_weights, timeout_s=60, on_source_read=stops)
-        assert here.receiver.stage(timeout_s=60)
-        with pytest.raises(SyncAborted, match="the sender gave up"):
-            here.receiver.commit()
-        with pytest.raises(RuntimeError, match="planted"):
-            aborted.result(60)
-    failed = {event.role: (event.version, event.is_dirty) for event in of(events, SyncFailed)}
-    assert failed.pop("sender")
-    assert failed == {"receiver": (2, True)}
 
 
 @pytest.mark.promise(
