@@ -24,32 +24,17 @@ from deltasync import (
     StagingThread,
     WeightReceiver,
     WeightSender,
-    subscribe,
     sync_after_step,
 )
 from deltasync.errors import TransportClosed, TransportTimeout
-from deltasync.sync.events import SyncEvent, SyncFailed
 from deltasync.testing.links import PROMPT_S, within
 from deltasync.testing.processes import Child, ChildFailed
 from tests.worlds.links import Model, random_model, until
 from tests.worlds.mortals import connect, fingerprint, listen
-from tests.worlds.programs import run
 
 KINDS = ["shared_memory", "gloo"]
 ENDS = ["train", "serve"]
 LIMIT_S = 40.0
-
-UNCLOSED = """
-from torch import nn
-from deltasync import ModuleSource, WeightSender
-from deltasync.transports import inprocess
-
-class Run: ...
-
-run = Run()
-run.itself = run  # collected as the interpreter ends
-run.sender = WeightSender(ModuleSource(nn.Linear(2, 2)), inprocess.Sender())
-"""
 
 
 @pytest.mark.promise(
@@ -83,11 +68,6 @@ def test_a_child_that_lives_on_keeps_no_dead_end_alive(kind: str, end: str, tmp_
             with pytest.raises(ChildFailed, match=r"StepApplied.*(disconnected|PeerLost)"):
                 ends["train"].wait(timeout_s=10)
         assert time.monotonic() - died < 10
-
-
-def test_a_program_that_closes_nothing_ends_without_a_word() -> None:
-    done = run(UNCLOSED)
-    assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
 @contextmanager
@@ -129,8 +109,6 @@ def train(kind: str, folder: Path, dies: str) -> None:
     optimizer = torch.optim.SGD(source.parameters(), lr=0.1)
     sender = WeightSender(ModuleSource(source), listen(kind, str(folder)))
     sender.wait_for_receivers(1)
-    told: list[SyncEvent] = []
-    subscribe(told.append)
     hook = sync_after_step(optimizer, sender, on_busy="wait", on_error="raise", timeout_s=LIMIT_S)
 
     def step() -> None:
@@ -142,9 +120,7 @@ def train(kind: str, folder: Path, dies: str) -> None:
         step()
         hook.wait()
         hook.remove()
-        told.clear()
         refused(sender.send_weights)
-        assert list(map(type, told)) == [SyncFailed]  # of this process
         refused(lambda: sender.wait_for_receivers(1))
         sender.close()
 
@@ -163,7 +139,6 @@ def train(kind: str, folder: Path, dies: str) -> None:
     (folder / "partial").write_text(fingerprint(source))
     (folder / "partial").rename(folder / "trained")  # which is read as soon as it exists
     until((folder / "served").exists)
-    assert not any(isinstance(event, SyncFailed) for event in told)  # nor what children did
     hook.remove()
     sender.close()
 
