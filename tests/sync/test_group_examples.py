@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.worlds.programs import run_ranks
 from tests.worlds.trainers import Trainer
@@ -51,28 +52,20 @@ def test_fused_tensors_of_ranks_are_the_checkpoint_s() -> None:
                     if name != "norm":  # which all of them hold
                         parameter.data += torch.randn_like(parameter) * 1e-3
             here.send()
-            assert_is_checkpoint(ours, target, layers)
+            for name, tensor in checkpoint_of(ours, layers).items():
+                assert torch.equal(target.get_parameter(name).data, tensor.bfloat16()), name
 
 
-def assert_is_checkpoint(ours: Any, target: Any, layers: list[Any]) -> None:
-    q, k, v, gate, up = [], [], [], [], []
-    for layer in layers:
-        for group in layer.qkv.data.chunk(ours.GROUPS // len(layers)):
-            *queries, key, value = group.split(ours.HEAD)
-            q += queries
-            k.append(key)
-            v.append(value)
-        both = layer.gate_up.data
-        gate.append(both[: len(both) // 2])
-        up.append(both[len(both) // 2 :])
-    expected = {
-        "q": torch.cat(q),
-        "k": torch.cat(k),
-        "v": torch.cat(v),
-        "gate": torch.cat(gate),
-        "up": torch.cat(up),
+def checkpoint_of(ours: Any, layers: list[Any]) -> dict[str, Tensor]:
+    groups = torch.cat([layer.qkv.data for layer in layers])
+    heads = groups.view(ours.GROUPS, ours.QUERIES + 2, ours.HEAD, ours.HIDDEN)
+    halves = [layer.gate_up.data.chunk(2) for layer in layers]
+    return {
+        "q": heads[:, :-2].flatten(0, 2),
+        "k": heads[:, -2].flatten(0, 1),
+        "v": heads[:, -1].flatten(0, 1),
+        "gate": torch.cat([gate for gate, _ in halves]),
+        "up": torch.cat([up for _, up in halves]),
         "down": torch.cat([layer.down.data for layer in layers], dim=1),
         "norm": layers[0].norm.data,
     }
-    for name, tensor in expected.items():
-        assert torch.equal(target.get_parameter(name).data, tensor.bfloat16()), name
