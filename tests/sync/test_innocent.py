@@ -18,22 +18,9 @@ from deltasync import (
     StagingThread,
     WeightReceiver,
 )
-from deltasync.errors import CallOrderError, ConfigError, SyncAborted, TransportTimeout
+from deltasync.errors import CallOrderError, ConfigError
 from deltasync.sync.protocol.receiver_session import ReceiverState
-from deltasync.transports.base import SendTransport
-from tests.worlds.links import (
-    Model,
-    Watched,
-    bits_equal,
-    fleet,
-    random_model,
-    step,
-    until,
-)
-from tests.worlds.links import WatchedFleet as Fleet
-from tests.worlds.trainers import rows_of, trainer_of
-
-__all__ = ["Fleet"]  # tests of events use it
+from tests.worlds.links import Model, Watched, bits_equal, fleet, random_model, step
 
 SHAPES = {"a": (40, 50), "b": (300,), "c": (1,)}
 SMALL = SenderOptions(bucket_bytes=1024)
@@ -77,99 +64,6 @@ def test_a_receiver_that_is_lost_costs_the_others_nothing(
             assert (sent.count("begin"), sent.count("abort")) == (1, 0)
         assert bits_equal(source, good)
         assert (innocent.errors, innocent.receiver.is_dirty) == ([], False)
-
-
-def test_a_version_of_which_payloads_are_missing_is_not_decided() -> None:
-    """Whoever else was lost before."""
-    source, good, bad = models(3)
-    with fleet(source, options=SMALL, wrap=Watched) as here:
-        here.join({"good": good, "bad": bad})
-        change(source)
-
-        def fail(kind: str) -> None:
-            if kind == "bucket" and here.link.sent.count("bucket") == 0:
-                here.serving["bad/0"].receiver.close()
-            elif kind == "bucket" and here.link.sent.count("bucket") == 2:
-                here.link.before = lambda kind: None
-                raise TransportTimeout("planted")
-
-        here.link.sent.clear()
-        here.link.before = fail
-        stats = here.sender.send_weights(timeout_s=30)
-        assert (stats.receivers, set(stats.lost)) == (1, {"bad[0/1]"})
-        assert "prepare" not in here.link.sent[: here.link.sent.index("abort")]
-        assert bits_equal(source, good)
-
-
-def test_ranks_of_a_trainer_send_nothing_where_a_receiver_is_lost_at_begin() -> None:
-    source, good, bad = models(3)
-    links: list[Watched] = []
-
-    def watched(rank: int, inner: SendTransport) -> SendTransport:
-        links.append(Watched(inner))
-        return links[-1]
-
-    with trainer_of(source, rows_of(source, 2), wrap=watched) as here:
-        innocent = here.add(good, engine="good", options=IN_PLACE)
-        here.add(bad, engine="bad", options=IN_PLACE)
-        here.wait(2)
-        here.send()
-        change(source)
-        here.step()
-        links[1].sent.clear()
-        links[0].lose_at("begin", here, "bad/0")
-        assert here.send().receivers == 1
-        assert links[0].sent[:4] == ["upcoming", "begin", "abort", "begin"]
-        assert links[1].sent == ["attempt", "bucket", "prepare"]
-        assert bits_equal(source, good)
-        assert (innocent.errors, innocent.receiver.is_dirty) == ([], False)
-
-
-def test_who_slept_when_ranks_said_what_they_send_is_told_again() -> None:
-    source, good = random_model(SHAPES, 0), random_model(SHAPES, 0)
-    with trainer_of(source, rows_of(source, 2)) as here:
-        sleeper = here.add(good, engine="good")
-        here.wait(1)
-        assert here.send().full_synced == 0
-        until(lambda: sleeper.receiver.state is ReceiverState.READY)
-        sleeper.receiver.detach()
-        change(source)
-        here.step()
-        assert isinstance(here.outcomes()[0], ConfigError)
-        sleeper.receiver.attach()
-        assert (here.send().receivers, sleeper.errors) == (1, [])
-        assert bits_equal(source, good)
-
-
-def test_an_engine_that_paused_for_a_sync_that_was_given_up_is_a_member_still() -> None:
-    """It writes in place: `commit` was called, and nothing had come yet."""
-    source, good, bad = models(3)
-    outcomes: list[int | SyncAborted] = []
-
-    def serve(staging: StagingThread) -> None:
-        if staging.wait_staged(timeout_s=0.05):
-            try:
-                outcomes.append(staging.commit())
-            except SyncAborted as error:
-                outcomes.append(error)
-
-    with fleet(source, wrap=Watched) as here, ThreadPoolExecutor(1) as threads:
-        receiver = WeightReceiver(
-            ModuleTarget(good), here.transport.receiver(), engine="good", options=IN_PLACE
-        )
-        here.add(bad, engine="bad", options=IN_PLACE)
-        with closing(receiver), StagingThread(receiver) as staging:
-            here.wait(2)
-            here.link.lose_at("begin", here, "bad/0")
-            sent = threads.submit(here.sender.send_weights, timeout_s=60)
-            while not sent.done():
-                serve(staging)
-            assert sent.result(60).receivers == 1
-            assert receiver.state is ReceiverState.READY
-            assert staging.last_error is None
-        assert isinstance(outcomes.pop(), int)
-        assert all("before anything was written" in str(error) for error in outcomes)
-        assert bits_equal(source, good)
 
 
 @pytest.mark.promise("Errors", "`CallOrderError`: an early commit costs nothing.")

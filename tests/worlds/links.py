@@ -350,13 +350,6 @@ class Fleet(Receivers):
         self.sender = WeightSender(source, self.link, options=options)
 
 
-class WatchedFleet(Fleet):
-    """The same; its link notes what it sends."""
-
-    def __init__(self, source: nn.Module, *, options: SenderOptions | None = None) -> None:
-        super().__init__(source, options=options, wrap=Watched)
-
-
 @contextlib.contextmanager
 def fleet(
     source: nn.Module | WeightSource | LocalWeights,
