@@ -178,8 +178,9 @@ def complain(connection: Connection) -> None:
     """Of every group, until the connection ends."""
     while connection.lost is None:
         connection.read()
-        if message := connection.take(Kind.GROUP):
-            connection.write(Kind.READY, message.data[:8] + b"two left hands")
+        if message := connection.take():
+            said = b"two left hands" if message.kind is Kind.GROUP else b""
+            connection.write(Kind.READY, message.data[:8] + said)
         time.sleep(0.001)
 
 

@@ -286,9 +286,7 @@ def of_another_connection(wire: Wire) -> bytes:
 
 
 def reflected(wire: Wire) -> bytes:
-    """With the number that the other end's next message has."""
-    wire.to_server(said(wire, b"once"))
-    assert wire.server.take() is not None
+    """The second of the server, which has the number that the client's next one would have."""
     wire.server.write(Kind.REPLY, b"echo")
     return wire.sent_by_server()
 

@@ -371,7 +371,7 @@ GAP = {
     "w27 a stream that takes more": lengths(TruncatedFrame, 1, GIANT),
     "w27 a long stream": lengths(LimitExceeded, 2, GIANT),
     "w27 streams of over four times the payload": stream(
-        LimitExceeded, GAPS, lambda one: one + bytes(4 * len(RAW))
+        LimitExceeded, STEPS, lambda one: one + bytes(4 * len(RAW))
     ),
     "w27 half a number of a whole tile": stream(TruncatedFrame, NUMBERS_OF_WHOLE, less(1)),
     "w27 no whole tile": stream(InvalidIndices, NUMBERS_OF_WHOLE, becomes()),
@@ -400,6 +400,7 @@ GAP = {
     "w28 nothing": stream(WireError, GAPS, becomes()),
     "w28 odd with width 2": stream(TruncatedFrame, GAPS, byte(0, 2)),
     "w28 ends in an escape": stream(InvalidIndices, GAPS, byte(11, 255)),
+    "w28 an escape behind": stream(InvalidIndices, GAPS, more(255)),
     "w28 more than 4 bytes a place": stream(
         LimitExceeded, GAPS, becomes(struct.pack("<BQ", 1, 1), bytes(1), b"\xff" * 11, bytes(2))
     ),
