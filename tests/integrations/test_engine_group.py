@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from deltasync import ShardSpec, SyncStats, TrainerGroup, TrainerRank
-from deltasync.errors import ConfigError, DeltaSyncError, EngineFailed, SyncAborted
+from deltasync.errors import ConfigError, DeltaSyncError, SyncAborted
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.fleet import EngineFleet
 from deltasync.integrations.trainer_info import TrainerInfo
@@ -25,14 +25,6 @@ from tests.worlds.ranks import run_ranks
 from tests.worlds.remote import Remote, bits, serve
 from tests.worlds.toy_engines import CHECKPOINT, SHAPES
 from tests.worlds.trainers import Boxes, Sharded, rows_of
-
-# What is raised where an engine does not do what it is asked.
-KINDS = {
-    "connect": EngineFailed,
-    "decline": ConfigError,  # as its worker says
-    "update": SyncAborted,
-    "name": EngineFailed,
-}
 
 
 class Noted(Split):
@@ -138,21 +130,9 @@ def trainer(boxes: list[Boxes], folder: Path, **settings: Any) -> Iterator[Train
         yield Trainer(boxes, stack=stack, **settings)
 
 
-@pytest.mark.parametrize(
-    ("boxes", "options"),
-    [
-        (in_rows(2), {}),
-        (in_rows(3), {}),
-        (in_stages(2), {}),
-        (in_stages(3), {}),
-        (in_rows(2), {"link": lambda rank: collective.Sender()}),
-    ],
-    ids=["2 rows", "3 rows", "2 stages", "3 stages", "gloo"],
-)
-def test_workers_have_a_lane_to_each_rank(
-    boxes: list[Boxes], options: dict[str, Any], tmp_path: Path
-) -> None:
-    with trainer(boxes, tmp_path, **options) as here:
+@pytest.mark.parametrize("boxes", [in_rows(2), in_stages(3)], ids=["2 rows", "3 stages"])
+def test_workers_have_a_lane_to_each_rank(boxes: list[Boxes], tmp_path: Path) -> None:
+    with trainer(boxes, tmp_path) as here:
         assert here.send().full_synced == 2
         for seed in range(2):
             here.step(seed)
@@ -160,10 +140,7 @@ def test_workers_have_a_lane_to_each_rank(
         [connection] = here.engine.connections
         assert sorted(connection.checkpoint(), key=str) == sorted(CHECKPOINT, key=str)
         paths = [address.path for address in connection.addresses]
-        if "link" in options:
-            assert {address.link for address in connection.addresses} == {"gloo"}
-        else:
-            assert paths == [str(tmp_path / f"rank{rank}") for rank in range(len(boxes))]
+        assert paths == [str(tmp_path / f"rank{rank}") for rank in range(len(boxes))]
 
 
 def test_a_rank_whose_lane_has_no_address_is_named(tmp_path: Path) -> None:
@@ -172,26 +149,6 @@ def test_a_rank_whose_lane_has_no_address_is_named(tmp_path: Path) -> None:
 
     with trainer(in_rows(2), tmp_path, link=link) as here:
         assert isinstance(here.aborted("cannot connect to the transport of rank 1"), ConfigError)
-
-
-@pytest.mark.parametrize("fails", KINDS)
-def test_what_the_engine_fails_in_ends_the_call_on_all_ranks(fails: str, tmp_path: Path) -> None:
-    timeout_s = 5.0 if fails == "update" else AMPLE_S  # workers are waited for in vain
-    with trainer(in_rows(3), tmp_path, timeout_s=timeout_s) as here:
-        if fails in ("update", "name"):
-            here.send()
-            here.step(1)
-        if fails == "decline":
-            here.engine.declines = ConfigError("planted")
-        else:
-            here.engine.fails = fails
-        error = here.aborted("" if fails == "update" else "planted")
-        assert isinstance(error, KINDS[fails])
-        here.engine.declines = None
-        for seed in (2, 3):
-            here.step(seed)
-            stats = here.send()
-        assert stats.kind == "delta"
 
 
 def test_a_server_of_a_fleet_that_fails_is_caught_up_by_all_ranks(tmp_path: Path) -> None:
@@ -235,7 +192,6 @@ LARGE = {"a": (300, 70), "b": (41, 900), "norm": (64,), "odd": (1, 5)}
 @pytest.mark.parametrize(
     "link",
     [
-        "shared_memory",
         "gloo",
         pytest.param("cuda_ipc", marks=pytest.mark.gpu),
         pytest.param("nccl", marks=pytest.mark.multigpu),
@@ -262,11 +218,9 @@ def sender(link: str, path: Path) -> SendTransport:
     match link:
         case "nccl":
             return collective.Sender(backend="nccl", device="cuda:0")
-        case "gloo":
-            return collective.Sender()
         case "cuda_ipc":
             return cuda_ipc.Sender(path, device="cuda:0")
-    return shared_memory.Sender(path)
+    return collective.Sender()
 
 
 def train(rank: int, link: str, folder: Path) -> None:
