@@ -105,20 +105,16 @@ class InterruptedLine:
     Args:
         folder: Of the files.
         left: The line's number, of those that are run.
-        begins: Begins to count in a function of this name, if one is given.
     """
 
-    def __init__(self, folder: Path, left: int, *, begins: str | None = None) -> None:
-        self.folder, self.left, self.begins = str(folder), left, begins
-        self.is_raised = False
+    def __init__(self, folder: Path, left: int) -> None:
+        self.folder, self.left, self.is_raised = str(folder), left, False
 
     def __call__(self, frame: FrameType, event: str, _: object) -> Any:
         code = frame.f_code
         if self.is_raised or not code.co_filename.startswith(self.folder):
             return None
-        if self.begins == code.co_name:
-            self.begins = None
-        if self.begins is None and event == "line":
+        if event == "line":
             self.left -= 1
             text = linecache.getline(code.co_filename, frame.f_lineno).strip()
             if self.left <= 0 and not text.startswith("with "):  # no signal comes at its end
