@@ -3,36 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
 from torch import Tensor
 
 from deltasync.errors import ConfigError, LayoutMismatch
 from deltasync.files.checkpoint import INDEX, Checkpoint, check_same_tensors
 from tests.files.saved import holds, model, save, save_sharded
-from tests.worlds.bits import specs_of
-from tests.worlds.strategies import models, same_bits
 
 UP = "model.layers.0.up.weight"
 PICKLE = r"a pickle, as torch.save writes it; .*safetensors.torch.save_file\(torch.load\("
-
-
-@given(models())
-def test_tensors_of_every_dtype_are_read_bit_for_bit(tensors: dict[str, Tensor]) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        one = save(tensors, Path(folder) / "one.safetensors")
-        many = save_sharded(tensors, Path(folder) / "many")
-        assert holds(one, tensors)
-        assert holds(many, tensors)
-        filled = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
-        assert Checkpoint(one).layout[: len(filled)] == specs_of(filled)
-        assert Checkpoint(one).num_bytes == sum(tensor.nbytes for tensor in tensors.values())
 
 
 def test_a_folder_is_what_its_index_names_or_all_of_its_files(tmp_path: Path) -> None:
@@ -52,23 +35,6 @@ def test_a_tensor_is_taken_from_the_file_that_the_index_names(tmp_path: Path) ->
         save({"x": torch.full((3,), float(number)), name: torch.ones(2)}, tmp_path / name)
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"x": "b", "a": "a", "b": "b"}}))
     assert Checkpoint(tmp_path).tensor("x").tolist() == [1.0, 1.0, 1.0]
-
-
-def test_what_is_written_stays_in_memory_unless_it_is_writable(tmp_path: Path) -> None:
-    tensors = model()
-    path = save(tensors, tmp_path / "a.safetensors")
-    before, found = path.read_bytes(), Checkpoint(path)
-    kept = found.tensor(UP)
-    found.release()
-    assert same_bits(kept, tensors[UP]), "it is read again"
-    kept.zero_()
-    assert path.read_bytes() == before
-    written = Checkpoint(path, writable=True)
-    written.tensor(UP).zero_()
-    written.release()
-    written.flush()
-    assert path.read_bytes() != before
-    assert not Checkpoint(path).tensor(UP).any()
 
 
 # What is no checkpoint
@@ -102,11 +68,6 @@ def names(*files: str) -> Callable[[Path], Path]:
     return put
 
 
-def pipe(folder: Path) -> Path:
-    os.mkfifo(folder / "pipe")
-    return folder / "pipe"
-
-
 def unknown_dtype(folder: Path) -> Path:
     path = save({"a": torch.ones(4, dtype=torch.uint8)}, folder / "a.safetensors")
     path.write_bytes(path.read_bytes().replace(b'"U8", "shape": [4]', b'"F4", "shape": [8]'))
@@ -137,16 +98,13 @@ def damaged(protocol: int) -> Callable[[Path], Path]:
         (content(b"\xff" * 100), "not a safetensors file"),
         (lambda folder: folder / "none", "No such file"),
         (lambda folder: folder, "without safetensors"),
-        (pipe, "not a regular file"),
         (unknown_dtype, "'a' is F4"),
         (pickled("a.safetensors", is_old=True), PICKLE),
         (pickled("a"), PICKLE),
         (lambda folder: pickled("model.bin")(folder).parent, r"model.bin is a pickle; .*save_file"),
-        (damaged(2), "or damaged: (?!.*pickle)"),
         (damaged(4), "or damaged: (?!.*pickle)"),
         (names("a", "a"), "two files hold 'a'"),
-        (names("x" * 5000), "characters"),
-        *((index(text), "not an index") for text in ("no json", "{}", "[" * 100_000)),
+        *((index(text), "not an index") for text in ("no json", "{}")),
         (index({"weight_map": {UP: "../a.safetensors"}}), "no file of this folder"),
         (index({"weight_map": {UP: "gone.safetensors"}}), "No such file"),
         (index({"weight_map": {"gone": "part-0.safetensors"}}), "names 'gone'"),
@@ -159,22 +117,12 @@ def test_what_is_no_checkpoint_is_refused(
         Checkpoint(put(tmp_path))
 
 
-def test_a_truncated_file_is_refused_at_every_length(tmp_path: Path) -> None:
-    path = save({"a": torch.ones(3), "b": torch.ones(2, 2)}, tmp_path / "a.safetensors")
-    whole = path.read_bytes()
-    for length in range(len(whole)):
-        path.write_bytes(whole[:length])
-        with pytest.raises(ConfigError, match=r"a\.safetensors"):
-            Checkpoint(path)
-
-
 ONES = torch.ones(3)
 
 
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        ({"a": ONES}, "only the first has 'b'"),
         ({"a": ONES, "b": ONES, "c": ONES}, "only the second has 'c'"),
         ({"a": torch.ones(4), "b": ONES}, r"shape of 'a' differs: \[3\] in"),
         ({"a": ONES.bfloat16(), "b": ONES}, "float32 in the first, bfloat16"),

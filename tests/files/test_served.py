@@ -87,40 +87,7 @@ def test_the_config_may_lie_beside(tmp_path: Path) -> None:
     assert forms_of_checkpoint(tmp_path, config=NVFP4)(name, (192, 64)) == ModelOptNvfp4()
 
 
-def test_shapes_may_be_of_any_integers(tmp_path: Path) -> None:
-    shape = {f"{Q}.weight_shape": torch.tensor([192, 64], dtype=torch.int32)}
-    forms = forms_of_checkpoint(checkpoint(tmp_path, Int4(32), PACKED, shape))
-    assert forms(f"{Q}.weight", (192, 64)) == Int4(32)
-
-
-@pytest.mark.parametrize(
-    ("change", "shape", "says"),
-    [
-        ({"weight_scale_inv": torch.ones(2, 1).bfloat16()}, (192, 64), r"has bfloat16 \[2, 1\]"),
-        ({"weight_scale_inv": torch.ones(1, 2)}, (192, 64), r"_inv: .* has float32 \[1, 2\]"),
-        ({"weight_scale_inv": None}, (192, 64), "_inv: the engine's checkpoint has nothing"),
-        ({"weight": torch.zeros(192, 64)}, (192, 64), r"q_proj\.weight: .* has float32"),
-        ({}, (64, 192), r"q_proj\.weight: .* float8_e4m3fn \[192, 64\]"),
-    ],
-)
-def test_parts_and_shapes_that_the_form_does_not_make_are_refused_by_name(
-    tmp_path: Path, change: dict[str, Tensor | None], shape: tuple[int, int], says: str
-) -> None:
-    changed = {f"{Q}.{part}": tensor for part, tensor in change.items()}
-    forms = forms_of_checkpoint(checkpoint(tmp_path, BlockFp8(), FP8, changed))
-    with pytest.raises(ConfigError, match=says):
-        forms(f"{Q}.weight", shape)
-
-
-@pytest.mark.promise(
-    "Checks",
-    "A `quantization_config` that is not known bit for bit is refused by name.",
-)
-@pytest.mark.parametrize("part", ["weight_zero_point", "weight_g_idx", "weight_scale", "qzeros"])
-def test_parts_that_no_form_has_are_refused_at_once(tmp_path: Path, part: str) -> None:
-    changed: dict[str, Tensor | None] = {f"{Q}.{part}": torch.ones(3)}
-    with pytest.raises(ConfigError, match=rf"q_proj\.{part}: block FP8 .* has no such part"):
-        forms_of_checkpoint(checkpoint(tmp_path, BlockFp8(), FP8, changed))
+UP = f"{LAYER}.mlp.experts.up_proj"
 
 
 @pytest.mark.promise(
@@ -128,20 +95,29 @@ def test_parts_that_no_form_has_are_refused_at_once(tmp_path: Path, part: str) -
     "What is quantized is what the engine's checkpoint has quantized; everything else is "
     "served as it is.",
 )
+@pytest.mark.promise(
+    "Checks",
+    "A `quantization_config` that is not known bit for bit is refused by name.",
+)
 @pytest.mark.parametrize(
-    ("name", "shape"),
+    ("change", "name", "shape", "says"),
     [
-        (f"{LAYER}.mlp.experts.up_proj", (2, 160, 64)),
-        (f"{LAYER}.mlp.experts.up_proj.weight", (320, 64)),
-        (f"{LAYER}.self_attn.qkv_proj.weight", (512, 64)),
+        ({"weight_scale_inv": torch.ones(2, 1).bfloat16()}, Q, (192, 64), r"has bfloat16 \[2, 1\]"),
+        ({"weight_scale_inv": torch.ones(1, 2)}, Q, (192, 64), r"_inv: .* has float32 \[1, 2\]"),
+        ({"weight_scale_inv": None}, Q, (192, 64), "_inv: the engine's checkpoint has nothing"),
+        ({"weight": torch.zeros(192, 64)}, Q, (192, 64), r"q_proj\.weight: .* has float32"),
+        ({}, Q, (64, 192), r"q_proj\.weight: .* float8_e4m3fn \[192, 64\]"),
+        ({"qzeros": torch.ones(3)}, Q, (192, 64), r"q_proj\.qzeros: .* has no such part"),
+        ({}, UP, (320, 64), f"{UP}.weight: the engine's checkpoint has no such tensor"),
     ],
 )
-def test_what_fuses_quantized_layers_is_refused(
-    tmp_path: Path, name: str, shape: tuple[int, ...]
+def test_what_the_form_does_not_make_of_a_layer_is_refused_by_name(
+    tmp_path: Path, change: dict[str, Tensor | None], name: str, shape: tuple[int, int], says: str
 ) -> None:
-    forms = forms_of_checkpoint(checkpoint(tmp_path, BlockFp8(), FP8))
-    with pytest.raises(ConfigError, match=f"{name}: the engine's checkpoint has no such tensor"):
-        forms(name, shape)
+    """The last one fuses layers."""
+    changed = {f"{Q}.{part}": tensor for part, tensor in change.items()}
+    with pytest.raises(ConfigError, match=says):
+        forms_of_checkpoint(checkpoint(tmp_path, BlockFp8(), FP8, changed))(f"{name}.weight", shape)
 
 
 def test_what_is_no_quantized_checkpoint_is_refused(tmp_path: Path) -> None:
