@@ -11,13 +11,10 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import torch
-
-from deltasync.cli import COMMANDS, main
+from deltasync.cli import main
 from tests.worlds.programs import Program, completed
 
 ROOT = Path(__file__).parents[2]
@@ -64,8 +61,7 @@ def call(
     """A command of `deltasync`, forked from where its imports are done already.
 
     Those saw the environment of pytest, which is why this takes none. For commands that start no
-    processes: `run` also waits for what such leave behind. `limits` are those of `resource`, set
-    when everything is imported; RLIMIT_AS counts what is taken beyond that.
+    processes: `run` also waits for what such leave behind. `limits` are those of `resource`.
     """
     words = list(map(str, arguments))
     with TemporaryDirectory() as folder:
@@ -91,19 +87,9 @@ def _command(
         os.dup2(file, descriptor)
         os.close(file)
     sys.argv = [COMMAND[-1], *words]
-    if limits:
-        for name in COMMANDS[words[0]]:
-            import_module(name)
-        torch.ones(8, dtype=torch.uint8).to("cpu", copy=True)  # reads /proc/cpuinfo once
     for kind, limit in limits.items():
-        taken = _address_space() if kind == resource.RLIMIT_AS else 0
-        resource.setrlimit(kind, (taken + limit, resource.getrlimit(kind)[1]))
+        resource.setrlimit(kind, (limit, resource.getrlimit(kind)[1]))
     main()
-
-
-def _address_space() -> int:
-    """Bytes that this process has mapped."""
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 def output(*arguments: str | Path, code: int = 0) -> str:
@@ -131,12 +117,11 @@ def wait_until_gone(process: int) -> None:
             time.sleep(0.05)
 
 
-def in_terminal(*words: str | Path, is_error: bool = False, **environment: str) -> str:
-    """What a command writes to a terminal of 80 columns that is its stdout, or its stderr."""
+def in_terminal(*words: str | Path) -> str:
+    """What a command writes to a terminal of 80 columns that is its stderr."""
     leader, follower = pty.openpty()
-    given = ENVIRONMENT | {"TERM": "dumb", "COLUMNS": "80", "NO_COLOR": "1"} | environment
-    out, err = (subprocess.DEVNULL, follower) if is_error else (follower, subprocess.DEVNULL)
-    with subprocess.Popen([*COMMAND, *words], env=given, stdout=out, stderr=err) as process:
+    given, quiet = ENVIRONMENT | {"TERM": "xterm", "COLUMNS": "80"}, subprocess.DEVNULL
+    with subprocess.Popen([*COMMAND, *words], env=given, stdout=quiet, stderr=follower) as process:
         os.close(follower)
         data = b""
         while True:

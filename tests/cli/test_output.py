@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-import subprocess
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +11,7 @@ import pytest
 
 from deltasync.errors import ConfigError
 from deltasync.observe.run_log import RunLog
-from tests.cli.command import COMMAND, ENVIRONMENT, call, refused
+from tests.cli.command import call, refused
 from tests.files.saved import model, save, stepped
 from tests.worlds.published import Publisher
 from tests.worlds.stores import local_place
@@ -94,28 +92,6 @@ def test_what_is_made_anew_takes_the_place_of_nothing(tmp_path: Path) -> None:
         assert f"{out} exists" in refused(*words, "--out", out)
     assert before.items() <= state(tmp_path).items()
     assert len(before) + 1 == len(state(tmp_path))
-
-
-def test_a_page_goes_through_a_pipe_and_to_stdout(log: Path) -> None:
-    assert call("report", log, "--out", log.with_name("page")).returncode == 0
-    page = log.with_name("page").read_bytes()
-    pipe, heard = log.with_name("pipe"), list[bytes]()
-    os.mkfifo(pipe)
-    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    os.set_blocking(reader, True)
-    with open(reader, "rb") as stream:
-        reading = threading.Thread(target=lambda: heard.append(stream.read()))
-        with open(pipe, "wb"):  # or the reader sees the end before a writer comes
-            reading.start()
-            assert call("report", log, "--out", pipe).returncode == 0
-        reading.join()
-    assert heard == [page]
-    stdout = log.with_name("stdout")
-    stdout.symlink_to("/proc/self/fd/1")
-    command = [*COMMAND, "report", str(log), "--out", str(stdout)]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, timeout=100, check=True)
-    assert done.stdout.startswith(page)
-    assert stat.S_ISLNK(stdout.lstat().st_mode)
 
 
 def test_a_run_log_is_continued_through_a_link_and_is_no_pipe(log: Path) -> None:
