@@ -60,8 +60,6 @@ def test_queries_and_alerts_ask_for_metrics_that_exist() -> None:
         known = set().union(*(SAMPLES[name] for name in names)) | {"instance"}
         by = re.findall(r"by \((\w+)\)", query) + re.findall(r"(\w+)=~?\"", query)
         assert set(by) <= known
-        assert query.count("(") == query.count(")")
-        assert query.count("{") == query.count("}") == len(names)
     [instance] = [one for one in DASHBOARD["templating"]["list"] if one["name"] == "instance"]
     [name] = re.findall(r"label_values\((\w+), instance\)", instance["definition"])
     registry = prometheus.CollectorRegistry()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from deltasync import subscribe
-from deltasync.errors import ConfigError, DirtyReceiver, PeerLost
+from deltasync.errors import DirtyReceiver, PeerLost
 from deltasync.integrations.engine import new_name
 from deltasync.integrations.verl_ends import _new_name as rollout_name
 from deltasync.sync.events import SyncFailed
@@ -59,8 +59,7 @@ def test_real_syncs_are_counted_at_both_ends(
     assert value("receiver_dirty", receiver="x[0/1]") == 0
     assert value("density_ratio") == pytest.approx(stats.density)
     assert value("full_syncs_total") == 1
-    for name in ("sync", "commit", "receiver_pause", "receiver_stage"):
-        assert value(f"{name}_seconds_count") == 2, name
+    assert value("sync_seconds_count") == value("receiver_pause_seconds_count") == 2
 
 
 def test_each_field_goes_where_it_belongs(
@@ -81,7 +80,6 @@ def test_each_field_goes_where_it_belongs(
     assert value("payload_bytes_total", codec="gap") == 500
     assert value("lost_receivers_total", reason="PeerLost") == 2
     assert value("lost_receivers_total", reason=OTHER) == 1
-    assert value("lost_receivers_total", reason="Detached") == 1
     assert value("warnings_total") == 1
     assert value("failures_total", role="sender", error="SyncAborted") == 2
     assert value("failures_total", role="publisher", error=OTHER) == 1
@@ -91,7 +89,6 @@ def test_each_field_goes_where_it_belongs(
     assert value("receiver_dirty", receiver="b[0/1]") == 0
     assert value("published_bytes_total", object="anchor") == 2000
     assert value("last_sync_timestamp_seconds") == 1.7e9
-    assert value("commit_seconds_bucket", le="0.001") == 1
     assert value("commit_seconds_bucket", le="0.0005") == 0
 
 
@@ -113,23 +110,6 @@ def test_the_first_failure_of_a_type_is_an_increase(
     found = {(s.name, *s.labels.items()) for m in counters for s in m.samples}
     assert found <= before
     assert value("lost_receivers_total", reason="PeerLost") == 4
-
-
-def test_gauges_show_nothing_before_they_are_set(
-    registry: CollectorRegistry, value: Callable[..., float]
-) -> None:
-    """A 0 would be a last sync in 1970, and a line of zeros for each process of another role."""
-    metrics = Metrics(registry)
-    gauges = {metric.name for metric in registry.collect() if metric.type == "gauge"}
-    assert "deltasync_last_sync_timestamp_seconds" in gauges
-    assert [m.name for m in registry.collect() if m.name in gauges and m.samples] == []
-    metrics(received())
-    metrics(published())
-    assert value("published_version") == 2
-    assert value("version") == value("density_ratio") == -1
-    metrics(sync(nnz=0))
-    assert value("density_ratio") == 0
-    assert value("last_sync_timestamp_seconds") == 1.7e9
 
 
 @pytest.mark.promise(
@@ -157,13 +137,10 @@ def test_labels_stay_few_whatever_peers_are_called(
 @pytest.mark.parametrize(
     ("name", "label"),
     [
-        ("engine-0123abcd-1", "engine-1"),
         ("engine-0123abcd-9f8e7d6c-0", "engine-0"),  # of vLLM
         pytest.param(f"{new_name(new_name('engine-'))}-0", "engine-0", id="as an engine is named"),
         pytest.param(rollout_name(), "rollout", id="as a rollout is named"),
-        ("rollout-3", "rollout-3"),  # the others are of users, or last as long as what they name
-        ("engine-east-0", "engine-east-0"),
-        (f"actor-{'ab' * 16}", f"actor-{'ab' * 16}"),
+        ("engine-east-0", "engine-east-0"),  # of users
     ],
 )
 def test_the_generated_part_of_a_name_is_left_out(
@@ -190,12 +167,6 @@ def test_a_receiver_is_dirty_until_it_syncs_also_under_a_new_name(
     assert value("receiver_dirty", receiver="engine-1[0/1]") == 0
     metrics(received(name="engine-00000002-cafe0123-0[0/1]"))
     assert value("receiver_dirty", receiver="engine-0[0/1]") == 0
-
-
-def test_a_second_one_is_refused(registry: CollectorRegistry) -> None:
-    Metrics(registry)
-    with pytest.raises(ConfigError, match="one Metrics is enough for a registry"):
-        Metrics(registry)
 
 
 def worker(number: int) -> None:

@@ -8,13 +8,10 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from deltasync.observe.report import escaped, make_page
+from deltasync.observe.report import make_page
 from deltasync.observe.run_lines import read_run
 from deltasync.observe.run_log import RunLog
-from deltasync.observe.units import seconds, size
 from deltasync.sync.events import SyncEvent
 from tests.observe.made import failed, published, received, sync
 
@@ -76,7 +73,7 @@ def history(versions: int) -> list[SyncEvent]:
     "What operators see",
     "A report loads nothing, and shows names and messages as text.",
 )
-@pytest.mark.parametrize("versions", [1, 60, 10_000])
+@pytest.mark.parametrize("versions", [1, 10_000])
 def test_a_page_is_whole_and_loads_nothing(versions: int, tmp_path: Path) -> None:
     text = page_of(tmp_path / "run.jsonl", history(versions))
     page = Page(text)
@@ -110,17 +107,10 @@ def test_names_and_messages_are_text_and_nothing_else(tmp_path: Path) -> None:
     assert any("\\u202e" in text for text in page.texts)
 
 
-@given(text=st.text())
-def test_escaped_text_is_no_markup(text: str) -> None:
-    found = escaped(text)
-    assert not set(found) & set("<>\"'")
-    assert all(character.isprintable() for character in found)
-
-
 def test_what_happened_is_counted_and_listed(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     events = [
-        *[failed()] * 5,
+        *[failed()] * 2,
         sync(version=1, joined=2, full_synced=1, lost={"b[0/1]": "PeerLost: gone"}),
         failed(ValueError("x"), role="receiver", name="a[0/1]", is_dirty=True, corrupted="w"),
         received(was_dirty=True),
@@ -129,18 +119,9 @@ def test_what_happened_is_counted_and_listed(tmp_path: Path) -> None:
     text = page_of(path, events)
     run = read_run(path)
     assert [row.version for row in run.rows] == [1, 2]
-    assert run.failures == {"SyncAborted": 5, "ValueError": 1}
-    assert run.count("failed") == 6
-    marks = [each.mark for each in run.happenings]
-    assert marks == [
-        *["failed"] * 5,
-        "lost",
-        "full sync",
-        "joined",
-        "failed",
-        "recovered",
-        "warning",
-    ]
+    assert run.failures == {"SyncAborted": 2, "ValueError": 1}
+    marks = " ".join(each.mark for each in run.happenings)
+    assert marks == "failed failed lost full sync joined failed recovered warning"
     for part in ("corrupted weights in w: ValueError: x; the receiver is dirty", "look here"):
         assert part in text
     assert "1 of 2 receivers needed a full sync" in text
@@ -156,26 +137,5 @@ def test_logs_of_stores_and_of_receivers_are_drawn_too(tmp_path: Path) -> None:
     Page(page_of(tmp_path / "d", [extreme, sync(numel=0, nnz=0, payload_bytes=0, dense_bytes=0)]))
     path = tmp_path / "c"
     page_of(path, [failed()])
-    with path.open("ab") as file:
-        file.write(b'{"event": "sync", "ver')
     text = make_page(read_run(path), "x")
     assert "No sync of this log has succeeded." in text
-    assert "1 line was skipped, the first is line 3: torn" in text
-    page_of(path, history(5))
-    page_of(path, history(3))
-    assert [row.version for row in read_run(path).rows] == [1, 2, 3, 4, 5, 1, 2, 3]
-    Page(make_page(read_run(path), "x"))
-
-
-@pytest.mark.parametrize("changed", [0, 10, 500, 5000], ids=str)
-def test_charts_are_of_what_the_log_has(changed: int, tmp_path: Path) -> None:
-    """Of a density of 0 nothing is drawn."""
-    events = [sync(version=n, nnz=changed, numel=10_000) for n in range(1, 5)]
-    charts = Page(page_of(tmp_path / "run.jsonl", events)).charts()
-    assert ("Density" in charts) == (changed > 0)
-
-
-def test_numbers_are_short() -> None:
-    sizes = [size(n) for n in (0, 999_999, 5e15, 3.44e9)]
-    assert sizes == ["0 B", "1 MB", "5000 TB", "3.44 GB"]
-    assert [seconds(s) for s in (0.00126, 90, 9000)] == ["1.26 ms", "90 s", "2.5 h"]
