@@ -117,6 +117,7 @@ def test_a_folder_keeps_its_sharding_and_its_other_files(tmp_path: Path) -> None
         ("other", "out", LayoutMismatch, None),
         ("old.safetensors", "gone/out", ConfigError, "No such file"),
         ("folder", "folder/out", ConfigError, "inside"),
+        ("old.safetensors", "patch", ConfigError, "exists"),
     ],
 )
 def test_what_a_patch_does_not_fit_is_refused_and_nothing_is_written(
