@@ -190,7 +190,6 @@ KEPT: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Any]]] = {
     "set": (lambda w: set(w.flatten().tolist()), itself),
     "bytearray": (lambda w: bytearray(w.numpy().tobytes()), itself),
     "private": (Kernel, Kernel.packed),
-    "partial": (lambda w: partial(max, float(w.max())), lambda kept: kept.args),
     "closure of closures": (lambda w: closure(closure(w)), lambda kept: kept()()),
     "a module's attribute": (in_a_module, lambda kept: kept[0].packed),
     "signs": (torch.sign, itself),
@@ -253,12 +252,6 @@ class Pushed(Engine):
             own.root, own.number = [self], number
 
 
-class Measuring(Engine):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = self.get_parameter("embed").abs().max().item()
-
-
 STALE = ": the engine computes with it"
 
 
@@ -278,7 +271,6 @@ STALE = ": the engine computes with it"
         *((packing(pack), "'layers.0.packed' is sparse, quantised or packed by") for pack in PACKS),
         (engine_of(with_a_number), "'layers.0.kernel.packed', 'layers.0.kernel.scale'"),
         (Pushed, "'table' is written by the start of another layer"),
-        (Measuring, "making its model without memory raised"),
         (
             engine_of(id, watch=lambda own: torch._C._WeakTensorRef(own.weight)),  # type: ignore[attr-defined]
             r"cannot be found out: .*accept_stale_weights",

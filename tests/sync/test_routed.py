@@ -186,7 +186,7 @@ KEPT_IN = {"q": "qkv", "kv": "qkv", "gate": "w1", "down": "w2"}
 
 class TestRoutedTarget(TargetContract):
     engine: Rank
-    names = tuple(SHAPES)
+    names = tuple(SHAPES)  # type: ignore[assignment]
     shapes = tuple(SHAPES.values())
     wire_dtypes = ("bfloat16",) * len(SHAPES)
 

@@ -124,7 +124,8 @@ def test_senders_of_all_kinds_look(tmp_path: Path) -> None:
         EngineSync(parts[0], object(), link) as engine,  # type: ignore[arg-type]
         EngineFleet(parts[0], other) as many,
     ):
-        for sender, part in zip([*here.ranks, engine, many], [*parts, *parts[:1] * 2], strict=True):
+        senders: list[Any] = [*here.ranks, engine, many]
+        for sender, part in zip(senders, [*parts, *parts[:1] * 2], strict=True):
             sync_after_step(adamw(part.module.parameters()), sender).remove()
             with pytest.raises(ConfigError, match=NONE_SENT):
                 sync_after_step(adamw(network().parameters()), sender)

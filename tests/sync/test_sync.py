@@ -187,6 +187,11 @@ def test_an_engine_of_two_ranks_is_a_member_as_a_whole_or_not_at_all() -> None:
     "If one rank of an engine cannot commit, its other ranks put the old version back; other "
     "engines keep the new one.",
 )
+@pytest.mark.promise(
+    "Errors",
+    "`SyncAborted`, `SyncStats.lost`: the trainer learns why a receiver failed, within a sync "
+    "and between syncs.",
+)
 def test_one_rank_that_cannot_commit_undoes_its_whole_engine_and_no_other() -> None:
     source, single = model(), model()
     halves = halves_of(source)
