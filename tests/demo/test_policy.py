@@ -1,4 +1,4 @@
-"""The policy samples what it says it samples, and GRPO weighs it as it should."""
+"""The policy samples what it says, GRPO weighs it as it should, and others are evaluated."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from deltasync.demo.grpo import grpo_loss
 from deltasync.demo.policy import Policy, PolicySize
 from deltasync.demo.task import SortTask
+from deltasync.demo.trainer import EVALUATION_SEED
 
 TASK = SortTask(num_digits=4)
 
@@ -35,3 +36,12 @@ def test_the_gradient_is_the_policy_gradient() -> None:
     torch.autograd.backward(grpo_loss(log_probs, behaviour, advantages))
     expected = -advantages.unsqueeze(1).expand(2, 2) / 4
     torch.testing.assert_close(log_probs.grad, expected)
+
+
+def test_evaluation_prompts_are_not_those_of_seed_0() -> None:
+    # torch keeps 32 bits of a CPU seed: one beyond them would be a small one in disguise.
+    mine, others = (
+        TASK.sample_prompts(100, torch.Generator().manual_seed(seed))
+        for seed in (EVALUATION_SEED, 0)
+    )
+    assert not torch.equal(mine, others)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -16,27 +16,13 @@ from deltasync import ShardSpec, SyncStats, TrainerGroup, TrainerRank
 from deltasync.errors import ConfigError, DeltaSyncError, SyncAborted
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.fleet import EngineFleet
-from deltasync.integrations.trainer_info import TrainerInfo
 from deltasync.transports import collective, cuda_ipc, inprocess, shared_memory
 from deltasync.transports.base import SendTransport
-from tests.worlds.fleets import Split, model
-from tests.worlds.links import AMPLE_S, Model, random_model, step
+from tests.worlds.fleets import Server, Split, model
+from tests.worlds.links import AMPLE_S, bits_equal, random_model, step
 from tests.worlds.ranks import run_ranks
-from tests.worlds.remote import Remote, bits, serve
 from tests.worlds.toy_engines import CHECKPOINT, SHAPES
 from tests.worlds.trainers import Boxes, Sharded, rows_of
-
-
-class Noted(Split):
-    """Notes whom it was let connect to."""
-
-    def __init__(self, module: Model) -> None:
-        super().__init__(module)
-        self.connections: list[TrainerInfo] = []
-
-    def connect(self, connection: dict[str, Any], /) -> None:
-        self.connections.append(TrainerInfo.model_validate(connection))
-        super().connect(connection)
 
 
 class Trainer:
@@ -51,7 +37,7 @@ class Trainer:
         servers: int = 1,
     ) -> None:
         self.model, self._timeout_s = model(0, SHAPES), timeout_s
-        self.servers = [Noted(model(1 + number, SHAPES)) for number in range(servers)]
+        self.servers = [Split(model(1 + number, SHAPES)) for number in range(servers)]
         self.engine = self.servers[0]
         self.sources = [Sharded(self.model, held) for held in boxes]
         hub, world = inprocess.Sender(), len(boxes)
@@ -137,7 +123,8 @@ def test_workers_have_a_lane_to_each_rank(boxes: list[Boxes], tmp_path: Path) ->
         for seed in range(2):
             here.step(seed)
             assert here.send().kind == "delta"
-        [connection] = here.engine.connections
+        connection = here.engine.workers[0]._last
+        assert connection is not None
         assert sorted(connection.checkpoint(), key=str) == sorted(CHECKPOINT, key=str)
         paths = [address.path for address in connection.addresses]
         assert paths == [str(tmp_path / f"rank{rank}") for rank in range(len(boxes))]
@@ -199,19 +186,7 @@ LARGE = {"a": (300, 70), "b": (41, 900), "norm": (64,), "odd": (1, 5)}
 )
 def test_an_engine_follows_two_ranks(link: str, tmp_path: Path) -> None:
     """On GPUs ranks share the first one; with NCCL the engine has one to itself."""
-    run_ranks(take_part, 3, link, tmp_path, timeout_s=150)
-
-
-def take_part(rank: int, link: str, folder: Path) -> None:
-    if rank < 2:
-        train(rank, link, folder)
-        (folder / f"{rank} is done").touch()
-        return
-    device = {"cuda_ipc": "cuda:0", "nccl": "cuda:1"}.get(link, "cpu")
-    engine = Thread(target=serve, args=(str(folder / "calls"), LARGE, 2, device), daemon=True)
-    engine.start()
-    while not all((folder / f"{rank} is done").exists() for rank in range(2)):
-        engine.join(0.05)
+    run_ranks(train, 2, link, tmp_path, timeout_s=150)
 
 
 def sender(link: str, path: Path) -> SendTransport:
@@ -224,15 +199,17 @@ def sender(link: str, path: Path) -> SendTransport:
 
 
 def train(rank: int, link: str, folder: Path) -> None:
+    """A rank; the first one has the engine in its process, too."""
     held = random_model(LARGE, 1)
     device = "cuda:0" if link in ("cuda_ipc", "nccl") else "cpu"
     source = Sharded(held, rows_of(held, 2)[rank], device)
     lane = sender(link, folder / f"rank{rank}")
-    engine = Remote(folder / "calls").reached()
+    engine = Server(random_model(LARGE, 2).to("cuda:1" if link == "nccl" else device))
+    engine.device = engine.module.get_parameter("a").device
     sends: EngineSync | TrainerRank
     if rank == 0:
         group = TrainerGroup(shared_memory.Sender(folder / "group"), 2)
-        sends = EngineSync(source, engine, lane, group=group)
+        sends = EngineSync(source, engine, lane, paused=engine.paused, group=group)
     else:
         hub = shared_memory.Receiver(folder / "group")
         sends = TrainerRank(source, lane, hub, rank=rank, world=2)
@@ -242,5 +219,6 @@ def train(rank: int, link: str, folder: Path) -> None:
         stats = sends.send_weights()
         assert (stats.version, stats.receivers, stats.lost) == (version, 1, {})
         if rank == 0:
-            assert engine.ask("state")[:2] == (bits(held), version)
+            assert bits_equal(held, deepcopy(engine.module).cpu())
+            assert engine.version == version
     sends.close()

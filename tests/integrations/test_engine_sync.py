@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from deltasync import ModuleTarget, SenderOptions, SyncStats, subscribe, sync_after_step
+from deltasync import ModuleTarget, SyncStats, subscribe
 from deltasync.config import network_secret
 from deltasync.delta.bits import as_bits
 from deltasync.delta.staging import Staging, staged_bytes_of
@@ -51,28 +51,6 @@ from tests.worlds.programs import run
 def errors_in(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Workers whose trainer is gone log warnings beside them."""
     return [one.message for one in caplog.records if one.levelno == logging.ERROR]
-
-
-def test_an_engine_follows_an_optimizer(tmp_path: Path) -> None:
-    """It is told the dtypes in which tensors travel."""
-    options = SenderOptions(wire_dtypes={"*": "bfloat16"})
-    with engine_of(tmp_path, is_same=True, options=options) as here:
-        here.source.float()
-        assert here.send().full_synced == 0
-        server = here.servers["0"]
-        assert server.calls == ["connect", "pause", "name", "resume"]
-        here.source.requires_grad_(True)
-        optimizer = torch.optim.SGD(here.source.parameters(), lr=0.5)
-        hook = sync_after_step(optimizer, here.sync, on_busy="wait", on_error="raise")
-        for _ in range(3):
-            for weights in here.source.parameters():
-                weights.grad = torch.ones_like(weights)
-            optimizer.step()
-        hook.remove()
-        assert server.calls[-4:] == CALLS
-        assert (hook.syncs, hook.failures, server.version) == (3, 0, 4)
-        here.source.bfloat16()
-        here.check()
 
 
 @pytest.mark.promise(

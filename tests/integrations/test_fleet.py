@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -19,7 +21,8 @@ from deltasync.errors import (
 from deltasync.integrations.fleet import Pauses
 from deltasync.integrations.trainer_info import TrainerInfo
 from deltasync.integrations.worker import Worker
-from deltasync.transports import collective
+from deltasync.transports import collective, shared_memory
+from deltasync.transports.base import Frame
 from tests.worlds.fleets import (
     CALLS,
     CPU,
@@ -34,7 +37,7 @@ from tests.worlds.fleets import (
     model,
     refuse,
 )
-from tests.worlds.links import Model, bits_equal, until
+from tests.worlds.links import AMPLE_S, Model, bits_equal, until
 from tests.worlds.toy_engines import SHAPES as SPLIT_SHAPES
 
 DONE = ["paused", "updated", "named", "resumed"]
@@ -142,6 +145,90 @@ def test_a_server_resumes_before_another_one_has_answered(
 def loses(here: Here) -> None:
     here.servers["1"].die()
     here.servers["1"].before = refuse
+
+
+class Stopping:
+    """Servers that stop, as processes do: they answer nothing, and their workers do nothing with
+    what they are sent.
+    """
+
+    def __init__(self, here: Here, patch: pytest.MonkeyPatch) -> None:
+        self.here, self._stopped = here, dict[object, Event]()
+        receive = shared_memory.Receiver.receive
+
+        def received(link: shared_memory.Receiver, *, timeout_s: float) -> Frame:
+            frame = receive(link, timeout_s=timeout_s)
+            if link in self._stopped:
+                self._stopped[link].wait(AMPLE_S)
+            return frame
+
+        patch.setattr(shared_memory.Receiver, "receive", received)
+
+    def _stop(self, names: str) -> None:
+        for server in map(self.here.servers.__getitem__, names):
+            goes_on = server.goes_on
+            goes_on.clear()
+            server.before = lambda call, goes_on=goes_on: goes_on.wait(AMPLE_S)  # type: ignore[misc]
+            assert server.workers[0]._receiver is not None
+            self._stopped |= dict.fromkeys(server.workers[0]._receiver._links._links, goes_on)
+
+    def cost(self, *moments: tuple[str, int, str]) -> tuple[str, ...]:
+        """Stop servers in a sync, each before the n-th message of a kind; then let them catch up.
+
+        The others hold the version. Returns the waits that it cost.
+        """
+        here, stopped = self.here, {name for _, _, names in moments for name in names}
+        strikes = [at(n, kind, partial(self._stop, names)) for kind, n, names in moments]
+        here.link.late, here.link.before = (), lambda kind: [strike(kind) for strike in strikes]
+        stats = here.send()
+        late: tuple[str, ...] = here.link.late
+        assert set(stats.lost) == stopped, (moments, stats.lost)
+        here.follow(*(here.servers.keys() - stopped))
+        here.link.before = lambda kind: None
+        for name in stopped:
+            here.servers[name].before = lambda call: None
+            here.servers[name].goes_on.set()
+        here.catch_up()
+        here.check()
+        return late
+
+    def cost_of_delta(self, *moments: tuple[str, int, str]) -> tuple[str, ...]:
+        change(self.here)
+        return self.cost(*moments)
+
+
+@pytest.mark.promise(
+    "Time",
+    "Servers that stop at the same time cost one timeout a phase, whatever their number; in a "
+    "rolling fleet two.",
+)
+@pytest.mark.parametrize("pauses", ["together", "rolling"])
+def test_servers_that_stop_at_once_cost_one_timeout(
+    pauses: Pauses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = IN_PLACE | {"max_staged_bytes": 1 << 30, "timeout_s": 4.0}
+    with fleet_of(tmp_path, 4, pauses=pauses, **options) as here:
+        stopping = Stopping(here, monkeypatch)
+        here.send(timeout_s=60)
+        if pauses == "together":
+            for kind, number in (("begin", 1), ("bucket", 4), ("prepare", 1)):
+                assert len(stopping.cost_of_delta((kind, number, "012"))) == 1, kind
+            assert stopping.cost_of_delta(("commit", 1, "123")) == ("some replies",)
+            # Who has let go of all payloads by the first wait is found out in the second.
+            late = stopping.cost_of_delta(
+                ("bucket", 1, "1"), ("bucket", 2, "2"), ("buffer", 3, "3")
+            )
+            assert len(late) <= 2, late
+        else:
+            for stopped in ("123", "012"):  # the turn of the other one comes first, and last
+                late = stopping.cost_of_delta(("commit", 1, stopped))
+                assert late == 2 * ("some replies",)
+        for name in "123":
+            here.servers[name].die()
+            here.servers[name].module.get_parameter("a").data.add_(1)
+        late = stopping.cost(("bucket", 2, "12"))  # nothing has changed: full syncs
+        # In turns, the first that is late is waited for alone, and all others together.
+        assert len(late) == (2 if pauses == "rolling" else 1), late
 
 
 def test_connect_says_who_is_here(tmp_path: Path) -> None:
@@ -288,15 +375,10 @@ def test_what_is_not_a_fleet_is_said(tmp_path: Path) -> None:
     with fleet_of(tmp_path, 0) as here:
         with pytest.raises(NoReceivers, match="add one"):
             here.send()
-        server, other = here.add(Server(model(9)), "one"), Server(model(9))
-        vars(other)["url"] = "http://localhost:8000"
-        assert here.fleet.add(other) == "http://localhost:8000"
-        again = Server(model(9))
-        vars(again)["url"] = "http://localhost:8000"
+        server = here.add(Server(model(9)), "one")
         for refused, why in (
             (lambda: here.fleet.add(server, name="other"), "the fleet has one already"),
             (lambda: here.fleet.add(Server(model(9)), name="one"), "the fleet has one already"),
-            (lambda: here.fleet.add(again), "has http://localhost:8000 already"),
             (lambda: here.fleet.remove("two"), "no server 'two'; it has one"),
             (lambda: here.fleet.add(Server(model(9)), workers=0), "workers is 0"),
             (lambda: here.fleet.add(Server(model(9))), "give it a name"),

@@ -16,11 +16,8 @@ from benchmarks.__main__ import app
     "killed, stopped, added or removed.",
 )
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "more", [["--rolling"], ["--link", "gloo", "--min-engines", "1"]], ids=["rolling", "gloo"]
-)
-def test_a_fleet_survives_what_befalls_its_engines(more: list[str]) -> None:
-    words = ["fleet-chaos", "--versions", "16", "--seed", "3", "--engines", "5", *more]
+def test_a_fleet_survives_what_befalls_its_engines() -> None:
+    words = ["fleet-chaos", "--versions", "16", "--seed", "3", "--engines", "5", "--rolling"]
     done = CliRunner().invoke(app, words)
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["failures"] == []

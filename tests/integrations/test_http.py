@@ -235,28 +235,6 @@ def test_a_secure_server_is_called_in_its_time_and_a_strange_one_is_not(
                 Http(server.url).get("health")
 
 
-@pytest.mark.parametrize(
-    ("make", "pause", "resume"),
-    [
-        (HttpClient, "/pause", "/wake_up"),
-        (SglangServer, "/pause_generation", "/continue_generation"),
-    ],
-)
-def test_a_pause_that_is_not_answered_in_time_is_ended(
-    make: Callable[..., HttpClient | SglangServer], pause: str, resume: str
-) -> None:
-    with Serves(says(b'{"dp_size": 1, "tp_size": 1, "pp_size": 1}')) as server:
-        client = make(server.url, timeout_s=60.0)
-        with client.paused():
-            assert path_of(server.heard[-1]) == pause
-        assert path_of(server.heard[-1]) == resume
-        client = make(server.url, timeout_s=0.5)
-        server.by_path[pause] = SLOW["body"]
-        with pytest.raises(TransportTimeout), client.paused():
-            pass
-        assert path_of(server.heard[-1]) == resume
-
-
 class Slow:
     """An `AsyncLLM` that answers nothing in time.
 

@@ -31,7 +31,6 @@ from tests.worlds.fleets import Here, Routed, engine_of
 from tests.worlds.links import Model, random_model
 
 SHAPES = {"embed": (6, 4), "norm": (4,)}
-RELOAD = "EngineSync(without_routes='reload')"
 
 
 class Engine(nn.Module):
@@ -60,20 +59,6 @@ class Engine(nn.Module):
                 self.get_parameter(self._names[name]).data.copy_(tensor)
             elif self._explains:
                 raise ValueError(f"There is no parameter named {name!r}.\nThere are:\n  embed")
-
-
-class Twice(Engine):
-    """Keeps some of its rows in two matrices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.more = nn.Parameter(torch.zeros(2, 4), requires_grad=False)
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        for name, tensor in weights:
-            super().load_weights([(name, tensor)])
-            if name == "embed":
-                self.more.data.copy_(tensor[4:])
 
 
 def zeros(*names: str) -> dict[str, Tensor]:
@@ -149,14 +134,13 @@ class Named(WeightSource):
             ("_orig_mod.embed", "_orig_mod.norm"),
             ("'_orig_mod.embed' to 'embed'", "leave_out=['_orig_mod.embed']"),
         ),
-        (Twice(), ("embed", "norm"), ("'embed'", "twice, in 'table' and 'more'", RELOAD)),
         (
             Engine({"table": "table", "norm": "norm"}),
             ("table", "norm"),
             ("no 'table'", "start the engine on a checkpoint that has it"),
         ),
     ],
-    ids=["skipped", "compiled", "twice", "not there"],
+    ids=["skipped", "compiled", "not there"],
 )
 def test_an_engine_says_what_was_wrong_and_what_helps(
     engine: Engine, names: tuple[str, ...], said: tuple[str, ...], tmp_path: Path

@@ -149,18 +149,6 @@ def test_orders_take_the_way_of_a_parameter_servers_sockets_and_clear_what_is_st
         ]
 
 
-def test_a_server_whose_workers_take_no_orders_is_told_from_one_that_fails() -> None:
-    with answering() as http:
-        for answer, error, message in (
-            (says(b"process 1404 on host", "400 No"), EngineFailed, "process 1404 on host"),
-            (says(b"", "404 No"), ConfigError, "install deltasync in SGLang's environment"),
-            (says(b"not found in zmq_handles", "400 No"), ConfigError, "see the server's log"),
-        ):
-            http.by_path[IPC] = answer
-            with pytest.raises(error, match=message):
-                SglangServer(http.url).update(1, "me")
-
-
 CACHES = r'caches is .* SGLang takes "clear" or "keep"'
 
 

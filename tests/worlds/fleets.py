@@ -390,17 +390,16 @@ def fleet_of(
     *,
     kind: type[Server] = Server,
     shapes: Mapping[str, tuple[int, ...]] = SHAPES,
-    is_same: bool = False,
     link: Callable[[Path], SendTransport] = shared_memory.Sender,
     **options: Any,
 ) -> AbstractContextManager[Here]:
-    """A fleet of `count` servers named 0, 1 ...; those of `is_same` begin with the source."""
+    """A fleet of `count` servers named 0, 1 ..., of other weights than the source."""
     path.mkdir(exist_ok=True)
     source, transport = model(0, shapes), link(path / "socket")
     fleet = EngineFleet(ModuleSource(source), transport, **{"timeout_s": AMPLE_S, **options})
     here = Here(fleet, source, transport)
     for number in range(count):
-        here.add(kind(model(0 if is_same else number + 1, shapes)), str(number))
+        here.add(kind(model(number + 1, shapes)), str(number))
     return _until_closed(here)
 
 
