@@ -81,7 +81,7 @@ def test_an_update_that_is_not_made_is_told_and_made_up_for(
     fails: str, asked: list[str], tmp_path: Path
 ) -> None:
     with syncing(tmp_path) as here:
-        here.send()
+        here.send(timeout_s=60)
         server = here.servers["0"]
         held = server.module.get_parameter("a").clone()
         server.calls.clear()
@@ -93,7 +93,7 @@ def test_an_update_that_is_not_made_is_told_and_made_up_for(
         is_written = fails in ("finish", "clear")
         assert torch.equal(held, server.module.get_parameter("a")) != is_written
         server.calls.clear()
-        here.send()
+        here.send(timeout_s=60)
         here.check()
         assert server.calls[:5] == ["connect", *(NAME if is_written else WRITE[:4])]
 
