@@ -306,17 +306,9 @@ class Here:
         assert last is not None
         return last.holder
 
-    def add(
-        self,
-        server: Server,
-        name: str,
-        *,
-        through: Callable[[Any], Any] = lambda server: server,
-        **options: Any,
-    ) -> Server:
-        client = through(server)
-        options = {"paused": client.paused, "workers": server.world, **options}
-        self.fleet.add(client, name=name, **options)
+    def add(self, server: Server, name: str, **options: Any) -> Server:
+        options = {"paused": server.paused, "workers": server.world, **options}
+        self.fleet.add(server, name=name, **options)
         self.servers[name] = server
         return server
 
