@@ -14,10 +14,9 @@ from deltasync.quant.form import Form
 from deltasync.quant.fp8 import Fp8
 from deltasync.quant.int4 import Int4
 from deltasync.quant.int8 import Int8
-from deltasync.quant.matrices import Matrix
 from deltasync.quant.mxfp8 import MxFp8
 from deltasync.quant.nvfp4 import CompressedNvfp4
-from tests.quant.kinds import FINITE, KINDS, bits_of, cases, every_maximum
+from tests.quant.kinds import FINITE, KINDS, bits_of, cases, every_maximum, peak_of
 
 Quantize = Callable[[Tensor], Mapping[str, Tensor]]
 
@@ -112,12 +111,10 @@ def int4(group_size: int | None) -> Quantize:
 
 def differing(quantizer: Quantizer, weight: Tensor) -> list[str]:
     """The parts of which a bit is not that of the form."""
-    ours = Matrix(weight, quantizer.form, name="layer.weight")
-    return [
-        suffix
-        for suffix, part in quantizer.quantize(weight).items()
-        if not torch.equal(bits_of(part), bits_of(ours.served(suffix)))
-    ]
+    theirs, form = quantizer.quantize(weight), quantizer.form
+    whole = form.whole(peak_of(weight))
+    ours = {**whole, **form.quantize(weight, whole)}
+    return [s for s, part in ours.items() if not torch.equal(bits_of(part), bits_of(theirs[s]))]
 
 
 def all_differing(quantizer: Quantizer) -> list[str]:
