@@ -53,8 +53,8 @@ def problems(node: ast.AST, top: str) -> Iterator[str]:
         if name in {"torch.load", "torch.save"}:
             yield f"{name} pickles"
     match node:
-        case ast.Call(func=ast.Name("getattr"), args=[owner, name, *_]):
-            if dotted(owner).split(".")[0] == "torch" and not isinstance(name, ast.Constant):
+        case ast.Call(func=ast.Name("getattr"), args=[owner, attribute, *_]):
+            if dotted(owner).split(".")[0] == "torch" and not isinstance(attribute, ast.Constant):
                 yield "getattr(torch, text) reaches any attribute; use a closed table"
 
 
