@@ -158,7 +158,7 @@ def test_w30_w31_w32_w33_wrong_payloads_are_an_error_by_type_or_sound(
             hit[at] = int(rng.choice(np.array([0, 1, 127, 128, 255, rng.integers(256)])))
         if rng.random() < 0.3:
             del hit[rng.integers(len(hit) + 1) :]
-            hit += rng.bytes(rng.integers(20))
+            hit += rng.bytes(int(rng.integers(20)))
         more = [int(rng.choice([-1, 0, 0, 0, 1])) for _ in range(3)]
         lie = Sizes(sizes.item_size, *(n + m for n, m in zip(_counts(sizes), more, strict=True)))
         if lie.tiles < 1 or lie.places < 0 or lie.whole < 0:

@@ -146,6 +146,7 @@ def others() -> dict[str, tuple[list[Said], type[DeltaSyncError]]]:
         (2, bucket(SPARSE, DENSE, version=9), ProtocolViolation),
         (3, prepare(version=9, digest=after), ProtocolViolation),
         (3, prepare(2, digest=after), ProtocolViolation),
+        (3, prepare(), ProtocolViolation),
     ]
     for number, (n, other, error) in enumerate(of_others):
         found[f"w22 {number}"] = [*right[:n], other, *right[n + 1 :]], error

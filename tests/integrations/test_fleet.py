@@ -206,7 +206,7 @@ class Stopping:
 def test_servers_that_stop_at_once_cost_one_timeout(
     pauses: Pauses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = IN_PLACE | {"max_staged_bytes": 1 << 30, "timeout_s": 4.0}
+    options = IN_PLACE | {"max_staged_bytes": 1 << 30, "timeout_s": 6.0}
     with fleet_of(tmp_path, 4, pauses=pauses, **options) as here:
         stopping = Stopping(here, monkeypatch)
         here.send(timeout_s=60)

@@ -148,6 +148,15 @@ def expanding(model: Model, weights: Given) -> None:
         model.get_parameter(name).data.copy_(tensor.expand(4, 4) if name == "b" else tensor)
 
 
+def repeating(model: Model, weights: Given) -> None:
+    for name, tensor in weights:
+        if name == "b":
+            copying(model, [("b", tensor)])
+        else:
+            copying(model, [("a", tensor)])
+            model.get_parameter("c").data.copy_(tensor[0])
+
+
 FOUR = torch.zeros(4)
 
 
@@ -160,6 +169,7 @@ FOUR = torch.zeros(4)
         (exchanging, {}, "'a': the loader replaces its storage"),
         (lazy, {}, "'a' is not asked for"),
         (expanding, {"b": FOUR}, "'b' has no route: .* twice"),
+        (repeating, {"c": None}, "'a' has no route: .* twice, in 'a' and 'c'"),
         (lambda m, w: m.a.data[:1].copy_(dict(w)["a"]), {"a": FOUR}, "'a': the loader does not co"),
     ],
 )
@@ -186,7 +196,7 @@ KEPT_IN = {"q": "qkv", "kv": "qkv", "gate": "w1", "down": "w2"}
 
 class TestRoutedTarget(TargetContract):
     engine: Rank
-    names = tuple(SHAPES)  # type: ignore[assignment]
+    names = tuple(SHAPES)
     shapes = tuple(SHAPES.values())
     wire_dtypes = ("bfloat16",) * len(SHAPES)
 
