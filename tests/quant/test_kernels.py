@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import cycle, islice
 
 import numpy as np
@@ -12,6 +13,7 @@ from deltasync.delta.bits import as_bits
 from deltasync.delta.device import DeviceDetector
 from deltasync.delta.shard import whole
 from deltasync.delta.snapshot import Snapshot, snapshot_of
+from deltasync.quant.batched import can_compute
 from deltasync.quant.block_fp8 import BlockFp8
 from deltasync.quant.form import Form
 from deltasync.quant.fp8 import Fp8
@@ -111,6 +113,19 @@ def test_what_kernels_see_but_a_part_of_is_computed_all_the_same(form: Form) -> 
         changed.changed()
     compare(backend, readers)
     agrees(backend, readers)
+
+
+def test_kernels_leave_blocks_of_too_long_rows_to_torch() -> None:
+    weight = torch.ones(128, 128, dtype=torch.bfloat16)
+    found = Matrix(weight, BlockFp8(), name="a.weight").computation("weight")
+    assert found is not None
+    for shape, fits in (
+        ((128, (1 << 24) - 32), True),
+        ((128, 1 << 24), False),
+        (((1 << 31) - 1, 32), True),
+        ((1 << 31, 32), False),
+    ):
+        assert can_compute(replace(found, shape=shape), weight.device) == fits, shape
 
 
 def snapshot(

@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
@@ -36,6 +37,7 @@ from deltasync.testing.transport import TransportContract
 from deltasync.transports.base import Frame
 from deltasync.transports.collective import DEFAULT_MAX_PAYLOAD_BYTES, Receiver, Sender
 from deltasync.transports.control.connection import Connection, Kind
+from tests.worlds.programs import run
 from tests.worlds.ranks import free_port, free_ports
 
 
@@ -88,6 +90,49 @@ def test_a_payload_that_a_receiver_is_late_for_reaches_nobody(link: Link) -> Non
     frame = Frame(b"whole", payload_of(1000))
     link.sender.send(frame, timeout_s=PATIENCE_S)
     assert same_frame(received.result(PATIENCE_S), frame)
+
+
+def stop_while_receiving(make: Callable[[], Receiver]) -> None:
+    receiver = make()
+    receiver.connect(b"hello", timeout_s=PATIENCE_S)
+    receiver.receive(timeout_s=PATIENCE_S)
+    threading.Timer(0.1, partial(os.kill, os.getpid(), signal.SIGSTOP)).start()
+    answer_frames(receiver)
+
+
+# A script of its own: processes of multiprocessing end without finalizing the interpreter.
+SEND_UNTIL_LATE = """
+import sys, time
+import torch
+from deltasync.errors import TransportTimeout
+from deltasync.testing.links import greeted
+from deltasync.transports.base import Frame, ReceiveTransport
+from deltasync.transports.collective import Sender
+
+sender = Sender("127.0.0.1", int(sys.argv[1]))
+assert sender.open_epoch(list(greeted(sender, 1)), timeout_s=60) == {}
+frame = Frame(b"x", torch.zeros(64 << 20, dtype=torch.uint8))
+sender.send(frame, timeout_s=60)
+try:
+    while True:
+        sender.send(frame, timeout_s=1)
+except TransportTimeout:
+    pass
+
+class SlowExit:
+    # Keeps the interpreter busy with its own end while the back end gives up.
+    def __del__(self, sleep=time.sleep):
+        sleep(2.5)
+
+slow_exit = SlowExit()
+"""
+
+
+def test_a_process_that_left_a_stuck_group_exits_well() -> None:
+    port = free_port()
+    with Child(stop_while_receiving, partial(Receiver, "127.0.0.1", port)):
+        done = run(SEND_UNTIL_LATE, str(port))
+    assert done.returncode == 0, done.stderr
 
 
 def test_receivers_refuse_payloads_beyond_their_limit() -> None:

@@ -95,6 +95,19 @@ def descriptors_left(count: int) -> Iterator[None]:
             os.close(hole)
 
 
+def test_a_poll_returns_although_there_are_no_descriptors(make_star: MakeStar) -> None:
+    star = make_star()
+    for _ in range(4):
+        star.raw()
+    with descriptors_left(0):
+        with within(PROMPT_S):
+            assert star.server.poll(deadline_in(0)) == []
+        cpu = time.thread_time()
+        assert star.server.poll(deadline_in(0.5)) == []
+        assert time.thread_time() - cpu < 0.25, "it waits instead of looking all the time"
+    star.welcome(star.client())
+
+
 @pytest.mark.promise("Security", "Strangers cost bounded connections, bytes, descriptors and time.")
 def test_strangers_leave_descriptors_to_the_process(make_star: MakeStar) -> None:
     star = make_star()
