@@ -224,8 +224,10 @@ def test_servers_that_stop_at_once_cost_one_timeout(
                 late = stopping.cost_of_delta(("commit", 1, stopped))
                 assert late == 2 * ("some replies",)
         for name in "123":
+            here.fleet.remove(name)
             here.servers[name].die()
             here.servers[name].module.get_parameter("a").data.add_(1)
+            here.add(here.servers[name], name)
         late = stopping.cost(("bucket", 2, "12"))  # nothing has changed: full syncs
         # In turns, the first that is late is waited for alone, and all others together.
         assert len(late) == (2 if pauses == "rolling" else 1), late
