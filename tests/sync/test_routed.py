@@ -143,9 +143,11 @@ def lazy(model: Model, weights: Given) -> Any:
     yield from weights
 
 
-def expanding(model: Model, weights: Given) -> None:
+def repeating(model: Model, weights: Given) -> None:
     for name, tensor in weights:
-        model.get_parameter(name).data.copy_(tensor.expand(4, 4) if name == "b" else tensor)
+        copying(model, [(name, tensor)])
+        if name == "a":
+            model.get_parameter("c").data.copy_(tensor[0])
 
 
 FOUR = torch.zeros(4)
@@ -159,7 +161,7 @@ FOUR = torch.zeros(4)
         (replacing, {}, "the loader replaces 'b', where it should fill"),
         (exchanging, {}, "'a': the loader replaces its storage"),
         (lazy, {}, "'a' is not asked for"),
-        (expanding, {"b": FOUR}, "'b' has no route: .* twice"),
+        (repeating, {"c": None}, "'a' has no route: .* twice, in 'a' and 'c'"),
         (lambda m, w: m.a.data[:1].copy_(dict(w)["a"]), {"a": FOUR}, "'a': the loader does not co"),
     ],
 )
