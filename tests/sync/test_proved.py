@@ -172,13 +172,6 @@ def closure(value: Any) -> Callable[[], Any]:
     return lambda: value
 
 
-def in_a_module(values: Tensor) -> list[nn.Module]:
-    """One that is not registered."""
-    made = nn.Module()
-    made.packed = values
-    return [made]
-
-
 def itself(kept: Any) -> Any:
     return kept
 
@@ -188,10 +181,8 @@ KEPT: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Any]]] = {
     "array": (lambda w: w.numpy().copy(), itself),
     "numbers": (lambda w: w.flatten().tolist(), itself),
     "set": (lambda w: set(w.flatten().tolist()), itself),
-    "bytearray": (lambda w: bytearray(w.numpy().tobytes()), itself),
     "private": (Kernel, Kernel.packed),
     "closure of closures": (lambda w: closure(closure(w)), lambda kept: kept()()),
-    "a module's attribute": (in_a_module, lambda kept: kept[0].packed),
     "signs": (torch.sign, itself),
 }
 

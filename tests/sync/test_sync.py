@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -140,14 +140,17 @@ class WaitsForOne(ThroughSender):
 
 def test_a_receiver_waits_for_the_second_try_however_long_the_first_took() -> None:
     source, replica = model(), model(1)
-    with fleet(source, wrap=WaitsForOne) as here, ThreadPoolExecutor(1) as pool:
-        stays = WeightReceiver(ModuleTarget(replica), here.transport.receiver(), engine="stays")
-        first = pool.submit(stays.receive_weights, timeout_s=60)
-        here.wait(1)
-        here.add(model(2), engine="absent")
-        here.wait(2)
+    with fleet(source, wrap=WaitsForOne) as here, ThreadPoolExecutor(2) as pool:
+        joined = list[Future[int]]()
+        stays, absent = (
+            WeightReceiver(ModuleTarget(target), here.transport.receiver(), engine=name)
+            for name, target in {"stays": replica, "absent": model(2)}.items()
+        )
+        for one in (stays, absent):
+            joined.append(pool.submit(one.receive_weights, timeout_s=60))
+            here.wait(len(joined))
         here.sender.send_weights(timeout_s=60)
-        assert first.result(60) == 1
+        assert [one.result(60) for one in joined] == [1, 1]
         nudge(source)
         here.link.is_waiting = True
         received = pool.submit(stays.receive_weights, timeout_s=2)
