@@ -1,4 +1,4 @@
-"""Codecs that not every process has, by their name on the wire: `deltasync.files` adds `class`."""
+"""Codecs that not every process has: `deltasync.files` adds `class`. `coding.py` has all names."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Share:
         number: Of the parameter in the layout.
         spec: The parameter.
         region: Which elements of it: a run, or rows of one length. Rows are not spread over more
-            elements than int32 indices can count.
+            elements than kernels count in 32 bits.
         cols, gap: Elements in a row, and between two rows; a run has no gap.
     """
 

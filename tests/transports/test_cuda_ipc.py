@@ -206,12 +206,15 @@ class TestHostMemory(SlotContract):
         for num_bytes in (4097, 10, 10, 10):
             frame = Frame(b"x", payload_of(num_bytes))
             assert all(same_frame(got, frame) for got in link.exchange(frame))
-        # The dropped receiver does not know yet, and maps what was replaced.
-        assert HostGpu.num_allocated == 3
+        # The dropped receiver does not know yet, and maps what was replaced. There is a second slot
+        # if the other one let go of a payload after the next one was packed.
+        held = HostGpu.num_allocated
+        assert held in (2, 3)
         with pytest.raises(PeerLost):
             idle.receive(timeout_s=PROMPT_S)
-        link.exchange(Frame(b"x", payload_of(10)))
-        assert HostGpu.num_allocated == 2
+        link.sender.send(Frame(b"unmapped"), timeout_s=PROMPT_S)
+        cuda_ipc._free_unmapped()
+        assert HostGpu.num_allocated == held - 1
 
     def test_a_payload_is_handed_out_when_it_is_filled(
         self, link: Link, monkeypatch: pytest.MonkeyPatch
