@@ -1,4 +1,4 @@
 """Bytes and speed of codecs on the changes of a real optimization.
 
-`pairs` makes the changes; `ours` and `shapes` encode them; `bounds` says how far codecs could go.
+`pairs` makes the changes; `ours` and `shapes` encode them.
 """

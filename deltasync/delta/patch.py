@@ -20,7 +20,7 @@ CHUNK_NUMEL = 1 << 18
 INDEX_BYTES = 4
 _BLOCK = 1 << 17  # indices widened at once: still in the cache when used, and few calls
 MAX_SPARSE_SPAN = (1 << 31) - 1
-"""Of `diff`: elements that int32 indices can count; a longer parameter has a list for each chunk."""
+"""Of `diff`: elements that int32 indices can count; a longer parameter has a list by chunk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
