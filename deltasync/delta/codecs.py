@@ -1,4 +1,7 @@
-"""Codecs that not every process has: `deltasync.files` adds `class`. `coding.py` has all names."""
+"""Codecs that not every process has: `deltasync.files` adds `class`.
+
+Names of all are in `Coding` of `coding.py` and `Compression` of `wire/compression.py`.
+"""
 
 from __future__ import annotations
 
