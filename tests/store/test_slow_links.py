@@ -24,7 +24,7 @@ from tests.cli.command import ENVIRONMENT
 from tests.store.test_writers import collect, objects_of, versions_of
 from tests.worlds.programs import Program
 from tests.worlds.published import Follower, Publisher, change, matrix, small_model
-from tests.worlds.stores import Link, local_place, wait_until
+from tests.worlds.stores import Link, full_disk, local_place, wait_until
 
 NUM_BYTES = 2 * 2048 * 2048  # 8 MB
 READER = """
@@ -208,6 +208,37 @@ def test_a_store_that_takes_long_for_any_part_is_asked_for_large_ones(link: Link
         reader.receiver.commit()
         assert reader.holds(trainer.states[1])
     assert len(parts) <= 7
+
+
+def test_what_was_kept_and_is_damaged_is_fetched_again(
+    link: Link, trainer: Publisher, tmp_path: Path
+) -> None:
+    with reader_of(link, tmp_path) as reader:
+        reader.receiver.progress.advanced = lambda _: reader.receiver.break_off()
+        with pytest.raises(TransportTimeout, match="goes on from there"):
+            reader.fetch()
+    [kept] = [path for path in tmp_path.rglob("*") if path.is_file()]
+    data = bytearray(kept.read_bytes())
+    data[len(data) // 2] ^= 1
+    kept.write_bytes(data)
+    link.faults.bytes_per_s = None
+    with reader_of(link, tmp_path) as reader:
+        reader.fetch()
+        assert reader.fetched == reader.receiver.progress.total_bytes
+        assert reader.holds(trainer.states[1])
+
+
+def test_a_full_disk_does_not_load_the_link(link: Link, trainer: Publisher, tmp_path: Path) -> None:
+    """Each attempt asks for little while there is no room, and the first one after that ends."""
+    link.faults.bytes_per_s = None
+    with reader_of(link, tmp_path) as reader:
+        with full_disk(NUM_BYTES // 2):
+            for _ in range(5):
+                with pytest.raises(ConfigError, match="free some space"):
+                    reader.stage()
+        reader.fetch()
+        assert reader.holds(trainer.states[1])
+    assert link.faults.down_bytes < 2 * NUM_BYTES
 
 
 def test_what_is_permanent_loses_nothing_and_what_may_pass_is_tried_again(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -293,3 +294,32 @@ def test_s05_a_version_that_was_published_is_what_the_trainer_had_through_all_of
     with Follower(place) as reader:
         assert reader.fetch() == 9
         assert reader.holds(other.states[9])
+
+
+def test_s02_s03_of_writers_at_once_one_goes_on(place: Place) -> None:
+    writers, goes_on = [Publisher(place, model=small_model(n)) for n in range(4)], threading.Event()
+    ends, lock = list[int](), threading.Lock()
+
+    def write(number: int) -> None:
+        try:
+            while not goes_on.is_set() or max(writers[number].states, default=0) < last[0]:
+                writers[number].publish()
+        except WriterConflict:
+            with lock:
+                ends.append(number)
+                if len(ends) == 3:
+                    last[0] = max(max(one.states, default=0) for one in writers) + 2
+                    goes_on.set()
+
+    last = [0]
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert len(set(ends)) == 3
+    claimed = [version for one in writers for version in one.states]
+    assert sorted(claimed) == versions_of(place) == list(range(1, max(claimed) + 1))
+    for one in writers:
+        one.states = {version: one.states[version] for version in list(one.states)[-2:]}
+        assert_published(one)
