@@ -126,7 +126,6 @@ GEOMETRIES = {
     "moe-small": Geometry(512, 48, 150, 32, 4, experts=128),
     # As many parameters as Kimi-K2, 70 thousand, and as many elements again.
     "moe-most": Geometry(256, 61, 91, 4, 4, 64, vocab=163_840, experts=384, tied=False),
-    "soak": Geometry(1152, 12, 3456, 9, 3, vocab=36 * 1152),
     # For engines on CPUs: as many elements in 91 tensors and in 1,611.
     "engine": Geometry(1024, 8, 3072, 16, 8, head_dim=64, vocab=16_384, tied=False),
     "engine-moe": Geometry(512, 8, 192, 8, 4, head_dim=64, vocab=16_384, experts=64, tied=False),
