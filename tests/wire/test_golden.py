@@ -181,3 +181,9 @@ def test_the_documents_dtype_codes_are_all() -> None:
     (said,) = re.findall(r"Dtype codes: ([^.]*)\.", DOCUMENT.read_text())
     found = [(int(code), name) for code, name in re.findall(r"(\d+)\s+`(\w+)`", said)]
     assert found == [(dtype.code, dtype.name) for dtype in dtypes.DTYPES]
+
+
+def test_the_documents_example_is_the_golden_payload() -> None:
+    dump = re.findall(r"^[0-9a-f]{8}  ([0-9a-f ]+?) +\|", DOCUMENT.read_text(), re.MULTILINE)
+    _, payload = opened("bucket-example")
+    assert bytes.fromhex(" ".join(dump)) == payload.numpy().tobytes()
