@@ -246,11 +246,15 @@ class World:
             as_bits(gathered).fill_(7)
 
     def send(self, *, timeout_s: float) -> Any:
-        """Sync; what is sent is the version after the sender's, if it is decided."""
+        """Sync; what is sent is the version after the sender's, if it is decided.
+
+        If that loses everybody, those that wait start from the same bits, as the next version.
+        """
         bits = {n: as_bits(p.data).clone() for n, p in self.source.named_parameters()}
         if self.cell.source == "streamed":
             self.stream.take(self.exported())
-        self.versions[self.fleet.sender.version + 1] = bits
+        version = self.fleet.sender.version
+        self.versions |= {version + 1: bits, version + 2: bits}
         return self.fleet.sender.send_weights(timeout_s=timeout_s)
 
     def check(self) -> None:
