@@ -28,7 +28,6 @@ class Changes:
         values: int[N].
         whole: int[W].
         memory: uint8[num_bytes], the payload.
-        opened: What kernels that have packed them know of them, see `launches.Opened`.
     """
 
     sizes: Sizes
@@ -38,7 +37,6 @@ class Changes:
     values: Tensor
     whole: Tensor
     memory: Tensor
-    opened: object = None
 
     @classmethod
     def of(cls, payload: Tensor, sizes: Sizes) -> Changes:

@@ -210,6 +210,14 @@ class HostFound:
             self._detector.copy_whole(table, changed)
         return changes
 
+    def overwrite(
+        self, low: int, high: int, payload: Tensor, sums: Tensor, packed: Callable[[], None]
+    ) -> None:
+        """`emit` them, and write them to the copy. Calls `packed` before that."""
+        changes = self.emit(low, high, payload, sums)
+        packed()
+        self._detector.advance(changes)
+
     def _row(self, parts: Sequence[Part]) -> tuple[int, int, int]:
         """Tiles, places and whole elements."""
         numel, size = self._detector.space.numel, self.section.item_size

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -20,8 +19,9 @@ from deltasync.delta.detector import whole_sizes
 from deltasync.delta.host import addresses, padded_numel
 from deltasync.delta.kernels import tiles as kernels
 from deltasync.delta.kernels.reads import AS_IS
+from deltasync.delta.kernels.tiles_live import WRITE
 from deltasync.delta.kernels.triton_base import TYPES
-from deltasync.delta.launches import Numbers, Opened, Tiles, on, summed, there
+from deltasync.delta.launches import Numbers, Tiles, on, summed, there
 from deltasync.delta.readers import Reader, copy_read
 from deltasync.delta.source import COPIED, WORDS, Source
 from deltasync.delta.tiles import Ints, Section, Space
@@ -75,6 +75,18 @@ class DeviceFound:
 
         What they change of digests is added to int64[chunks] on the device.
         """
+        return self._emit(low, high, payload, sums, overwrites=False)
+
+    def overwrite(
+        self, low: int, high: int, payload: Tensor, sums: Tensor, packed: Callable[[], None]
+    ) -> None:
+        """`emit` them, and write them to the copy, which is ahead then."""
+        self._emit(low, high, payload, sums, overwrites=True)
+        packed()
+
+    def _emit(
+        self, low: int, high: int, payload: Tensor, sums: Tensor, *, overwrites: bool
+    ) -> Changes:
         device, section = self._detector.device, self.section
         sizes = Sizes(section.item_size, *(self.ends[high] - self.ends[low]).tolist())
         num_whole = int(self._num_whole[high] - self._num_whole[low])
@@ -85,11 +97,12 @@ class DeviceFound:
             whole = torch.empty(2 + 2 * num_whole, dtype=torch.int32, device=device)
             stop = min(high * self._group, section.stop - section.first)
             self._locate(low * self._group, stop, changes, tile_of, whole)
-            self._fill(changes, tile_of, whole, num_whole, sums)
+            if overwrites:
+                self._detector.mark_ahead(changes)
+            self._fill(changes, tile_of, whole, num_whole, sums, overwrites=overwrites)
             if changes.memory is not payload:
                 payload.copy_(changes.memory)
-        opened = Opened(section, sizes.tiles, tile_of, changes.places, whole)
-        return replace(changes, opened=opened)
+        return changes
 
     def warm_up(self) -> None:
         """Compile what `emit` launches."""
@@ -104,7 +117,8 @@ class DeviceFound:
             changes.places.zero_()
             tile_of[:], whole[2:] = section.first, torch.tensor((section.first, 0), device="cpu")
             sums = torch.zeros(self._detector.space.num_chunks, dtype=torch.int64, device=device)
-            self._fill(changes, tile_of, whole, 1, sums)
+            for overwrites in (False, True):  # with the bits that are there
+                self._fill(changes, tile_of, whole, 1, sums, overwrites=overwrites)
 
     def _locate(
         self, first: int, stop: int, changes: Changes, tile_of: Tensor, whole: Tensor
@@ -128,9 +142,16 @@ class DeviceFound:
         )
 
     def _fill(
-        self, changes: Changes, tile_of: Tensor, whole: Tensor, num_whole: int, sums: Tensor
+        self,
+        changes: Changes,
+        tile_of: Tensor,
+        whole: Tensor,
+        num_whole: int,
+        sums: Tensor,
+        *,
+        overwrites: bool,
     ) -> None:
-        """Write values and whole tiles."""
+        """Write values and whole tiles, to the copy too if it `overwrites` that."""
         source, size, tiles = self._source, self.section.item_size, self._detector.tiles
         count, reads = len(changes.places), self._source.reads(self.section.item_size)
         for read in reads if count else ():
@@ -148,6 +169,7 @@ class DeviceFound:
                 READ=read,
                 CODES_AT=source.codes_at(read),
                 SOME=len(reads) > 1,
+                OVERWRITES=overwrites,
                 ODD=tiles.odd,
                 WIDTH=tiles.table.shape[1],
                 LANES=kernels.LANES,
@@ -155,7 +177,7 @@ class DeviceFound:
                 **_EXACT,
             )
         if num_whole:
-            self._detector.copy_whole(source, changes, whole, num_whole, sums)
+            self._detector.copy_whole(source, changes, whole, num_whole, sums, overwrites)
 
 
 def _of(section: Section, words: Tensor, plan: Tensor, changed: Tensor) -> tuple[Tensor, ...]:
@@ -261,7 +283,13 @@ class DeviceDetector:
         return torch.empty(payload.shape, dtype=torch.uint8, device=self.device)
 
     def copy_whole(
-        self, source: Source | None, changes: Changes, whole: Tensor, num_whole: int, sums: Tensor
+        self,
+        source: Source | None,
+        changes: Changes,
+        whole: Tensor,
+        num_whole: int,
+        sums: Tensor,
+        overwrites: bool,
     ) -> None:
         """Fill the column of whole tiles, from the copy if there is no source."""
         tiles, size = self.tiles, changes.sizes.item_size
@@ -281,6 +309,7 @@ class DeviceDetector:
                 READ=read,
                 CODES_AT=None if source is None else source.codes_at(read),
                 SOME=len(reads) > 1,
+                OVERWRITES=overwrites,
                 ODD=tiles.odd,
                 ALIGNED=fits[size],
                 WIDTH=tiles.table.shape[1],
@@ -294,12 +323,14 @@ class DeviceDetector:
         section = self.space.section_of(changes.sizes.item_size)
         assert section is not None
         with on(self.device):
-            self.ahead.index_fill_(0, changes.tiles.to(torch.int64), 1)
+            self.mark_ahead(changes)
             flag = self.tiles.blank()
-            opened = changes.opened
-            if not isinstance(opened, Opened):
-                opened = self.tiles.open(changes, section, flag, torch.full_like(flag, -1))
-            self.tiles.write(opened, (changes.values, changes.whole), flag)
+            opened = self.tiles.open(changes, section, flag, torch.full_like(flag, -1))
+            self.tiles.change(WRITE, opened, (changes.values, changes.whole), flag)
+
+    def mark_ahead(self, changes: Changes) -> None:
+        """Their tiles are going to be written."""
+        self.ahead.index_fill_(0, changes.tiles.to(torch.int64), 1)
 
     def full(self, tiles: Ints, payload: Tensor) -> None:
         """Write all of int64[T] tiles, of one section, to a payload of their sizes."""
@@ -312,7 +343,7 @@ class DeviceDetector:
             changes.tiles.copy_(torch.from_numpy(tiles))
             whole = there(np.concatenate(([len(tiles), 0], entries.reshape(-1))), self.device)
             sums = torch.zeros(self.space.num_chunks, dtype=torch.int64, device=self.device)
-            self.copy_whole(None, changes, whole.to(torch.int32), len(tiles), sums)
+            self.copy_whole(None, changes, whole.to(torch.int32), len(tiles), sums, False)
             if changes.memory is not payload:
                 payload.copy_(changes.memory)
 

@@ -25,6 +25,7 @@ IN_RUNS = -1
 
 _LEAST_PROGRAMS = 4096  # over whole tiles, which may be tiny
 _LARGEST_COLS = 1 << 30  # kernels divide by them; a tile sees no more than one end of such a row
+_LIVE = tiles_live.PREDICT, tiles_live.REPLACE, tiles_live.READ_BACK  # not done to copies
 _ROWS, _ROW_LANES = 16, 64  # of one program of `expand`
 
 
@@ -228,59 +229,56 @@ class Tiles:
         )
         return Opened(section, count, tile_of, changes.places, whole)
 
-    def predict(
+    def change(
         self,
+        does: int,
         opened: Opened,
         new: tuple[Tensor, Tensor],
-        old: tuple[Tensor, Tensor],
         flag: Tensor,
-        sums: Tensor,
-        gains: Tensor,
+        old: tuple[Tensor, Tensor] | None = None,
+        sums: Tensor | None = None,
+        gains: Tensor | None = None,
     ) -> None:
-        """Keep the bits that changes replace, and tell by how much they change digests.
+        """Change what changes are of, or look what that would do, unless the flag is raised.
 
         Args:
+            does: See `kernels.tiles_live.change`.
             opened: The changes.
             new: int[N] and int[W]: their bits.
-            old: Of the same sizes: where those that they replace go.
-            flag, sums, gains: See `kernels.tiles_live.predict`.
+            flag, sums, gains: As there; None for those that are not taken.
+            old: Of the sizes of `new`: where those that they replace go.
         """
-        self._over(
-            opened,
-            tiles_live.predict,
-            (opened.tile_of, opened.places, new[0], old[0], flag, sums, gains, len(opened.places)),
-            tiles_live.predict_whole,
-            (opened.whole, new[1], old[1], flag, sums, gains),
-            len(new[1]),
-        )
-
-    def write(self, opened: Opened, new: tuple[Tensor, Tensor], flag: Tensor) -> None:
-        """Write int[N] and int[W] bits of changes, unless the flag is raised."""
-        self._over(
-            opened,
-            tiles_live.write,
-            (opened.tile_of, opened.places, new[0], flag, len(opened.places)),
-            tiles_live.write_whole,
-            (opened.whole, new[1], flag),
-            len(new[1]),
-        )
-
-    def read_back(self, opened: Opened, num_whole: int, flag: Tensor, gains: Tensor) -> None:
-        """Add the digests of what changes have written to int64[ACCUMULATORS].
-
-        Args:
-            opened: The changes.
-            num_whole: W.
-            flag, gains: As of `predict`; nothing is read if the flag is raised.
-        """
-        self._over(
-            opened,
-            tiles_live.read_back,
-            (opened.tile_of, opened.places, flag, gains, len(opened.places)),
-            tiles_live.read_back_whole,
-            (opened.whole, flag, gains),
-            num_whole,
-        )
+        size, num_lanes, num_whole = opened.section.item_size, len(new[0]), len(new[1])
+        where = self.table, self.boxes.table, self.boxes.entries, self.boxes.num
+        old, sums = new if old is None else old, flag if sums is None else sums
+        rest = flag, sums, flag if gains is None else gains
+        for codes in self.ways[size]:
+            way, span = self._way(size, codes) | {"num_warps": 4}, _span(codes)
+            if num_lanes:
+                tiles_live.change[(-(-num_lanes // span),)](
+                    *where,
+                    opened.tile_of,
+                    opened.places,
+                    new[0],
+                    old[0],
+                    *rest,
+                    num_lanes,
+                    DOES=does,
+                    LANES=span,
+                    **way,
+                )
+            if num_whole:
+                tiles_live.change_whole[(self._programs(opened, num_whole, codes),)](
+                    *where,
+                    opened.whole,
+                    new[1],
+                    old[1],
+                    *rest,
+                    DOES=does,
+                    ALIGNED=self._suits_wide_loads(size, codes),
+                    SPAN=span,
+                    **way,
+                )
 
     def warm_up(self, *, is_live: bool) -> None:
         """Compile what opens and writes changes; of live weights, what predicts them too.
@@ -294,10 +292,9 @@ class Tiles:
             flag, after = torch.zeros((2, 4), dtype=torch.int32, device=self.device)
             gains = torch.zeros(2 * tiles_live.ACCUMULATORS, dtype=torch.int64, device=self.device)
             opened, bits = self.open(changes, section, flag, after), (changes.values, changes.whole)
-            if is_live:
-                self.predict(opened, bits, bits, flag, gains, gains)
-                self.read_back(opened, len(bits[1]), flag, gains)
-            self.write(opened, bits, flag)
+            self.change(tiles_live.WRITE, opened, bits, flag)
+            for does in _LIVE if is_live else ():
+                self.change(does, opened, bits, flag, None, gains, gains)
 
     def measure(self, chunks: Ints) -> NDArray[np.uint64]:
         """uint64[n]: the digests of int64[n] chunks of this space, read from memory."""
@@ -316,45 +313,20 @@ class Tiles:
                     there(c[here].astype(np.int32), self.device) for c in (tile, place)
                 )
                 for codes in self.ways[section.item_size]:
-                    way = self._way(section.item_size, codes)
                     tiles_live.digest[(len(tiles) * (TILE // _span(codes)),)](
-                        *self._where(),
+                        self.table,
+                        self.boxes.table,
+                        self.boxes.entries,
+                        self.boxes.num,
                         tiles,
                         places,
                         sums,
-                        **self._whole_way(way, section.item_size, codes),
+                        ALIGNED=self._suits_wide_loads(section.item_size, codes),
+                        SPAN=_span(codes),
+                        num_warps=4,
+                        **self._way(section.item_size, codes),
                     )
         return sums.cpu().numpy().view(np.uint64)
-
-    def _over(
-        self,
-        opened: Opened,
-        lanes: Any,
-        of_lanes: Sequence[Any],
-        whole: Any,
-        of_whole: Sequence[Any],
-        num_whole: int,
-    ) -> None:
-        """Launch kernels over the lanes of changes, and over their whole tiles.
-
-        Args:
-            opened: The changes.
-            lanes, whole: The kernels.
-            of_lanes, of_whole: What each takes after `_where`.
-            num_whole: W.
-        """
-        size, num_lanes = opened.section.item_size, len(opened.places)
-        for codes in self.ways[size]:
-            way, span = self._way(size, codes), _span(codes)
-            if num_lanes:
-                grid = (-(-num_lanes // span),)
-                lanes[grid](*self._where(), *of_lanes, LANES=span, num_warps=4, **way)
-            if num_whole:
-                grid = (self._programs(opened, num_whole, codes),)
-                whole[grid](*self._where(), *of_whole, **self._whole_way(way, size, codes))
-
-    def _where(self) -> tuple[Tensor, Tensor, Tensor, int]:
-        return self.table, self.boxes.table, self.boxes.entries, self.boxes.num
 
     def _way(self, item_size: int, codes: int) -> dict[str, Any]:
         """What kernels are compiled for: `codes` as in `ways`."""
@@ -367,9 +339,8 @@ class Tiles:
             "SMALL": self.boxes.is_small,
         }
 
-    def _whole_way(self, way: dict[str, Any], item_size: int, codes: int) -> dict[str, Any]:
-        aligned = self.aligned[item_size] and codes == IN_RUNS
-        return way | {"ALIGNED": aligned, "SPAN": _span(codes), "num_warps": 4}
+    def _suits_wide_loads(self, item_size: int, codes: int) -> bool:
+        return self.aligned[item_size] and codes == IN_RUNS
 
     def _programs(self, opened: Opened, num_whole: int, codes: int) -> int:
         """Of a launch over whole tiles, of which the device alone knows how many there are."""

@@ -203,8 +203,8 @@ class DeviceLane(Lane):
         if self.space.section_of(changes.sizes.item_size) is None or not len(changes.tiles):
             raise InvalidIndices("tiles of a payload are out of range, unsorted or repeated")
 
-    def changes(self, received: Received, tally: Any) -> Iterator[Staged]:
-        """Check changes, and tell what they write. Nothing waits.
+    def changes(self, received: Received, tally: Any, *, in_place: bool) -> Iterator[Staged]:
+        """Check changes; unless they are written in place, tell what that does. Nothing waits.
 
         All looks at a copy of them: a sender that has given this receiver up may write there. The
         tally raises InvalidIndices if they are bad; then nothing of the sync is written.
@@ -226,9 +226,10 @@ class DeviceLane(Lane):
             )
             here = replace(kept, sizes=sizes, tiles=table.tiles, counts=table.counts)
             opened = tiles.open(here, section, tally.flag, self._last)
-            old = torch.empty_like(here.values), torch.empty_like(here.whole)
-            new = here.values, here.whole
-            tiles.predict(opened, new, old, tally.flag, tally.sums, tally.predicted)
+            new, old = (here.values, here.whole), None
+            if not in_place:
+                old = torch.empty_like(new[0]), torch.empty_like(new[1])
+                tally.take(tiles_live.PREDICT, tiles, opened, new, old)
         yield DeviceChanges(tiles, tally, opened, kept.num_bytes, new, old)
 
 
@@ -241,7 +242,7 @@ class DeviceChanges:
         tally: What is added up.
         opened: What it changes.
         kept_bytes: Memory of places and new bits.
-        new, old: int[N] and int[W]: bits.
+        new, old: int[N] and int[W]: bits. Written in place, none are kept.
     """
 
     tiles: Tiles
@@ -249,24 +250,27 @@ class DeviceChanges:
     opened: Opened
     kept_bytes: int
     new: tuple[Tensor, Tensor]
-    old: tuple[Tensor, Tensor]
+    old: tuple[Tensor, Tensor] | None
 
     @property
     def num_bytes(self) -> int:
-        others = (self.opened.tile_of, self.opened.whole, *self.old)
+        others: list[Tensor] = [self.opened.tile_of, self.opened.whole, *(self.old or ())]
         return self.kept_bytes + sum(one.nbytes for one in others)
 
     def commit(self) -> None:
-        self._write(self.new, self.tally.written)
+        does = tiles_live.REPLACE if self.old is None else tiles_live.WRITE
+        self._write(does, self.new, self.tally.written)
 
     def restore(self) -> bool:
-        self._write(self.old, self.tally.restored)
-        return True
+        if self.old is not None:
+            self._write(tiles_live.WRITE, self.old, self.tally.restored)
+        return self.old is not None
 
-    def _write(self, bits: tuple[Tensor, Tensor], gains: Tensor) -> None:
+    def _write(self, does: int, bits: tuple[Tensor, Tensor], gains: Tensor) -> None:
         with on(self.tiles.device):
-            self.tiles.write(self.opened, bits, self.tally.flag)
-            self.tiles.read_back(self.opened, len(bits[1]), self.tally.flag, gains)
+            self.tally.take(does, self.tiles, self.opened, bits)
+            flag = self.tally.flag
+            self.tiles.change(tiles_live.READ_BACK, self.opened, bits, flag, gains=gains)
 
 
 class DeviceTally:
@@ -314,6 +318,17 @@ class DeviceTally:
     def add(self) -> None:
         """More is staged."""
         self._ledger = None
+
+    def take(
+        self,
+        does: int,
+        tiles: Tiles,
+        opened: Opened,
+        new: tuple[Tensor, Tensor],
+        old: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        """Change weights, or predict it, and add up what that does to digests."""
+        tiles.change(does, opened, new, self.flag, old, self.sums, self.predicted)
 
     def check_written(self) -> None:
         """Raises DigestMismatch unless what was read back is what was staged."""

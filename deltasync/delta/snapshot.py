@@ -6,6 +6,7 @@ What compares and packs is a detector: `delta.detector` has one for hosts, `delt
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Protocol
@@ -59,6 +60,10 @@ class Found(Protocol):
     def counts(self) -> Ints: ...
 
     def emit(self, low: int, high: int, payload: Tensor, sums: Tensor) -> Changes: ...
+
+    def overwrite(
+        self, low: int, high: int, payload: Tensor, sums: Tensor, packed: Callable[[], None]
+    ) -> None: ...
 
 
 class Detector(Protocol):
@@ -252,11 +257,14 @@ class Snapshot:
         """All of the copy, in payloads of at most so many bytes."""
         return FullPlan(self._detector, self.ledger, bucket_bytes=bucket_bytes)
 
-    def overwrite(self, changes: Changes, sums: Tensor) -> None:
-        """Write these before they are decided, which changes the digests of the copy by `sums`."""
+    @contextmanager
+    def overwriting(self) -> Iterator[Tensor]:
+        """What is done inside writes to the copy, and to int64[chunks] digests of the bits there.
+
+        If it is broken off, `settled` measures what was written.
+        """
         self._is_overwriting = True
-        self._detector.advance(changes)
-        self._sums += sums
+        yield self._sums
         self._is_overwriting = False
 
     def settled(self) -> Tensor:
@@ -268,14 +276,16 @@ class Snapshot:
             self._sums, self._is_overwriting = self._there(ledger), False
         return self._sums
 
-    def decided(self, kept: Sequence[Changes], ledger: Ledger) -> None:
-        """Write these. The copy then is what receivers hold. Broken off, it may be called again."""
-        self._is_overwriting = True
-        for changes in kept:
-            self._detector.advance(changes)
-        self.ledger, self._sums = ledger, self._there(ledger)
-        self._detector.ahead[:] = False
-        self._is_overwriting = False
+    def decided(self, kept: Sequence[Changes], ledger: Ledger, sums: Tensor) -> None:
+        """Write these. The copy then is what receivers hold. Broken off, it may be called again.
+
+        The digests, and int64[chunks] of the same where the detector adds to them, are owned.
+        """
+        with self.overwriting():
+            for changes in kept:
+                self._detector.advance(changes)
+            self.ledger, self._sums = ledger, sums
+            self._detector.ahead[:] = False
 
     def _there(self, ledger: Ledger) -> Tensor:
         """int64[chunks]: its sums, in memory of their own, where the detector adds to them."""
@@ -377,10 +387,12 @@ class DeltaPlan:
             is_held = number < self._num_held
             pack = partial(self._pack, found, low, high, is_held)
             yield Bucket(sizes, device, pack, self._old)
+        # The device tells now, while receivers stage: nobody waits for it later.
+        self._ledger, _ = self.ledger, self.counts
 
     def decided(self) -> None:
         """Advance the snapshot by what was held."""
-        self._snapshot.decided(self._kept, self.ledger)
+        self._snapshot.decided(self._kept, self.ledger, self._sums)
         self._kept.clear()
 
     @cached_property
@@ -400,20 +412,22 @@ class DeltaPlan:
         payload: Tensor,
         packed: Callable[[], None],
     ) -> None:
-        sums = self._sums.clone()
+        before, sums = self._sums, self._sums.clone()
         try:
-            changes = found.emit(low, high, payload, sums)
+            if is_held:
+                changes = found.emit(low, high, payload, sums)
+                packed()
+                self._kept.append(Changes.of(changes.memory.clone(), changes.sizes))
+            else:
+                with self._snapshot.overwriting() as digests:
+                    found.overwrite(low, high, payload, sums, packed)
+                    digests += sums - before
         except SourceMoved:
             raise SourceChanged(
                 "the source was written while it was sent: let nothing step or load until "
                 "send_weights returns, or has called on_source_read"
             ) from None
-        before, self._sums, self._ledger = self._sums, sums, None
-        packed()
-        if is_held:
-            self._kept.append(Changes.of(changes.memory.clone(), changes.sizes))
-        else:
-            self._snapshot.overwrite(changes, sums - before)
+        self._sums, self._ledger = sums, None
 
 
 class FullPlan:

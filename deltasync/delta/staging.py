@@ -173,10 +173,11 @@ class Lane:
         received.table.check(self._after)
         self._after = int(received.table.tiles[-1])
 
-    def changes(self, received: Received, tally: Any) -> Iterator[Staged]:
+    def changes(self, received: Received, tally: Any, *, in_place: bool) -> Iterator[Staged]:
         """What changes that were checked write here. Their memory is copied.
 
-        What it changes of digests is added to what a tally of these weights has.
+        What it changes of digests is added to what a tally of these weights has, in place when it
+        is committed at the latest.
         """
         changes, table, sums = received.changes, received.table, tally.ledger.sums
         kind = self._is_simple[table.share]
@@ -460,7 +461,7 @@ class Staging:
 
     def stage(self, received: Received) -> None:
         """Take over changes that were checked; their memory is copied. Raises LimitExceeded."""
-        for staged in received.lane.changes(received, self._tally):
+        for staged in received.lane.changes(received, self._tally, in_place=self.in_place):
             if self.in_place:
                 self._writing()
                 staged.commit()

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from deltasync import dtypes
 from deltasync.delta.bits import as_bits
 from deltasync.delta.coding import Coding
+from deltasync.delta.detector import HostFound
 from deltasync.delta.ledger import Ledger
 from deltasync.delta.shard import share_out
 from deltasync.delta.snapshot import MIN_BUCKET_BYTES, DeltaPlan, Plan
@@ -266,7 +267,7 @@ def test_a_snapshot_that_is_ahead_when_packing_breaks_off_is_known_to_be(
     sender, model = changed_ends()
     sender.held["w2"].fill_(3)
     snapshot = sender.snapshot
-    of = snapshot if broken == "overwrite" else snapshot._detector
+    of = HostFound if broken == "overwrite" else snapshot._detector
     inner = getattr(of, broken)
 
     def stopping(*args: object, **options: object) -> None:

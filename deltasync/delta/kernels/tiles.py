@@ -69,6 +69,7 @@ _UNSORTED, _MISCOUNTED, _MISPLACED = (
     tl.constexpr(MISPLACED),
 )
 _CHUNK_BITS = tl.constexpr(18)
+_MOST_ROUNDS = tl.constexpr(8)  # of `locate`, each for one change of every word
 
 
 @triton.jit
@@ -149,6 +150,32 @@ def compare(
     tl.store(plan + 3 * num_tiles + nth, is_whole.to(tl.int64))
 
 
+@triton.jit
+def _spread(
+    words, plan, ends, places, tile_of, first, num_tiles, low, high, own, GROUP: tl.constexpr
+):  # fmt: skip
+    """Where changes of one tile of a group are, if they are many: bit by bit, not round by round.
+
+    Arguments as of `locate`.
+    """
+    nth = low + tl.program_id(0) * GROUP + own
+    if nth < high:
+        count = tl.load(plan + num_tiles + nth)
+        if count > 0:
+            word = tl.arange(0, WORDS)
+            found = tl.load(words + nth.to(tl.int64) * WORDS + word).to(tl.uint32, bitcast=True)
+            here = popcount(found)
+            begin = tl.load(ends + num_tiles + nth) - tl.load(ends + num_tiles + low)
+            before = begin.to(tl.int32) + tl.cumsum(here, axis=0) - here
+            bit = tl.arange(0, 32)[None, :]
+            lower = found[:, None] & ((tl.full([1, 32], 1, tl.uint32) << bit) - 1)
+            lane = before[:, None] + popcount(lower)
+            place = word[:, None] * 32 + bit
+            there = (found[:, None] >> bit) & 1 != 0
+            tl.store(places + lane, place.to(tl.int16), mask=there)
+            tl.store(tile_of + lane, tl.zeros_like(lane) + (first + nth), mask=there)
+
+
 @triton.jit(do_not_specialize=["first", "num_tiles", "low", "high"])
 def locate(
     words, plan, ends, tiles, counts, places, tile_of, whole, first, num_tiles, low, high,
@@ -191,6 +218,10 @@ def locate(
         lane = begin.to(tl.int32)[:, None] + tl.cumsum(found, axis=1) - found
         tile = tl.zeros_like(lane) + (first + nth)[:, None]
         rounds = tl.max(found)
+        if rounds > _MOST_ROUNDS:
+            rounds -= rounds
+            for own in tl.static_range(GROUP):
+                _spread(words, plan, ends, places, tile_of, first, num_tiles, low, high, own, GROUP)
         while rounds > 0:
             there = left != 0
             place = column * 32 + popcount((left & (0 - left)) - 1)
@@ -271,11 +302,12 @@ def _read(
 def collect(
     table, new_at, reads_of, computed, tile_of, places, values, sums, num_lanes,
     TYPE: tl.constexpr, READ: tl.constexpr, CODES_AT: tl.constexpr, SOME: tl.constexpr,
-    ODD: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr,
+    OVERWRITES: tl.constexpr, ODD: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """New values of lanes, and by how much they change digests.
 
     SOME: Only those of tiles that are read in this way.
+    OVERWRITES: The copy gets them too.
     """
     lane = tl.program_id(0) * LANES + tl.arange(0, LANES)
     there = lane < num_lanes
@@ -290,6 +322,8 @@ def collect(
         old_at = tl.load(row, mask=there, other=0).to(tl.pointer_type(TYPE))
         old = tl.load(old_at + place, mask=there, other=0)
         tl.store(values + lane, new.to(values.dtype.element_ty, bitcast=True), mask=there)
+        if OVERWRITES:
+            tl.store(old_at + place, new, mask=there)
         far = far_from(row, place, there, ODD)
         seed = seeds_of(row, far, there)
         change = tl.where(there, mix(seed, new) - mix(seed, old), 0)
@@ -313,7 +347,8 @@ def whole_at(table, whole, item, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, SPA
 def copy_whole(
     table, new_at, reads_of, computed, whole, values, sums,
     TYPE: tl.constexpr, READ: tl.constexpr, CODES_AT: tl.constexpr, SOME: tl.constexpr,
-    ODD: tl.constexpr, ALIGNED: tl.constexpr, WIDTH: tl.constexpr, SPAN: tl.constexpr,
+    OVERWRITES: tl.constexpr, ODD: tl.constexpr, ALIGNED: tl.constexpr, WIDTH: tl.constexpr,
+    SPAN: tl.constexpr,
 ):  # fmt: skip
     """The same of tiles that go whole. A program has one part of one.
 
@@ -328,7 +363,10 @@ def copy_whole(
     if is_here:
         there = offset < numel
         new = _read(new_at + tile, computed, tile, offset, there, TYPE, READ, CODES_AT, ALIGNED)
-        old = tl.load(aligned(tl.load(row), TYPE, ALIGNED) + offset, mask=there, other=0)
+        old_at = aligned(tl.load(row), TYPE, ALIGNED) + offset
+        old = tl.load(old_at, mask=there, other=0)
+        if OVERWRITES:
+            tl.store(old_at, new, mask=there)
         padded = offset < (numel if ALIGNED else (numel + EACH - 1) // EACH * EACH)
         bits = tl.where(there, new, 0).to(values.dtype.element_ty, bitcast=True)
         tl.store(values + begin + offset, bits, mask=padded)

@@ -43,8 +43,15 @@ BOXES, CODES = 1, 2
 MOST_CODES = 16
 """Of 4 bits, in an element of 8 bytes."""
 
+PREDICT, WRITE, REPLACE, READ_BACK = range(4)
+"""What `change` does: keep what changes replace, and tell by how much they change digests; write
+them; both at once, keeping nothing; add up the digests of what is there.
+"""
+
 _ACCUMULATORS, _CLEAR = tl.constexpr(ACCUMULATORS), tl.constexpr(CLEAR)
 _PARAMETERS = tl.constexpr(PARAMETERS)
+_PREDICT, _WRITE = tl.constexpr(PREDICT), tl.constexpr(WRITE)
+_READ_BACK = tl.constexpr(READ_BACK)
 _BOXES, _CODES = tl.constexpr(BOXES), tl.constexpr(CODES)
 
 
@@ -176,19 +183,36 @@ def _tile(
 
 
 @triton.jit
-def _account(sums, gains, row, far, there, gained, lost, ODD: tl.constexpr, IN_ONE: tl.constexpr):
-    """Add digests of new and of old bits up, and by chunk what they change.
+def _change(
+    weights, box, num_boxes, there, values, old_values, sums, gains, row, far, seeds,
+    DOES: tl.constexpr, TYPE: tl.constexpr, DIMS: tl.constexpr, CODES: tl.constexpr,
+    ODD: tl.constexpr, IN_ONE: tl.constexpr,
+):  # fmt: skip
+    """What `change` does, of elements as `_get` takes them.
 
     IN_ONE: All are of one chunk, that of `row`.
     """
-    gained, lost = tl.where(there, gained, 0), tl.where(there, lost, 0)
     nth = tl.program_id(0) % _ACCUMULATORS
-    add_up(gains, nth, gained)
-    add_up(gains, _ACCUMULATORS + nth, lost)
-    if IN_ONE:
-        add_up(sums, tl.load(row + 3).to(tl.int32), gained - lost)
+    if DOES == _READ_BACK:
+        found = _get(weights, box, num_boxes, there, TYPE, DIMS, CODES)
+        add_up(gains, nth, tl.where(there, mix(seeds, found), 0))
     else:
-        add_by_chunk(sums, row, far, there, gained - lost, ODD)
+        new = tl.load(values, mask=there, other=0).to(TYPE, bitcast=True)
+        if DOES != _WRITE:
+            old = _get(weights, box, num_boxes, there, TYPE, DIMS, CODES)
+            gained = tl.where(there, mix(seeds, new), 0)
+            lost = tl.where(there, mix(seeds, old), 0)
+            add_up(gains, nth, gained)
+            add_up(gains, _ACCUMULATORS + nth, lost)
+            if IN_ONE:
+                add_up(sums, tl.load(row + 3).to(tl.int32), gained - lost)
+            else:
+                add_by_chunk(sums, row, far, there, gained - lost, ODD)
+        if DOES == _PREDICT:
+            bits = old.to(old_values.dtype.element_ty, bitcast=True)
+            tl.store(old_values, bits, mask=there)
+        else:
+            _put(weights, box, num_boxes, there, new, TYPE, DIMS, CODES)
 
 
 @triton.jit(do_not_specialize=["num_boxes"])
@@ -216,123 +240,24 @@ def digest(
 
 
 @triton.jit(do_not_specialize=["num_boxes", "num_lanes"])
-def predict(
+def change(
     table, boxes, entries, num_boxes, tile_of, places, values, old_values, flag, sums, gains,
     num_lanes,
-    TYPE: tl.constexpr, DIMS: tl.constexpr, CODES: tl.constexpr, ODD: tl.constexpr,
-    WIDTH: tl.constexpr, SMALL: tl.constexpr, LANES: tl.constexpr,
+    DOES: tl.constexpr, TYPE: tl.constexpr, DIMS: tl.constexpr, CODES: tl.constexpr,
+    ODD: tl.constexpr, WIDTH: tl.constexpr, SMALL: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Keep the bits that lanes replace, and tell by how much they change digests.
+    """Change lanes, tell what that would do, or look at what is there.
 
     Does nothing if the flag is raised.
 
     Args:
+        values: int[N]: new bits. `READ_BACK` does not take them.
+        old_values: int[N]: where `PREDICT` keeps the bits that would be replaced.
         flag: See `tiles.unpack`.
-        sums: int64[chunks]: by how much digests change.
-        gains: int64[2, ACCUMULATORS]: digests of new, and of old bits.
-    """
-    if tl.load(flag) == _CLEAR:
-        lane = tl.program_id(0) * LANES + tl.arange(0, LANES)
-        there = lane < num_lanes
-        tile, place = lane_at(tile_of, places, lane, there)
-        row = table + tile.to(tl.int64) * WIDTH
-        far = far_from(row, place, there, ODD)
-        weights, box, there = _found(
-            row, boxes, entries, num_boxes, far, there, TYPE, DIMS, CODES, SMALL
-        )
-        is_any = True
-        if DIMS > 0:
-            is_any = tl.max(there.to(tl.int32)) > 0
-        if is_any:
-            new = tl.load(values + lane, mask=there, other=0).to(TYPE, bitcast=True)
-            old = _get(weights, box, num_boxes, there, TYPE, DIMS, CODES)
-            bits = old.to(old_values.dtype.element_ty, bitcast=True)
-            tl.store(old_values + lane, bits, mask=there)
-            seed = seeds_of(row, far, there)
-            _account(sums, gains, row, far, there, mix(seed, new), mix(seed, old), ODD, False)
-
-
-@triton.jit(do_not_specialize=["num_boxes"])
-def predict_whole(
-    table, boxes, entries, num_boxes, whole, values, old_values, flag, sums, gains,
-    TYPE: tl.constexpr, DIMS: tl.constexpr, CODES: tl.constexpr, ODD: tl.constexpr,
-    ALIGNED: tl.constexpr, WIDTH: tl.constexpr, SMALL: tl.constexpr, SPAN: tl.constexpr,
-):  # fmt: skip
-    """The same of whole tiles. Programs go over all parts, however many these are."""
-    if tl.load(flag) == _CLEAR:
-        item, last = tl.program_id(0), tl.load(whole) * (4096 // SPAN)
-        while item < last:
-            tile, row, offset, numel, begin = whole_at(table, whole, item, WIDTH, ALIGNED, SPAN)
-            if _is_here(row, DIMS, CODES):
-                weights, box, there, rows, far, seed = _tile(
-                    table, boxes, entries, num_boxes, tile, row, offset, numel,
-                    TYPE, DIMS, CODES, ODD, ALIGNED, WIDTH, SMALL,
-                )  # fmt: skip
-                new = tl.load(values + begin + offset, mask=there, other=0).to(TYPE, bitcast=True)
-                old = _get(weights, box, num_boxes, there, TYPE, DIMS, CODES)
-                bits = old.to(old_values.dtype.element_ty, bitcast=True)
-                tl.store(old_values + begin + offset, bits, mask=there)
-                of = rows if ODD else row
-                _account(sums, gains, of, far, there, mix(seed, new), mix(seed, old), ODD, ODD == 0)
-            item += tl.num_programs(0)
-
-
-@triton.jit(do_not_specialize=["num_boxes", "num_lanes"])
-def write(
-    table, boxes, entries, num_boxes, tile_of, places, values, flag, num_lanes,
-    TYPE: tl.constexpr, DIMS: tl.constexpr, CODES: tl.constexpr, ODD: tl.constexpr,
-    WIDTH: tl.constexpr, SMALL: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    """Write lanes, unless the flag is raised."""
-    if tl.load(flag) == _CLEAR:
-        lane = tl.program_id(0) * LANES + tl.arange(0, LANES)
-        there = lane < num_lanes
-        tile, place = lane_at(tile_of, places, lane, there)
-        row = table + tile.to(tl.int64) * WIDTH
-        at = place
-        if ODD == _PARAMETERS or DIMS > 0:
-            at = far_from(row, place, there, ODD)
-        weights, box, there = _found(
-            row, boxes, entries, num_boxes, at, there, TYPE, DIMS, CODES, SMALL
-        )
-        is_any = True
-        if DIMS > 0:
-            is_any = tl.max(there.to(tl.int32)) > 0
-        if is_any:
-            new = tl.load(values + lane, mask=there, other=0).to(TYPE, bitcast=True)
-            _put(weights, box, num_boxes, there, new, TYPE, DIMS, CODES)
-
-
-@triton.jit(do_not_specialize=["num_boxes"])
-def write_whole(
-    table, boxes, entries, num_boxes, whole, values, flag,
-    TYPE: tl.constexpr, DIMS: tl.constexpr, CODES: tl.constexpr, ODD: tl.constexpr,
-    ALIGNED: tl.constexpr, WIDTH: tl.constexpr, SMALL: tl.constexpr, SPAN: tl.constexpr,
-):  # fmt: skip
-    """The same of whole tiles."""
-    if tl.load(flag) == _CLEAR:
-        item, last = tl.program_id(0), tl.load(whole) * (4096 // SPAN)
-        while item < last:
-            tile, row, offset, numel, begin = whole_at(table, whole, item, WIDTH, ALIGNED, SPAN)
-            if _is_here(row, DIMS, CODES):
-                weights, box, there, _, _, _ = _tile(
-                    table, boxes, entries, num_boxes, tile, row, offset, numel,
-                    TYPE, DIMS, CODES, ODD, ALIGNED, WIDTH, SMALL,
-                )  # fmt: skip
-                new = tl.load(values + begin + offset, mask=there, other=0).to(TYPE, bitcast=True)
-                _put(weights, box, num_boxes, there, new, TYPE, DIMS, CODES)
-            item += tl.num_programs(0)
-
-
-@triton.jit(do_not_specialize=["num_boxes", "num_lanes"])
-def read_back(
-    table, boxes, entries, num_boxes, tile_of, places, flag, gains, num_lanes,
-    TYPE: tl.constexpr, DIMS: tl.constexpr, CODES: tl.constexpr, ODD: tl.constexpr,
-    WIDTH: tl.constexpr, SMALL: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    """Add up the digests of what is there now at lanes, unless the flag is raised.
-
-    gains: int64[ACCUMULATORS].
+        sums: int64[chunks]: by how much `PREDICT` and `REPLACE` change digests.
+        gains: int64[2, ACCUMULATORS]: digests of new, and of old bits; of `READ_BACK`,
+            int64[ACCUMULATORS]: digests of what is there.
+        DOES: `PREDICT`, `WRITE`, `REPLACE` or `READ_BACK`.
     """
     if tl.load(flag) == _CLEAR:
         lane = tl.program_id(0) * LANES + tl.arange(0, LANES)
@@ -348,28 +273,33 @@ def read_back(
         if DIMS > 0:
             is_any = tl.max(there.to(tl.int32)) > 0
         if is_any:
-            found = _get(weights, box, num_boxes, there, TYPE, DIMS, CODES)
-            gained = tl.where(there, mix(seeds_of(row, far, there), found), 0)
-            add_up(gains, tl.program_id(0) % _ACCUMULATORS, gained)
+            _change(
+                weights, box, num_boxes, there, values + lane, old_values + lane, sums, gains, row,
+                far, seeds_of(row, far, there), DOES, TYPE, DIMS, CODES, ODD, False,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_boxes"])
-def read_back_whole(
-    table, boxes, entries, num_boxes, whole, flag, gains,
-    TYPE: tl.constexpr, DIMS: tl.constexpr, CODES: tl.constexpr, ODD: tl.constexpr,
-    ALIGNED: tl.constexpr, WIDTH: tl.constexpr, SMALL: tl.constexpr, SPAN: tl.constexpr,
+def change_whole(
+    table, boxes, entries, num_boxes, whole, values, old_values, flag, sums, gains,
+    DOES: tl.constexpr, TYPE: tl.constexpr, DIMS: tl.constexpr, CODES: tl.constexpr,
+    ODD: tl.constexpr, ALIGNED: tl.constexpr, WIDTH: tl.constexpr, SMALL: tl.constexpr,
+    SPAN: tl.constexpr,
 ):  # fmt: skip
-    """The same of whole tiles."""
+    """The same of whole tiles. Programs go over all parts, however many these are."""
     if tl.load(flag) == _CLEAR:
         item, last = tl.program_id(0), tl.load(whole) * (4096 // SPAN)
         while item < last:
-            tile, row, offset, numel, _begin = whole_at(table, whole, item, WIDTH, ALIGNED, SPAN)
+            tile, row, offset, numel, begin = whole_at(table, whole, item, WIDTH, ALIGNED, SPAN)
             if _is_here(row, DIMS, CODES):
-                weights, box, there, _, _, seed = _tile(
+                weights, box, there, rows, far, seeds = _tile(
                     table, boxes, entries, num_boxes, tile, row, offset, numel,
                     TYPE, DIMS, CODES, ODD, ALIGNED, WIDTH, SMALL,
                 )  # fmt: skip
-                found = _get(weights, box, num_boxes, there, TYPE, DIMS, CODES)
-                gained = tl.where(there, mix(seed, found), 0)
-                add_up(gains, tl.program_id(0) % _ACCUMULATORS, gained)
+                of = rows if ODD else row
+                _change(
+                    weights, box, num_boxes, there, values + begin + offset,
+                    old_values + begin + offset, sums, gains, of, far, seeds,
+                    DOES, TYPE, DIMS, CODES, ODD, ODD == 0,
+                )  # fmt: skip
             item += tl.num_programs(0)

@@ -252,9 +252,9 @@ class _Taken:
             self.held_bytes += sizes.num_bytes
             self._groups.append(_Group(int(tiles[0]), sizes, changes, tiles))
             return
-        sums = torch.zeros_like(self._sums)
-        sums[chunks] = self._sums[chunks] - before
-        self._snapshot.overwrite(changes, sums)
+        with self._snapshot.overwriting() as digests:
+            self._detector.advance(changes)
+            digests[chunks] += self._sums[chunks] - before
         sizes = whole_sizes(self.space, tiles)
         self._groups.append(_Group(int(tiles[0]), sizes, None, tiles))
 
@@ -282,7 +282,7 @@ class _Taken:
     def decided(self) -> None:
         """Advance the snapshot by what was kept."""
         kept = [group.changes for group in self._groups if group.changes is not None]
-        self._snapshot.decided(kept, self.ledger)
+        self._snapshot.decided(kept, self.ledger, self._sums)
         self.is_decided = True
         self._groups.clear()  # their memory
         self._buckets.clear()
