@@ -206,8 +206,9 @@ class DeviceLane(Lane):
     def changes(self, received: Received, tally: Any, *, in_place: bool) -> Iterator[Staged]:
         """Check changes; unless they are written in place, tell what that does. Nothing waits.
 
-        All looks at a copy of them: a sender that has given this receiver up may write there. The
-        tally raises InvalidIndices if they are bad; then nothing of the sync is written.
+        All looks at a copy of them: a sender that has given this receiver up may write there. Only
+        what is private, and not kept, is not copied. The tally raises InvalidIndices if they are
+        bad; then nothing of the sync is written.
         """
         assert isinstance(tally, DeviceTally)
         tiles, sizes, memory = self.tiles, received.changes.sizes, received.changes.memory
@@ -215,22 +216,30 @@ class DeviceLane(Lane):
         assert section is not None
         tally.add()
         with on(tiles.device):
-            # Apart from the rest, the table is not kept.
-            alone = Sizes(sizes.item_size, sizes.tiles, 0, 0)
-            table, kept = (
-                Changes.of(part.to(tiles.device, copy=True), some)
-                for part, some in (
-                    (memory[: alone.num_bytes], alone),
-                    (memory[alone.num_bytes :], replace(sizes, tiles=0)),
-                )
-            )
-            here = replace(kept, sizes=sizes, tiles=table.tiles, counts=table.counts)
+            if in_place and received.is_private and memory.device == tiles.device:
+                here, kept_bytes = received.changes, 0
+            else:
+                here, kept_bytes = _copied(received.changes, tiles.device)
             opened = tiles.open(here, section, tally.flag, self._last)
             new, old = (here.values, here.whole), None
             if not in_place:
                 old = torch.empty_like(new[0]), torch.empty_like(new[1])
                 tally.take(tiles_live.PREDICT, tiles, opened, new, old)
-        yield DeviceChanges(tiles, tally, opened, kept.num_bytes, new, old)
+        yield DeviceChanges(tiles, tally, opened, kept_bytes, new, old)
+
+
+def _copied(changes: Changes, device: torch.device) -> tuple[Changes, int]:
+    """The same on a device, and bytes of all but the table, which lies apart and is not kept."""
+    sizes, memory = changes.sizes, changes.memory
+    alone = Sizes(sizes.item_size, sizes.tiles, 0, 0)
+    table, kept = (
+        Changes.of(part.to(device, copy=True), some)
+        for part, some in (
+            (memory[: alone.num_bytes], alone),
+            (memory[alone.num_bytes :], replace(sizes, tiles=0)),
+        )
+    )
+    return replace(kept, sizes=sizes, tiles=table.tiles, counts=table.counts), kept.num_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)

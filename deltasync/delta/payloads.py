@@ -58,8 +58,15 @@ class PayloadReader:
             self._lanes[lane] = self._live.lane(space_of(np.frombuffer(said, np.uint8), specs))
             self._tables[lane] = said
 
-    def read(self, bucket: Bucket, payload: Tensor | None, lane: int = 0) -> Received:
-        """Check a payload as it came.
+    def read(
+        self,
+        bucket: Bucket,
+        payload: Tensor | None,
+        lane: int = 0,
+        *,
+        is_private: bool = False,
+    ) -> Received:
+        """Check a payload as it came. Nobody else can write to it if it `is_private`.
 
         Raises:
             WireError: A rule of the wire format is broken.
@@ -89,7 +96,7 @@ class PayloadReader:
             changes = codec_of(bucket.compression).decode(data, sizes, place)
         else:
             changes = Changes.of(aligned(inflated(bucket, payload)), sizes)
-        received = Received(place, changes)
+        received = Received(place, changes, is_private or bucket.compression != "none")
         place.check(received)
         return received
 

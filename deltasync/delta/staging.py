@@ -123,10 +123,12 @@ class Received:
     Attributes:
         lane: Where they belong.
         changes: Over memory that is not owned.
+        is_private: Nobody else can write to it while it is staged.
     """
 
     lane: Lane
     changes: Changes
+    is_private: bool = False
 
     @cached_property
     def table(self) -> Table:
@@ -459,9 +461,16 @@ class Staging:
         """The digests that the weights have after `commit`. Raises InvalidIndices."""
         return self._tally.ledger
 
-    def stage(self, received: Received) -> None:
-        """Take over changes that were checked; their memory is copied. Raises LimitExceeded."""
+    def stage(self, received: Received, progress: Callable[[], None] = lambda: None) -> None:
+        """Take over changes that were checked; their memory is copied. Raises LimitExceeded.
+
+        Args:
+            received: The changes.
+            progress: Called often.
+        """
+        progress()
         for staged in received.lane.changes(received, self._tally, in_place=self.in_place):
+            progress()
             if self.in_place:
                 self._writing()
                 staged.commit()

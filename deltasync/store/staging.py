@@ -52,7 +52,7 @@ class StoredSync:
                 weights.begin(message)
             case messages.Bucket():
                 session.on(message)
-                received = weights.stage(message, frame.payload, 0, progress=lambda: None)
+                received = weights.stage(message, frame.payload, 0, lambda: None)
                 self.reached.update(received.parameters.tolist())
             case messages.Prepare():
                 session.on(message)

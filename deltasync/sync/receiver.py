@@ -311,7 +311,8 @@ class WeightReceiver(BaseReceiver):
             case messages.Shares() if self._session.declined is None:
                 self._weights.take_shares(message, payload, lane)
             case messages.Bucket() if self._session.declined is None:
-                self._weights.stage(message, payload, lane, progress=self._links.progress)
+                progress, is_private = self._links.progress, self._links.are_private
+                self._weights.stage(message, payload, lane, progress, is_private=is_private)
             case messages.Prepare() if self._session.declined is not None and not lane:
                 self._reply(self._session.asleep())
             case messages.Prepare() if self._session.state is ReceiverState.PREPARED:

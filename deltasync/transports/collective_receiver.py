@@ -122,7 +122,8 @@ class Receiver(SocketReceiver):
         self._backend = backend
         device = device_of(backend, device)
         self._address = host, port
-        super().__init__(Capabilities((device.type,), max_payload_bytes), _KINDS, secret=secret)
+        capabilities = Capabilities((device.type,), max_payload_bytes, is_private=True)
+        super().__init__(capabilities, _KINDS, secret=secret)
         self._membership = Membership(device)
         # One to read from, one to arrive in, and one that a GPU has not finished reading.
         self._slots = tuple(PayloadBuffer(device) for _ in range(_NUM_SLOTS))

@@ -69,7 +69,6 @@ _UNSORTED, _MISCOUNTED, _MISPLACED = (
     tl.constexpr(MISPLACED),
 )
 _CHUNK_BITS = tl.constexpr(18)
-_MOST_ROUNDS = tl.constexpr(8)  # of `locate`, each for one change of every word
 
 
 @triton.jit
@@ -150,32 +149,6 @@ def compare(
     tl.store(plan + 3 * num_tiles + nth, is_whole.to(tl.int64))
 
 
-@triton.jit
-def _spread(
-    words, plan, ends, places, tile_of, first, num_tiles, low, high, own, GROUP: tl.constexpr
-):  # fmt: skip
-    """Where changes of one tile of a group are, if they are many: bit by bit, not round by round.
-
-    Arguments as of `locate`.
-    """
-    nth = low + tl.program_id(0) * GROUP + own
-    if nth < high:
-        count = tl.load(plan + num_tiles + nth)
-        if count > 0:
-            word = tl.arange(0, WORDS)
-            found = tl.load(words + nth.to(tl.int64) * WORDS + word).to(tl.uint32, bitcast=True)
-            here = popcount(found)
-            begin = tl.load(ends + num_tiles + nth) - tl.load(ends + num_tiles + low)
-            before = begin.to(tl.int32) + tl.cumsum(here, axis=0) - here
-            bit = tl.arange(0, 32)[None, :]
-            lower = found[:, None] & ((tl.full([1, 32], 1, tl.uint32) << bit) - 1)
-            lane = before[:, None] + popcount(lower)
-            place = word[:, None] * 32 + bit
-            there = (found[:, None] >> bit) & 1 != 0
-            tl.store(places + lane, place.to(tl.int16), mask=there)
-            tl.store(tile_of + lane, tl.zeros_like(lane) + (first + nth), mask=there)
-
-
 @triton.jit(do_not_specialize=["first", "num_tiles", "low", "high"])
 def locate(
     words, plan, ends, tiles, counts, places, tile_of, whole, first, num_tiles, low, high,
@@ -215,18 +188,19 @@ def locate(
         begin = tl.load(ends + num_tiles + nth, mask=live, other=0) - tl.load(
             ends + num_tiles + low
         )
-        lane = begin.to(tl.int32)[:, None] + tl.cumsum(found, axis=1) - found
-        tile = tl.zeros_like(lane) + (first + nth)[:, None]
+        begin = begin.to(tl.int32)[:, None]
+        step, most = tl.arange(0, 128)[None, :], tl.max(count)
+        tile = tl.zeros_like(begin + step) + (first + nth)[:, None]
+        while most > 0:
+            tl.store(tile_of + begin + step, tile, mask=step < count[:, None])
+            step += 128
+            most -= 128
+        lane = begin + tl.cumsum(found, axis=1) - found
         rounds = tl.max(found)
-        if rounds > _MOST_ROUNDS:
-            rounds -= rounds
-            for own in tl.static_range(GROUP):
-                _spread(words, plan, ends, places, tile_of, first, num_tiles, low, high, own, GROUP)
         while rounds > 0:
             there = left != 0
             place = column * 32 + popcount((left & (0 - left)) - 1)
             tl.store(places + lane, place.to(tl.int16), mask=there)
-            tl.store(tile_of + lane, tile, mask=there)
             lane += there.to(tl.int32)
             left = left & (left - 1)
             rounds -= 1

@@ -283,10 +283,12 @@ class ReceiverLinks:
     Attributes:
         progress: `ReceiveTransport.progress` of all that is awaited.
         follows_loss: Of the message that was received last, as in `Frame`.
+        are_private: Whether nobody else can write to payloads, see `Capabilities`.
     """
 
     def __init__(self, links: Sequence[ReceiveTransport], max_payload_bytes: int) -> None:
         self._links = list(links)
+        self.are_private = all(link.capabilities.is_private for link in links)
         self.progress = links[0].progress if len(links) == 1 else self._progress
         self._max_payload_bytes = max_payload_bytes
         self._attempts = [0] * len(links)  # that lanes are at; the first, that has begun

@@ -224,7 +224,13 @@ class BoundWeights:
         self._payloads.take_shares(payload, lane)
 
     def stage(
-        self, bucket: Bucket, payload: Tensor | None, lane: int, *, progress: Callable[[], None]
+        self,
+        bucket: Bucket,
+        payload: Tensor | None,
+        lane: int,
+        progress: Callable[[], None],
+        *,
+        is_private: bool = False,
     ) -> Received:
         """Check a bucket and stage it; in place, write it. Returns what it had.
 
@@ -232,12 +238,13 @@ class BoundWeights:
             bucket: What announced the payload.
             payload: uint8[n]; not owned.
             lane: The connection on which it has come.
-            progress: Lets the next payload arrive meanwhile; called before staging and after it.
+            progress: Lets the next payload arrive meanwhile; called before staging, in its midst
+                and after it.
+            is_private: Nobody else can write to the payload meanwhile.
         """
         assert self.staging is not None
-        received = self._payloads.read(bucket, payload, lane)
-        progress()
-        self.staging.stage(received)
+        received = self._payloads.read(bucket, payload, lane, is_private=is_private)
+        self.staging.stage(received, progress)
         progress()
         return received
 
