@@ -264,7 +264,11 @@ def change(
         there = lane < num_lanes
         tile, place = lane_at(tile_of, places, lane, there)
         row = table + tile.to(tl.int64) * WIDTH
-        far = far_from(row, place, there, ODD)
+        far, seeds = place, place
+        if DOES != _WRITE or ODD == _PARAMETERS or DIMS > 0:
+            far = far_from(row, place, there, ODD)
+        if DOES != _WRITE:
+            seeds = seeds_of(row, far, there)
         at = far if ODD == _PARAMETERS or DIMS > 0 else place
         weights, box, there = _found(
             row, boxes, entries, num_boxes, at, there, TYPE, DIMS, CODES, SMALL
@@ -275,7 +279,7 @@ def change(
         if is_any:
             _change(
                 weights, box, num_boxes, there, values + lane, old_values + lane, sums, gains, row,
-                far, seeds_of(row, far, there), DOES, TYPE, DIMS, CODES, ODD, False,
+                far, seeds, DOES, TYPE, DIMS, CODES, ODD, False,
             )  # fmt: skip
 
 
