@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from deltasync.errors import ConfigError
+from deltasync.errors import ConfigError, EngineTaken
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.http import Http
 from deltasync.integrations.vllm import HttpClient, VllmServer
@@ -120,6 +120,34 @@ def test_a_server_drops_what_old_weights_made_and_says_why_it_declines(
             after = answer(url, model)
             assert after != before
             assert after == answer(url, model, cache_salt="nothing is cached with this")
+
+
+def test_a_second_trainer_of_a_server_is_told_who_has_it_and_may_take_it_over(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trainer(name: str, *, takes_over: bool) -> EngineSync:
+        client = HttpClient(url)
+        source = Weights(load_file(model / "model.safetensors"))
+        link = shared_memory.Sender(model / name)
+        return EngineSync(
+            source, VllmServer(client), link, paused=client.paused, take_over=takes_over
+        )
+
+    with served(model, monkeypatch, packs=False) as url, ExitStack() as stack:
+        first, second, third = (
+            stack.enter_context(trainer(name, takes_over=name == "third"))
+            for name in ("first", "second", "third")
+        )
+        first.send_weights()
+        for call in (second.connect, second.send_weights):
+            with pytest.raises(EngineTaken, match=first.sender.stream_id):
+                call()
+            assert first.send_weights().kind == "delta"
+        third.send_weights()
+        with pytest.raises(EngineTaken, match=third.sender.stream_id):
+            first.send_weights()
+        assert third.send_weights().kind == "delta"
+        assert Http(url).get("is_paused") == {"is_paused": False}
 
 
 def answer(url: str, model: Path, **options: object) -> str:
