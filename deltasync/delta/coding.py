@@ -54,9 +54,9 @@ class Coder:
             return compress(payload.cpu().numpy().data), "zstd"
         changes = Changes.of(payload, bucket.sizes)
         coded = (
-            codec_of("class").encode(changes, bucket.old)
-            if self.coding == "class"
-            else gap.encode(changes, *bucket.old.old(changes))
+            gap.encode(changes, *bucket.old.old(changes))
+            if self.coding == "gap"
+            else codec_of(self.coding).encode(changes, bucket.old)
         )
         if coded is None:
             return compress(payload.numpy().data), "zstd"

@@ -61,9 +61,10 @@ def _changed(reader: WireReader, held: Flat) -> Iterator[Chunk]:
 
 def _merged(chunks: list[Chunk], numel: int) -> list[Chunk]:
     """One for the whole parameter, where all its chunks are sparse or all are dense."""
-    sparse = [chunk.indices + chunk.start for chunk in chunks if chunk.indices is not None]
-    if not chunks or (sparse and (len(sparse) < len(chunks) or numel > MAX_SPARSE_SPAN)):
+    num_sparse = sum(chunk.indices is not None for chunk in chunks)
+    if not chunks or (num_sparse and (num_sparse < len(chunks) or numel > MAX_SPARSE_SPAN)):
         return chunks
+    sparse = [chunk.indices + chunk.start for chunk in chunks if chunk.indices is not None]
     if not sparse and sum(chunk.numel for chunk in chunks) < numel:
         return chunks
     bits = torch.cat([as_bits(chunk.values) for chunk in chunks])

@@ -26,6 +26,7 @@ from deltasync.wire.shares import SHARE
 Ints: TypeAlias = NDArray[np.int64]
 
 MAX_TILES = 1 << 32
+"""Payloads number tiles in 32 bits: 2^44 elements."""
 
 
 CHUNK_TILES = 64

@@ -82,7 +82,7 @@ def changed_along(route: Route) -> dict[int, str]:
 
 
 def check_digests(route: Route, weights: BoundWeights, reached: Set[int]) -> None:
-    """Compare what is staged with what the manifests say.
+    """Compare what is staged with what the manifests say: on another base it is something else.
 
     A whole model must have the state digest. Of a model that is held in part, each changed
     parameter that is held whole must have its digest; one that is held in part must have been

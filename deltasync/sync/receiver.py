@@ -380,7 +380,9 @@ class WeightReceiver(BaseReceiver):
 
     @contextmanager
     def _failing_safely(self) -> Iterator[None]:
-        """Whatever goes wrong: the old version stands, the sender is told, a later call rejoins."""
+        """Whatever goes wrong: the old version stands, or the receiver is dirty. The sender is
+        told, and a later call rejoins.
+        """
         try:
             yield
         except BaseException as error:

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from deltasync.wire.changes import PLACE_BYTES
 from deltasync.wire.digest import GOLDEN_RATIO, MASK, MULTIPLIERS
 
 _Bits: TypeAlias = NDArray[Any]
@@ -122,10 +123,12 @@ def differing(
 ) -> tuple[_Bits, ...] | None:
     """How tiles differ that lie one after another.
 
+    A tile goes whole where places and values would take more bytes than all its elements.
+
     Args:
         new, old: unsigned[n] bits.
         begins: int64[tiles]: where each begins.
-        ahead: bool[tiles]: which go whole, whatever their bits are.
+        ahead: bool[tiles]: which go whole, whatever their bits are: see `Snapshot`.
         only_counts: Whether to return no places and bits.
 
     Returns:
@@ -147,7 +150,7 @@ def differing(
         return None
     numel, size, found = np.diff(begins, append=len(new)), new.itemsize, changed
     changed = np.where(ahead, numel, found)
-    is_whole = changed * (2 + size) > numel * size
+    is_whole = changed * (PLACE_BYTES + size) > numel * size
     counts, tiles = np.where(is_whole, 0, changed), np.flatnonzero(goes)
     if only_counts:
         return tiles, counts[goes], np.zeros(0, np.uint16), new[:0], changed[goes]

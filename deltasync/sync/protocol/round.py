@@ -488,7 +488,7 @@ class Round:
             self._result.receiver_commit_s = max(self._result.receiver_commit_s, reply.commit_s)
 
     def _let_go_on(self, engines: Collection[str]) -> None:
-        """Tell the ranks of engines how all of them fared. One rank alone knows that."""
+        """Tell the ranks of engines how all of them fared. No rank knows that by itself."""
         undo, is_connected = self._session.undone(engines), self._link.transport.is_connected
         here = [m for m in self._session.participants.values() if m.engine in engines]
         if peers := [m.peer for m in here if m.world > 1 and is_connected(m.peer)]:

@@ -318,6 +318,8 @@ def judge(
 ) -> None:
     """Participants have prepared if they would arrive at the version, and failed if not.
 
+    A delta on other weights than its base ends here.
+
     Args:
         session: Of the sync under way.
         digests: Those that participants would arrive at, by peer.
