@@ -19,6 +19,8 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 from torch import Tensor
 
+from deltasync.errors import ConfigError
+
 _MAX_WORK = 100_000  # of numpy's search, some milliseconds; beyond that elements are marked
 
 Pairs = list[tuple[int, int, int]]
@@ -256,13 +258,17 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def paired(one: Region, other: Region) -> Pairs:
-    """The dimensions of two regions of one size, split until both have the same sizes."""
+    """The dimensions of two regions of one size, split until both have the same sizes.
+
+    Raises ConfigError if that cannot be done, as for rows of 2 elements and rows of 3.
+    """
     found: Pairs = []
     dims, others = list(one.dims), list(other.dims)
     while dims:
         (size, stride), (count, step) = dims.pop(), others.pop()
         both = min(size, count)
-        assert not both or size % both == count % both == 0
+        if both and (size % both or count % both):
+            raise ConfigError(f"{one} and {other} are no boxes of one shape")
         if size > both:
             dims.append((size // both, stride * both))
         elif count > both:
@@ -279,6 +285,6 @@ def unpaired(start: int, other: int, dims: Iterable[tuple[int, int, int]]) -> tu
 
 
 def ordered(one: Region, other: Region) -> tuple[Region, Region]:
-    """The same pairs of elements, in the order in which the elements of `one` lie."""
+    """The same pairs of elements, in the order in which the elements of `one` lie: see `paired`."""
     dims = sorted(paired(one, other), key=lambda dim: (-dim[1], dim[0]))
     return unpaired(one.start, other.start, dims)

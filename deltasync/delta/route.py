@@ -43,7 +43,7 @@ class Piece:
 
     @classmethod
     def of(cls, live: str, source: Region, target: Region) -> Self:
-        """From regions that have the elements in the same order, which may be any."""
+        """From regions that have the elements in the same order, which may be any: see `paired`."""
         return cls(live, *ordered(source, target))
 
 

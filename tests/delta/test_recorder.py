@@ -167,6 +167,17 @@ def test_pieces_do_what_the_loader_does(loader: tuple[Load, Weights, Weights]) -
                 assert torch.equal(view, weights[name].reshape(-1))
 
 
+def test_a_copy_of_columns_in_rows_of_another_length_is_refused() -> None:
+    live = {"w": torch.zeros(3, 2).t()}
+
+    def load(given: Iterable[tuple[str, Tensor]]) -> None:
+        for _, tensor in given:
+            live["w"].copy_(tensor.t().reshape(2, 3))
+
+    recording = watched(load, {"w": torch.randn(2, 3)}, live)
+    assert recording.refused == {"w": "is not only copied: a rearrangement that cannot be followed"}
+
+
 @given(
     order=st.integers(1, 6).flatmap(lambda count: st.permutations(range(count))),
     rows=st.integers(1, 3),

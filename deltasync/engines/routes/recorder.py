@@ -6,7 +6,7 @@ import gc
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from math import prod
 from operator import itemgetter
@@ -372,11 +372,12 @@ class _Recorder(Watching):  # type: ignore[no-untyped-call]
             self._cast(name, dtype)
             return copy.to(dtype)
         source = None if self._is_reinterpreted(tensor, name) else held.select(Region.of(tensor))
-        if source is not None:
-            target, source = ordered(Region.of(copy), source)
-            if target == Region.run(0, target.numel):
-                self._hold(copy, name, source)
-                return copy
+        with suppress(ConfigError):
+            if source is not None:
+                target, source = ordered(Region.of(copy), source)
+                if target == Region.run(0, target.numel):
+                    self._hold(copy, name, source)
+                    return copy
         self._derive([copy], {name}, "a rearrangement that cannot be followed")
         return copy
 
@@ -429,9 +430,10 @@ class _Recorder(Watching):  # type: ignore[no-untyped-call]
             self._cast(name, target.dtype)
         else:
             read = source if source.shape == target.shape else source.expand(target.shape)
-            if (found := elements.select(Region.of(read))) is not None:
-                self._pieces[name].append(Piece.of(live, found, Region.of(target)))
-                return
+            with suppress(ConfigError):
+                if (found := elements.select(Region.of(read))) is not None:
+                    self._pieces[name].append(Piece.of(live, found, Region.of(target)))
+                    return
             self._refuse([name], "is not only copied: a rearrangement that cannot be followed")
 
     def _spoil(self, target: Tensor, why: str) -> None:
