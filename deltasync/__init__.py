@@ -13,12 +13,12 @@ if TYPE_CHECKING:  # each public name, written once: what follows reads this blo
     from deltasync.delta.diff import diff as diff
     from deltasync.delta.patch import Patch as Patch
     from deltasync.delta.shard import ShardSpec as ShardSpec
-    from deltasync.delta.sparsity import sparsity as sparsity
     from deltasync.engines.reloaded import ReloadedTarget as ReloadedTarget
     from deltasync.engines.routed import RoutedTarget as RoutedTarget
     from deltasync.engines.routes.recorder import CheckpointTensor as CheckpointTensor
     from deltasync.errors import DeltaSyncError as DeltaSyncError
     from deltasync.files.export import export_weights as export_weights
+    from deltasync.files.sparsity import sparsity as sparsity
     from deltasync.store.anchors import PublishOptions as PublishOptions
     from deltasync.store.objects import StoreOptions as StoreOptions
     from deltasync.store.receiver import StoreReceiver as StoreReceiver

@@ -33,9 +33,9 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from matplotlib_inline.backend_inline import set_matplotlib_formats
 
 from deltasync import sparsity
-from deltasync.delta.sparsity import Sparsity
 from deltasync.demo.grpo import group_advantages, grpo_loss
 from deltasync.demo.policy import Policy, PolicySize
+from deltasync.files.sparsity import Sparsity
 from deltasync.quant.block_fp8 import BlockFp8
 from deltasync.quant.int4 import Int4
 from deltasync.quant.nvfp4 import CompressedNvfp4

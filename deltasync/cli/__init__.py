@@ -12,7 +12,7 @@ from deltasync.cli.signals import INTERRUPTED, handle_signals, interruption
 COMMANDS = {
     "apply": ("deltasync.files.patch_file",),
     "demo": ("deltasync.demo.trainer", "deltasync.demo.report"),
-    "diff": ("deltasync.files.patch_file", "deltasync.delta.sparsity"),
+    "diff": ("deltasync.files.patch_file", "deltasync.files.sparsity"),
     "doctor": ("deltasync.cli.probes.checks",),
     "fetch": ("deltasync.store.checkpoints",),
     "log": ("deltasync.store.catalogue",),

@@ -15,7 +15,7 @@ from deltasync.observe.units import percent, size
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from deltasync.delta.sparsity import Sparsity
+    from deltasync.files.sparsity import Sparsity
 
 
 def diff(
@@ -29,11 +29,11 @@ def diff(
 
     OLD and NEW are safetensors files, or folders of them.
     """
-    from deltasync.delta.sparsity import Sparsity
     from deltasync.files.checkpoint import Checkpoint
     from deltasync.files.comparing import compare_checkpoints
     from deltasync.files.output import refuse_existing
     from deltasync.files.patch_file import write_patch
+    from deltasync.files.sparsity import Sparsity
 
     if out is not None:
         refuse_existing(out)

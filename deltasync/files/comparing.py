@@ -14,10 +14,10 @@ from deltasync.delta.bits import Flat
 from deltasync.delta.detector import HostDetector
 from deltasync.delta.ledger import Ledger, digest_text
 from deltasync.delta.shard import whole
-from deltasync.delta.sparsity import Sparsity, sparsity
 from deltasync.delta.tiles import Space
 from deltasync.errors import DigestMismatch
 from deltasync.files.checkpoint import Checkpoint, check_same_tensors
+from deltasync.files.sparsity import Sparsity, sparsity
 
 Advance = Callable[[int], None]
 """Called with the bytes of the (first) checkpoint that were done since the last call."""

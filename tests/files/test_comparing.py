@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from deltasync.delta.sparsity import sparsity
 from deltasync.files import comparing
 from deltasync.files.checkpoint import Checkpoint
 from deltasync.files.comparing import compare_checkpoints
+from deltasync.files.sparsity import sparsity
 from tests.files.saved import save
 from tests.worlds.strategies import models, mutations
 

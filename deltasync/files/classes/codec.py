@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deltasync.delta import gap, steps
+from deltasync.delta import gap
 from deltasync.delta.changes import Changes
 from deltasync.delta.codecs import CODECS, Old
 from deltasync.delta.host import Table
@@ -25,6 +25,7 @@ from deltasync.delta.kernels.host import unsigned
 from deltasync.delta.staging import Lane
 from deltasync.delta.tiles import Ints, Space
 from deltasync.errors import InvalidIndices, InvalidTable, TruncatedFrame, WireError, WrongBase
+from deltasync.files import steps
 from deltasync.files.classes import positions, values
 from deltasync.files.classes.bitstream import Bits, Bytes
 from deltasync.wire.changes import TILE, Sizes

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from deltasync.delta.steps import zigzag
 from deltasync.dtypes import BY_NAME
+from deltasync.files.steps import zigzag
 
 
 @pytest.mark.parametrize("name", ["float8_e5m2", "bfloat16", "float16", "float32", "float64"])

@@ -17,9 +17,9 @@ from deltasync.delta.kernels import KERNELS
 from deltasync.delta.kernels.host import unsigned
 from deltasync.delta.patch import CHUNK_NUMEL
 from deltasync.delta.readers import WireReader
-from deltasync.delta.steps import in_order
 from deltasync.dtypes import Dtype
 from deltasync.errors import LayoutMismatch
+from deltasync.files.steps import in_order
 from deltasync.wire.compression import compress
 
 Counts: TypeAlias = NDArray[np.signedinteger]

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from deltasync import sparsity
 from deltasync.delta.bits import as_bits, dtype_of
-from deltasync.delta.sparsity import MAX_STEP, Sparsity
 from deltasync.errors import LayoutMismatch
+from deltasync.files.sparsity import MAX_STEP, Sparsity
 from tests.worlds import strategies as own
 
 FLOATS = st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64])
