@@ -224,7 +224,8 @@ class DeviceLane(Lane):
             new, old = (here.values, here.whole), None
             if not in_place:
                 old = torch.empty_like(new[0]), torch.empty_like(new[1])
-                tally.take(tiles_live.PREDICT, tiles, opened, new, old)
+                sums, gains = tally.sums, tally.predicted
+                tiles.change(tiles_live.PREDICT, opened, new, tally.flag, old, sums, gains)
         yield DeviceChanges(tiles, tally, opened, kept_bytes, new, old)
 
 
@@ -251,7 +252,8 @@ class DeviceChanges:
         tally: What is added up.
         opened: What it changes.
         kept_bytes: Memory of places and new bits.
-        new, old: int[N] and int[W]: bits. Written in place, none are kept.
+        new: int[N] and int[W]: bits.
+        old: Of the same sizes: the bits before; None if they are written in place.
     """
 
     tiles: Tiles
@@ -271,15 +273,15 @@ class DeviceChanges:
         self._write(does, self.new, self.tally.written)
 
     def restore(self) -> bool:
-        if self.old is not None:
-            self._write(tiles_live.WRITE, self.old, self.tally.restored)
-        return self.old is not None
+        assert self.old is not None  # what is written in place is not put back
+        self._write(tiles_live.WRITE, self.old, self.tally.restored)
+        return True
 
     def _write(self, does: int, bits: tuple[Tensor, Tensor], gains: Tensor) -> None:
-        with on(self.tiles.device):
-            self.tally.take(does, self.tiles, self.opened, bits)
-            flag = self.tally.flag
-            self.tiles.change(tiles_live.READ_BACK, self.opened, bits, flag, gains=gains)
+        tiles, opened, tally = self.tiles, self.opened, self.tally
+        with on(tiles.device):
+            tiles.change(does, opened, bits, tally.flag, None, tally.sums, tally.predicted)
+            tiles.change(tiles_live.READ_BACK, opened, bits, tally.flag, gains=gains)
 
 
 class DeviceTally:
@@ -327,17 +329,6 @@ class DeviceTally:
     def add(self) -> None:
         """More is staged."""
         self._ledger = None
-
-    def take(
-        self,
-        does: int,
-        tiles: Tiles,
-        opened: Opened,
-        new: tuple[Tensor, Tensor],
-        old: tuple[Tensor, Tensor] | None = None,
-    ) -> None:
-        """Change weights, or predict it, and add up what that does to digests."""
-        tiles.change(does, opened, new, self.flag, old, self.sums, self.predicted)
 
     def check_written(self) -> None:
         """Raises DigestMismatch unless what was read back is what was staged."""

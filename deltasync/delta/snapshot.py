@@ -107,8 +107,8 @@ class Bucket:
     Attributes:
         sizes: What it has.
         device: Where it is packed.
-        pack: Writes it to uint8[sizes.num_bytes]. Calls what is given when it stands there, before
-            anything of what it changes is overwritten.
+        pack: Writes it to uint8[sizes.num_bytes]. Calls what is given when it stands there; if
+            there is `old`, before anything of what it changes is overwritten.
         old: Has the bits that it changes. Ask after it was packed, before that is called. None if
             there are none, or none on a host.
     """
@@ -388,7 +388,7 @@ class DeltaPlan:
             pack = partial(self._pack, found, low, high, is_held)
             yield Bucket(sizes, device, pack, self._old)
         # The device tells now, while receivers stage: nobody waits for it later.
-        self._ledger, _ = self.ledger, self.counts
+        _ = self.ledger, self.counts
 
     def decided(self) -> None:
         """Advance the snapshot by what was held."""

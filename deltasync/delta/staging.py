@@ -462,7 +462,8 @@ class Staging:
         return self._tally.ledger
 
     def stage(self, received: Received, progress: Callable[[], None] = lambda: None) -> None:
-        """Take over changes that were checked; their memory is copied. Raises LimitExceeded.
+        """Take over changes that were checked: their memory is needed no longer than until the next
+        ones are received. Raises LimitExceeded.
 
         Args:
             received: The changes.
