@@ -9,6 +9,9 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
+INTERPRETED_S = 240.0
+"""Seconds for a wait in which kernels are interpreted: seconds alone, minutes on a busy machine."""
+
 
 @pytest.fixture(autouse=True)
 def one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from deltasync.engines.routed import RoutedTarget
 from deltasync.errors import SyncAborted
 from deltasync.sync.protocol.receiver_session import ReceiverState
 from tests.engines.checkpoints import Weights
-from tests.sync.interpreted import one_kernel_at_a_time
+from tests.sync.interpreted import INTERPRETED_S, one_kernel_at_a_time
 from tests.worlds import repacking_engines as repacking
 from tests.worlds import toy_engines as toy
 from tests.worlds.links import (
@@ -176,7 +176,7 @@ class History:
 
     def sync(self) -> SyncStats:
         self.here.wait(len(self.engines))
-        stats = self.here.sender.send_weights()
+        stats = self.here.sender.send_weights(timeout_s=INTERPRETED_S)
         assert stats.receivers == len(self.engines)
         fresh = self.kind.ranks(self.source.weights)
         for engine, other, before in zip(self.engines, fresh, self.before, strict=True):
@@ -261,9 +261,10 @@ def test_any_history_leaves_what_a_fresh_engine_would_hold(kind: str, **options:
     played(kind, **options)
 
 
+@pytest.mark.timeout(2 * INTERPRETED_S)
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_leave_what_a_fresh_engine_would_hold(kind: str) -> None:
-    """One sync: where kernels are interpreted it takes seconds, and minutes on a busy machine."""
+    """One sync, see `INTERPRETED_S`."""
     options = EXAMPLE | {"events": [("change", 0.6, 0)]}
     played(kind, is_staged=True, is_same=True, kernels="triton", **options)
 
@@ -296,7 +297,7 @@ def played(
             max_staged_bytes=None if is_staged else 0,
             kernels=kernels,
             scrub_every=1,
-            stall_timeout_s=60,
+            stall_timeout_s=INTERPRETED_S,
         )
         for number, target in enumerate(targets):
             here.add(target, rank=number, world=len(engines), options=options)
