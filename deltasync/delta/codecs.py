@@ -7,34 +7,17 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from torch import Tensor
-
 from deltasync.delta.changes import Changes
-from deltasync.delta.host import Bits
+from deltasync.delta.detector import HostDetector
 from deltasync.delta.staging import Lane
-from deltasync.delta.tiles import Space
 from deltasync.errors import UnknownCodec
 from deltasync.wire.changes import Sizes
-
-
-class Old(Protocol):
-    """At a sender: the bits before."""
-
-    space: Space
-
-    def old(self, changes: Changes) -> tuple[Bits, Bits]:
-        """(unsigned[N], unsigned[W]): at lanes and whole tiles of changes."""
-        ...
-
-    def read(self, share: int, start: int, stop: int) -> Tensor:
-        """int[stop - start]: those of a run of a share; read only."""
-        ...
 
 
 class Codec(Protocol):
     """Makes changes short by the bits that they replace, on hosts."""
 
-    def encode(self, changes: Changes, old: Old) -> bytes | None:
+    def encode(self, changes: Changes, old: HostDetector) -> bytes | None:
         """The coded form of changes, which may be longer; None if there is none."""
         ...
 

@@ -33,7 +33,7 @@ from deltasync.delta.launches import (
 )
 from deltasync.delta.ledger import Ledger
 from deltasync.delta.region import Region, paired
-from deltasync.delta.staging import Lane, LiveWeights, Received, Staged
+from deltasync.delta.staging import Lane, LiveWeights, Received
 from deltasync.delta.tiles import CHUNK, Ints, Space
 from deltasync.errors import DigestMismatch, InvalidIndices
 from deltasync.wire.changes import Sizes
@@ -203,7 +203,7 @@ class DeviceLane(Lane):
         if self.space.section_of(changes.sizes.item_size) is None or not len(changes.tiles):
             raise InvalidIndices("tiles of a payload are out of range, unsorted or repeated")
 
-    def changes(self, received: Received, tally: Any, *, in_place: bool) -> Iterator[Staged]:
+    def changes(self, received: Received, tally: Any, *, in_place: bool) -> Iterator[DeviceChanges]:
         """Check changes; unless they are written in place, tell what that does. Nothing waits.
 
         All looks at a copy of them: a sender that has given this receiver up may write there. Only
@@ -245,7 +245,7 @@ def _copied(changes: Changes, device: torch.device) -> tuple[Changes, int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceChanges:
-    """One payload at a receiver: see `delta.staging.Staged`.
+    """One payload at a receiver: see `delta.staging.Elements`.
 
     Attributes:
         tiles: Where it belongs.
@@ -269,10 +269,12 @@ class DeviceChanges:
         return self.kept_bytes + sum(one.nbytes for one in others)
 
     def commit(self) -> None:
+        """Write, and add up what is read back: the tally finds what is not there."""
         does = tiles_live.REPLACE if self.old is None else tiles_live.WRITE
         self._write(does, self.new, self.tally.written)
 
     def restore(self) -> bool:
+        """The same of the old bits."""
         assert self.old is not None  # what is written in place is not put back
         self._write(tiles_live.WRITE, self.old, self.tally.restored)
         return True

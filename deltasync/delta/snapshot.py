@@ -18,7 +18,6 @@ from torch import Tensor
 
 from deltasync.delta.changes import Changes
 from deltasync.delta.choice import Kernels, device_for
-from deltasync.delta.codecs import Old
 from deltasync.delta.detector import HostDetector, SourceMoved, arena, whole_sizes
 from deltasync.delta.ledger import Ledger
 from deltasync.delta.readers import Reader
@@ -79,7 +78,7 @@ class Detector(Protocol):
     def device(self) -> torch.device | None: ...
 
     @property
-    def before(self) -> Old | None:
+    def before(self) -> HostDetector | None:
         """What codecs ask for the bits before; None if payloads are not coded here."""
         ...
 
@@ -116,7 +115,7 @@ class Bucket:
     sizes: Sizes
     device: torch.device
     pack: Callable[[Tensor, Callable[[], None]], None]
-    old: Old | None = None
+    old: HostDetector | None = None
 
 
 class Plan(Protocol):

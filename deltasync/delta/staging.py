@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -26,6 +26,12 @@ from deltasync.delta.tiles import CHUNK, Ints, Space
 from deltasync.errors import DigestMismatch, LimitExceeded, ProtocolViolation
 from deltasync.wire.changes import PLACE_BYTES
 from deltasync.wire.messages import ParameterSpec
+
+if TYPE_CHECKING:  # which imports Triton
+    from deltasync.delta.live import DeviceChanges, DeviceTally
+
+    Staged: TypeAlias = "HostLanes | Elements | DeviceChanges"
+    Tally: TypeAlias = "HostTally | DeviceTally"
 
 _POSITION_BYTES = 8
 
@@ -244,7 +250,7 @@ class Lane:
             found[... if kept is None else kept.cpu().numpy()] = kernels.unsigned(bits.cpu())
         return found
 
-    def _lanes(self, table: Table, values: Tensor, sums: NDArray[np.uint64]) -> Iterator[Staged]:
+    def _lanes(self, table: Table, values: Tensor, sums: NDArray[np.uint64]) -> Iterator[HostLanes]:
         if not len(values):
             return
         where, new = table.lanes(self._begins), kernels.unsigned(values).copy()
@@ -254,7 +260,7 @@ class Lane:
 
     def _by_parameter(
         self, table: Table, values: Tensor, sums: NDArray[np.uint64]
-    ) -> Iterator[Staged]:
+    ) -> Iterator[Elements]:
         """Lanes, share by share."""
         positions = table.positions()
         for share, lanes in table.by_share():
@@ -293,7 +299,7 @@ class Lane:
 
     def _whole_run(
         self, share: int, start: int, bits: Tensor, sums: NDArray[np.uint64]
-    ) -> Iterator[Staged]:
+    ) -> Iterator[Elements]:
         """A run of a share. Positions of what is held of it are not kept: they would take more
         memory than the bits.
         """
@@ -315,41 +321,6 @@ class Lane:
             old = flat.read(begin, begin + len(new)).clone()
             account_run(sums, self._live.space, int(self._whole[share]), begin, new, old)
             yield Elements(one.spec.name, flat, begin, None, new, old)
-
-
-class Staged(Protocol):
-    """Elements of live weights, checked and ready to be written."""
-
-    @property
-    def num_bytes(self) -> int: ...
-
-    def commit(self) -> None:
-        """Write, and read back. Raises DigestMismatch, or has the tally find it."""
-        ...
-
-    def restore(self) -> bool:
-        """Write the old bits, and read them back. Returns False if they are not there, unless the
-        tally finds it.
-        """
-        ...
-
-
-class Tally(Protocol):
-    """What a sync adds up at a receiver."""
-
-    @property
-    def ledger(self) -> Ledger:
-        """The digests after `commit`. Raises InvalidIndices, if that was not checked before."""
-        ...
-
-    def check_written(self) -> None:
-        """Raises DigestMismatch unless what was read back is what was staged."""
-        ...
-
-    @property
-    def is_restored(self) -> bool:
-        """Whether the old bits were read back."""
-        ...
 
 
 class HostTally:
@@ -396,6 +367,7 @@ class Elements:
         return positions + self.new.nbytes + self.old.nbytes
 
     def commit(self) -> None:
+        """Write, and read back. Raises DigestMismatch."""
         self._write(self.new)
         if not self._is_there(self.new):
             raise DigestMismatch(
@@ -403,6 +375,7 @@ class Elements:
             )
 
     def restore(self) -> bool:
+        """Write the old bits. Returns whether they were read back."""
         self._write(self.old)
         return self._is_there(self.old)
 

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from deltasync.delta import gap
 from deltasync.delta.changes import Changes
-from deltasync.delta.codecs import CODECS, Old
+from deltasync.delta.codecs import CODECS
+from deltasync.delta.detector import HostDetector
 from deltasync.delta.host import Table
 from deltasync.delta.kernels.host import unsigned
 from deltasync.delta.staging import Lane
@@ -50,7 +51,7 @@ _ROW = np.dtype(
 class ClassCodec:
     """Codes each share by the classes of its old values; see `delta.codecs.Codec`."""
 
-    def encode(self, changes: Changes, old: Old) -> bytes | None:
+    def encode(self, changes: Changes, old: HostDetector) -> bytes | None:
         table, new = Table(old.space, changes), unsigned(changes.values)
         (before, before_whole), where = old.old(changes), table.positions()
         is_left = np.ones(len(table.tiles), np.bool_)
