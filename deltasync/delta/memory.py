@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import re
 
 import torch
 
@@ -16,9 +15,6 @@ _TEXTS = (
     "INSUFFICIENT_RESOURCES",  # of cuSPARSE
     "start new thread",  # which lacks room for its stack
 )
-_AMOUNT = re.compile(r"tried to allocate ([\d.]+) ?(bytes|[KMG]iB)", re.IGNORECASE)
-_UNITS = {"bytes": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
-_ABSURD = 1 << 46  # bytes: no machine has them
 
 
 def is_lack_of_memory(error: BaseException) -> bool:
@@ -29,14 +25,3 @@ def is_lack_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
         words in text for words in _TEXTS
     )
-
-
-def raise_lack_of_memory(error: BaseException) -> None:
-    """Raise an error again that code raised on values that are tried, if it is a lack of memory.
-
-    A tensor that no machine could hold is none: its size was computed of values without sense.
-    """
-    asked = _AMOUNT.search(str(error))
-    is_absurd = asked is not None and float(asked[1]) * _UNITS[asked[2].lower()] >= _ABSURD
-    if is_lack_of_memory(error) and not is_absurd:
-        raise error

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import wraps
-from itertools import chain
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
@@ -37,12 +36,6 @@ def in_plain_mode(call: _Call) -> _Call:
             return call(*args, **named)
 
     return cast("_Call", within)
-
-
-def as_made(module: nn.Module | None, call: _Call) -> _Call:
-    """Have an engine's code run in inference mode if the engine was made in it, to write to it."""
-    tensors = () if module is None else chain(module.parameters(), module.buffers())
-    return torch.inference_mode()(call) if any(map(Tensor.is_inference, tensors)) else call
 
 
 def writable(tensor: Tensor) -> Tensor:

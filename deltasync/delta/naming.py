@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 
@@ -53,26 +52,3 @@ def is_wrapper(part: str) -> bool:
 
 def _core(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _OFTEN)
-
-
-def leaving_out(given: str, error: Exception, held: Collection[str]) -> str:
-    """Proposes to leave a tensor out, if a loader looked for it by name and the engine has none.
-
-    Args:
-        given: The tensor that the loader was given.
-        error: What it raised. What it names there is that tensor, what the tensor is fused into, or
-            a module above it.
-        held: Names of the engine's tensors.
-
-    Returns:
-        Text to append; empty where the engine may have the tensor, which would stay as it is.
-    """
-    if not isinstance(error, LookupError | AttributeError | ValueError):
-        return ""
-    for word in re.findall(r"\w[\w.]*\w", str(error)):
-        is_above = f"{given}.".startswith(f"{word}.")
-        is_meant = is_above or word.rpartition(".")[2] == given.rpartition(".")[2]
-        if is_meant and not any(f".{word}." in f".{name}." for name in held):
-            advice = f"leave it out: SenderOptions(leave_out=[{given!r}])"
-            return f"; the engine has no such tensor: {advice}"
-    return ""

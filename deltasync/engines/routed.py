@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from deltasync.delta.bits import Flat, Live, are_equal, as_bits, identity, torch_dtype
 from deltasync.delta.codes import CODE_BITS, Codes
-from deltasync.delta.modes import as_made, in_plain_mode
+from deltasync.delta.modes import in_plain_mode
 from deltasync.delta.naming import suggested
 from deltasync.delta.region import Region
 from deltasync.delta.route import Part, Piece
@@ -27,6 +27,7 @@ from deltasync.engines.proof.proving import Proof, Upkeep
 from deltasync.engines.proof.reach import Reach, named
 from deltasync.engines.proof.recomputed import Learnt
 from deltasync.engines.routes.recorder import CheckpointTensor, Load, Recording, record
+from deltasync.engines.running import as_made
 from deltasync.errors import ConfigError, TargetMoved
 from deltasync.sync.module import ModuleWatch, named_tensors
 from deltasync.sync.target.base import (

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from deltasync.delta.bits import dtype_of, identity
 from deltasync.delta.codes import CODE_BITS
-from deltasync.delta.memory import raise_lack_of_memory
 from deltasync.delta.region import Region
 from deltasync.delta.route import Piece
 from deltasync.engines.proof.cold import FAILURES, with_room
@@ -24,6 +23,7 @@ from deltasync.engines.proof.recomputed import Learnt, Recomputed, as_fixed, as_
 from deltasync.engines.proof.units import Unit, small_of, unit_of
 from deltasync.engines.routes.learning import Moves, Process, pieces_of
 from deltasync.engines.routes.recorder import CheckpointTensor, Recording, without_data
+from deltasync.engines.running import raise_lack_of_memory
 from deltasync.errors import ConfigError
 
 T = TypeVar("T")

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from deltasync.delta.bits import Live, as_bits, storage_of, torch_dtype
-from deltasync.delta.memory import raise_lack_of_memory
 from deltasync.engines.proof.cold import FAILURES
 from deltasync.engines.proof.other_weights import other_bits
 from deltasync.engines.proof.proving import (
@@ -30,6 +29,7 @@ from deltasync.engines.proof.reach import Reach, is_handle, named, settle
 from deltasync.engines.proof.recomputed import Recomputed, SnapshotBeside
 from deltasync.engines.routes.operations import Alone
 from deltasync.engines.routes.recorder import CheckpointTensor, Recording, record
+from deltasync.engines.running import raise_lack_of_memory
 from deltasync.errors import ConfigError, DirtyReceiver, EngineFailed
 from deltasync.wire.messages import ParameterSpec
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from deltasync.delta.bits import as_bits, identity, storage_of
-from deltasync.delta.memory import raise_lack_of_memory
 from deltasync.engines.proof.cold import FAILURES, with_room
 from deltasync.engines.proof.proving import Bits, Proof, same_bits
 from deltasync.engines.routes.learning import PROBES, probed
+from deltasync.engines.running import raise_lack_of_memory
 from deltasync.errors import ConfigError
 
 _SMALL = 4  # a tensor is small if it has one of so many bytes of its module, or less

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from deltasync.delta.bits import as_bits, extent_of
 from deltasync.delta.codes import CODE_BITS
-from deltasync.delta.memory import raise_lack_of_memory
 from deltasync.delta.region import unpaired
 from deltasync.delta.route import Piece, joined
+from deltasync.engines.running import raise_lack_of_memory
 
 PADDING, COMPUTED = -1, -2
 _CPU = torch.device("cpu")
