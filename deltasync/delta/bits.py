@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -131,6 +131,25 @@ def _is_in_words(bits: Tensor) -> bool:
     return fits and bits.numel() > 0 and bits.is_contiguous()
 
 
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A box of elements as kernels find them.
+
+    Attributes:
+        address: Where they begin. Of codes, where the storage does: a multiple of 4 bytes, as its
+            size is.
+        source: The elements, by flat position.
+        target: Where each is, from there on; in codes, before `apart` is added.
+        apart: How far each of its codes is from there, in codes, from the low ones on. All boxes
+            of a tensor have codes, or none has.
+    """
+
+    address: int
+    source: Region
+    target: Region
+    apart: tuple[int, ...]
+
+
 class Live:
     """A parameter that is written in place, by flat positions: all of it, or the part held here.
 
@@ -141,10 +160,12 @@ class Live:
         line: int[...], on the device where it lives.
         numel: Elements held.
         is_contiguous: Whether all elements lie in one run, `line`.
+        in_codes: Whether elements have no address: their 4-bit codes are written one by one.
     """
 
     __slots__ = ()
 
+    in_codes: ClassVar[bool] = False
     dtype: Dtype
     line: Tensor
     numel: int
@@ -157,6 +178,13 @@ class Live:
         because their bits are in several places.
         """
         return []
+
+    def spread(self) -> list[Spread] | None:
+        """Where kernels find all that is held; None if they cannot."""
+        return [
+            Spread(view.data_ptr(), positions, Region(0, Region.of(view).dims), ())
+            for positions, view in self.boxes()
+        ]
 
     def keeps(self, positions: Tensor) -> Tensor | None:
         """bool[n]: which of int64[n] positions are held; None for all."""

@@ -9,7 +9,6 @@ from typing import Literal
 import torch
 
 from deltasync.delta.bits import Live
-from deltasync.delta.codes import Codes
 from deltasync.errors import ConfigError
 
 Kernels = Literal["auto", "triton", "torch"]
@@ -42,7 +41,7 @@ def device_for(
         problem = "there are no elements"
     elif types == {"cpu"} and not _is_interpreted():
         problem = "the weights live on a CPU, and TRITON_INTERPRET=1 is not in the environment"
-    elif any(isinstance(live, Codes) and live.spread() is None for live in lives):
+    elif any(live.in_codes and live.spread() is None for live in lives):
         problem = "codes of 4 bits are spread over words in another way in each element"
     if problem is None:
         return devices.pop()

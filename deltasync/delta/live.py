@@ -15,9 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deltasync.delta.bits import Live
+from deltasync.delta.bits import Live, Spread
 from deltasync.delta.changes import Changes
-from deltasync.delta.codes import Codes, Spread
 from deltasync.delta.kernels import tiles as kernels
 from deltasync.delta.kernels import tiles_live
 from deltasync.delta.launches import (
@@ -32,7 +31,7 @@ from deltasync.delta.launches import (
     there,
 )
 from deltasync.delta.ledger import Ledger
-from deltasync.delta.region import Region, paired
+from deltasync.delta.region import paired
 from deltasync.delta.staging import Lane, LiveWeights, Received
 from deltasync.delta.tiles import CHUNK, Ints, Space
 from deltasync.errors import DigestMismatch, InvalidIndices
@@ -121,7 +120,7 @@ def _kind_of(flat: Live | None) -> int:
     """How kernels find a parameter."""
     if flat is None:
         return _ELSEWHERE
-    if isinstance(flat, Codes):
+    if flat.in_codes:
         return tiles_live.CODES
     return _RUN if flat.is_contiguous else tiles_live.BOXES
 
@@ -146,7 +145,9 @@ def _boxes_of(
     end = begin + last + (rows.before + last) // rows.cols * rows.gap
     for share, flat in enumerate(flats):
         first, stop = space.first[share : share + 2].tolist()
-        for box in () if flat is None or flat.is_contiguous else _spread(flat):
+        spread = [] if flat is None or flat.is_contiguous else flat.spread()
+        assert spread is not None, "the host works on such weights"
+        for box in spread:
             low = first + int(end[first:stop].searchsorted(box.source.start))
             high = first + int(begin[first:stop].searchsorted(box.source.stop))
             if low < high:
@@ -167,18 +168,6 @@ def _boxes_of(
     is_small = max(numels, default=0) < _MOST_NUMEL
     there_all = there(table, device), there(ordered, device)
     return Boxes(most, table.shape[1], *there_all, is_small), (np.cumsum(count) - count, count)
-
-
-def _spread(flat: Live) -> list[Spread]:
-    """The boxes of a parameter, of codes or not."""
-    if isinstance(flat, Codes):
-        found = flat.spread()
-        assert found is not None, "the host works on such weights"
-        return found
-    return [
-        Spread(view.data_ptr(), positions, Region(0, Region.of(view).dims), ())
-        for positions, view in flat.boxes()
-    ]
 
 
 class DeviceLane(Lane):

@@ -7,7 +7,7 @@ that have their elements in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
@@ -130,14 +130,6 @@ class Region:
         """These elements of a tensor's storage: a view of that shape. Not owned."""
         return tensor.detach().as_strided(self.shape, self.strides, self.start)
 
-    def place(self, number: int) -> int:
-        """Where element `number` lies."""
-        found = self.start
-        for size, stride in reversed(self.dims):
-            number, index = divmod(number, size)
-            found += index * stride
-        return found
-
     def places(self, numbers: Tensor) -> Tensor:
         """int64[n]: where int64[n] elements lie, in memory of their own."""
         stride = self.dims[-1][1] if self.dims else 1
@@ -146,69 +138,6 @@ class Region:
         for (_, stride), (size, inner) in reversed(list(pairwise(self.dims))):
             inside *= size
             found.add_(numbers.div(inside, rounding_mode="floor"), alpha=stride - size * inner)
-        return found
-
-    def find(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        """(bool[n], int64[n]): whether an element lies at each of int64[n] places, and which one.
-
-        The number means nothing where no element lies. The region must be rising.
-        """
-        rest = places - self.start
-        inside, number = rest >= 0, rest.new_zeros(rest.shape)
-        for size, stride in self.dims:
-            index = rest.div(stride, rounding_mode="floor")
-            inside &= index < size
-            rest, number = rest - index * stride, number * size + index
-        return inside & (rest == 0), number
-
-    def select(self, numbers: Region) -> Region | None:
-        """The elements with these numbers, in that order; None if no region of them is found.
-
-        If the numbers are a box along the dimensions of this region, there is always one.
-        """
-        if len(self.dims) <= 1 or not numbers.numel:
-            step = self.dims[0][1] if self.dims else 1
-            dims = tuple((size, stride * step) for size, stride in numbers.dims)
-            return Region(self.start + numbers.start * step, dims)
-        spaces = [prod(self.shape[place + 1 :]) for place in range(len(self.dims))]
-        digits = [
-            numbers.start // space % size for space, size in zip(spaces, self.shape, strict=True)
-        ]
-        found: list[tuple[int, int]] = []
-        for size, stride in numbers.dims:
-            if (split := self._split(size, stride, spaces, digits)) is None:
-                return None
-            found += split
-        return Region(self.place(numbers.start), tuple(found))
-
-    def _split(
-        self, count: int, step: int, spaces: Sequence[int], digits: list[int]
-    ) -> list[tuple[int, int]] | None:
-        """One dimension of numbers, along the dimensions here that it runs through.
-
-        Args:
-            count, step: Its size and stride.
-            spaces: How many elements are inside a step of each dimension here.
-            digits: How far the numbers have gone in each of these; updated.
-        """
-        if count > 1 and step == 0:
-            return [(count, 0)]
-        found: list[tuple[int, int]] = []
-        while count > 1:
-            place = next(n for n, space in enumerate(spaces) if space <= step)
-            size, stride = self.dims[place]
-            leap, odd = divmod(step, spaces[place])
-            fits = digits[place] + (count - 1) * leap < size
-            here = count if fits else size // leap  # else it goes on in the next one outwards
-            digits[place] += (here - 1) * leap
-            if (
-                odd
-                or digits[place] >= size
-                or (not fits and (here < 2 or size % leap or count % here))
-            ):
-                return None
-            found.insert(0, (here, leap * stride))
-            count, step = count // here, step * here
         return found
 
     def meets(self, other: Region) -> bool:
@@ -275,16 +204,3 @@ def paired(one: Region, other: Region) -> Pairs:
             others.append((count // both, step * both))
         found.append((both, stride, step))
     return found[::-1]
-
-
-def unpaired(start: int, other: int, dims: Iterable[tuple[int, int, int]]) -> tuple[Region, Region]:
-    """Two regions with these dimensions, which begin at `start` and at `other`."""
-    dims = list(dims)
-    first = Region(start, tuple((size, stride) for size, stride, _ in dims))
-    return first, Region(other, tuple((size, stride) for size, _, stride in dims))
-
-
-def ordered(one: Region, other: Region) -> tuple[Region, Region]:
-    """The same pairs of elements, in the order in which the elements of `one` lie: see `paired`."""
-    dims = sorted(paired(one, other), key=lambda dim: (-dim[1], dim[0]))
-    return unpaired(one.start, other.start, dims)

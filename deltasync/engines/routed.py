@@ -10,11 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from deltasync.delta.bits import Flat, Live, are_equal, as_bits, identity, torch_dtype
-from deltasync.delta.codes import CODE_BITS, Codes
 from deltasync.delta.modes import in_plain_mode
 from deltasync.delta.naming import suggested
 from deltasync.delta.region import Region
-from deltasync.delta.route import Part, Piece
 from deltasync.engines.proof.cold import refusing_failures
 from deltasync.engines.proof.proved import (
     matches,
@@ -26,7 +24,9 @@ from deltasync.engines.proof.proved import (
 from deltasync.engines.proof.proving import Proof, Upkeep
 from deltasync.engines.proof.reach import Reach, named
 from deltasync.engines.proof.recomputed import Learnt
+from deltasync.engines.routes.codes import CODE_BITS, Codes
 from deltasync.engines.routes.recorder import CheckpointTensor, Load, Recording, record
+from deltasync.engines.routes.route import Part, Piece
 from deltasync.engines.running import as_made
 from deltasync.errors import ConfigError, TargetMoved
 from deltasync.sync.module import ModuleWatch, named_tensors

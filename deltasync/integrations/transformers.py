@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from deltasync.delta.modes import in_plain_mode, writable
 from deltasync.delta.naming import unwrapped
-from deltasync.delta.region import Region, ordered
-from deltasync.delta.route import Piece
+from deltasync.delta.region import Region
 from deltasync.delta.shard import is_sharded
 from deltasync.engines.routed import RoutedTarget
 from deltasync.engines.routes.recorder import CheckpointTensor, Recording, record
+from deltasync.engines.routes.regions import ordered
+from deltasync.engines.routes.route import Piece
 from deltasync.errors import ConfigError
 from deltasync.sync.module import (
     ModuleSource,

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deltasync.delta.bits import dtype_of
-from deltasync.delta.codes import Codes
 from deltasync.delta.region import Region
-from deltasync.delta.route import Piece
+from deltasync.engines.routes.codes import Codes
+from deltasync.engines.routes.route import Piece
 
 
 def unpacked(tensor: Tensor) -> Tensor:

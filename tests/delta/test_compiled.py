@@ -17,17 +17,17 @@ from triton.language import dtype as TritonType
 from triton.runtime.interpreter import InterpretedFunction
 
 from deltasync.delta.bits import Flat, Live, torch_dtype
-from deltasync.delta.codes import Codes
 from deltasync.delta.device import DeviceDetector
 from deltasync.delta.live import tiles_of
 from deltasync.delta.readers import Reader, WireReader
 from deltasync.delta.region import Region
-from deltasync.delta.route import Piece
 from deltasync.delta.shard import Share
 from deltasync.delta.snapshot import snapshot_of
 from deltasync.delta.staging import LiveWeights
 from deltasync.delta.tiles import Space
 from deltasync.dtypes import BY_NAME
+from deltasync.engines.routes.codes import Codes
+from deltasync.engines.routes.route import Piece
 from deltasync.quant.block_fp8 import BlockFp8
 from deltasync.quant.form import Form
 from deltasync.quant.fp8 import Fp8

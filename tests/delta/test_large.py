@@ -9,11 +9,11 @@ from torch import Tensor
 
 from deltasync import dtypes
 from deltasync.delta.bits import Flat, Live
-from deltasync.delta.region import unpaired
-from deltasync.delta.route import Part, Piece
 from deltasync.delta.shard import whole
 from deltasync.delta.staging import LiveWeights
 from deltasync.delta.tiles import Space
+from deltasync.engines.routes.regions import unpaired
+from deltasync.engines.routes.route import Part, Piece
 from deltasync.wire.changes import TILE
 from deltasync.wire.messages import ParameterSpec
 from tests.wire.reference import Tile

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltasync.delta.region import Region
+from deltasync.engines.routes.regions import find, place_of
 
 Dims = list[tuple[int, int]]
 
@@ -34,7 +35,7 @@ def test_a_region_has_the_elements_that_its_dimensions_say(start: int, dims: Dim
     assert region.shape == tuple(size for size, _ in region.dims)
     assert region.strides == tuple(stride for _, stride in region.dims)
     assert region.places(torch.arange(len(places))).tolist() == places
-    assert [region.place(n) for n in range(len(places))] == places
+    assert [place_of(region, n) for n in range(len(places))] == places
     steps = [b - a for a, b in pairwise(places)]
     assert region.is_run == all(step == 1 for step in steps)
     assert region.is_rising == all(step > 0 for step in steps)
@@ -44,7 +45,7 @@ def test_a_region_has_the_elements_that_its_dimensions_say(start: int, dims: Dim
         line = torch.arange(region.stop)
         assert region.view(line).reshape(-1).tolist() == places
     if region.is_rising:
-        inside, numbers = region.find(torch.arange(60))
+        inside, numbers = find(region, torch.arange(60))
         assert inside.tolist() == [place in places for place in range(60)]
         assert numbers[inside].tolist() == list(range(sum(place < 60 for place in places)))
     if region.rows is not None and region.is_rising:

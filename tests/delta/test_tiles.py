@@ -16,15 +16,15 @@ from deltasync import dtypes
 from deltasync.delta.bits import Flat, Live, as_bits, torch_dtype
 from deltasync.delta.changes import Changes
 from deltasync.delta.choice import Kernels, device_for
-from deltasync.delta.codes import Codes
 from deltasync.delta.live import DeviceTally
 from deltasync.delta.readers import Reader, WireReader
 from deltasync.delta.region import Region
-from deltasync.delta.route import Part, Piece
 from deltasync.delta.shard import Share, whole
 from deltasync.delta.snapshot import DeltaPlan, FullPlan, Snapshot, snapshot_of
 from deltasync.delta.staging import Lane, LiveWeights, Received, Staging, staged_bytes_of
 from deltasync.delta.tiles import Space
+from deltasync.engines.routes.codes import Codes
+from deltasync.engines.routes.route import Part, Piece
 from deltasync.errors import ConfigError, DigestMismatch, InvalidIndices
 from deltasync.wire.changes import Sizes
 from deltasync.wire.messages import ParameterSpec

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from deltasync.delta.bits import dtype_of, identity
-from deltasync.delta.codes import CODE_BITS
 from deltasync.delta.region import Region
-from deltasync.delta.route import Piece
 from deltasync.engines.proof.cold import FAILURES, with_room
 from deltasync.engines.proof.proved import recorded
 from deltasync.engines.proof.proving import Proof, scope_of
 from deltasync.engines.proof.reach import named
 from deltasync.engines.proof.recomputed import Learnt, Recomputed, as_fixed, as_loaded, empty_as
 from deltasync.engines.proof.units import Unit, small_of, unit_of
+from deltasync.engines.routes.codes import CODE_BITS
 from deltasync.engines.routes.learning import Moves, Process, pieces_of
 from deltasync.engines.routes.recorder import CheckpointTensor, Recording, without_data
+from deltasync.engines.routes.route import Piece
 from deltasync.engines.running import raise_lack_of_memory
 from deltasync.errors import ConfigError
 

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from deltasync.delta.bits import as_bits
-from deltasync.delta.route import Piece
 from deltasync.engines.proof.proving import Bits, Proof, same_bits, scope_of
 from deltasync.engines.proof.reach import named
 from deltasync.engines.proof.units import Unit
 from deltasync.engines.proof.work import Work
 from deltasync.engines.routes.recorder import Recording
+from deltasync.engines.routes.route import Piece
 from deltasync.errors import ConfigError, EngineFailed
 
 Read = Callable[[str], Tensor]

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from deltasync.delta.bits import as_bits, extent_of
-from deltasync.delta.codes import CODE_BITS
-from deltasync.delta.region import unpaired
-from deltasync.delta.route import Piece, joined
+from deltasync.engines.routes.codes import CODE_BITS
+from deltasync.engines.routes.regions import unpaired
+from deltasync.engines.routes.route import Piece, joined
 from deltasync.engines.running import raise_lack_of_memory
 
 PADDING, COMPUTED = -1, -2

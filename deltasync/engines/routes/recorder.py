@@ -19,8 +19,7 @@ from torch import Tensor
 from deltasync.delta.bits import dtype_of, extent_of, identity, storage_of
 from deltasync.delta.memory import is_lack_of_memory
 from deltasync.delta.naming import suggested
-from deltasync.delta.region import Region, ordered
-from deltasync.delta.route import Piece, covers, joined
+from deltasync.delta.region import Region
 from deltasync.dtypes import Dtype
 from deltasync.engines.routes.operations import (
     Join,
@@ -31,6 +30,8 @@ from deltasync.engines.routes.operations import (
     tensors_in,
     written_by,
 )
+from deltasync.engines.routes.regions import ordered, select
+from deltasync.engines.routes.route import Piece, covers, joined
 from deltasync.errors import ConfigError
 
 Load = Callable[[Iterable[tuple[str, Tensor]]], object]
@@ -395,7 +396,7 @@ class _Recorder(Watching):  # type: ignore[no-untyped-call]
         if dtype != tensor.dtype:
             self._cast(name, dtype)
             return copy.to(dtype)
-        source = None if self._is_reinterpreted(tensor, name) else held.select(Region.of(tensor))
+        source = None if self._is_reinterpreted(tensor, name) else select(held, Region.of(tensor))
         with suppress(ConfigError):
             if source is not None:
                 target, source = ordered(Region.of(copy), source)
@@ -455,7 +456,7 @@ class _Recorder(Watching):  # type: ignore[no-untyped-call]
         else:
             read = source if source.shape == target.shape else source.expand(target.shape)
             with suppress(ConfigError):
-                if (found := elements.select(Region.of(read))) is not None:
+                if (found := select(elements, Region.of(read))) is not None:
                     self._pieces[name].append(Piece.of(live, found, Region.of(target)))
                     return
             self._refuse([name], "is not only copied: a rearrangement that cannot be followed")

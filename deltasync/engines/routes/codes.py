@@ -12,30 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deltasync.delta.bits import INTEGERS, Live
+from deltasync.delta.bits import INTEGERS, Live, Spread
 from deltasync.delta.region import Region
-from deltasync.delta.route import Part, Piece
 from deltasync.dtypes import Dtype
+from deltasync.engines.routes.route import Part, Piece
 
 CODE_BITS = 4
 _MASK = (1 << CODE_BITS) - 1
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """A box of elements whose codes are equally far apart in all of them.
-
-    Attributes:
-        address: Where the storage begins: a multiple of 4 bytes, as its size is.
-        source: The elements, by flat position.
-        target: Where each is, in codes, before `apart` is added.
-        apart: How far each of its codes is from there, in codes, from the low ones on.
-    """
-
-    address: int
-    source: Region
-    target: Region
-    apart: tuple[int, ...]
 
 
 class Codes(Part):
@@ -51,6 +34,8 @@ class Codes(Part):
         dtype: Of the elements.
         numel: Elements of the checkpoint tensor, some of which may be held elsewhere.
     """
+
+    in_codes = True
 
     def __init__(
         self, pieces: Sequence[Piece], live: Mapping[str, Tensor], dtype: Dtype, numel: int
@@ -70,8 +55,8 @@ class Codes(Part):
         )
 
     def spread(self) -> list[Spread] | None:
-        """Where kernels find all that is held; None if they cannot."""
-        found = [box.spread(2 * self.dtype.item_size) for box in self._codes]
+        """None if codes are spread over words in another way in each element."""
+        found = [box.as_spread(2 * self.dtype.item_size) for box in self._codes]
         return None if None in found else [one for one in found if one is not None]
 
 
@@ -108,7 +93,7 @@ class _Box(Live):
         apart, order = torch.tensor(columns, device=live.device).unbind(1)
         return cls(first.source, first.target, apart, order, words, bits)
 
-    def spread(self, count: int) -> Spread | None:
+    def as_spread(self, count: int) -> Spread | None:
         """What kernels need; None if here are not all codes of the elements, which are `count`."""
         if len(self.order) != count or self.words.dtype != torch.int32:
             return None

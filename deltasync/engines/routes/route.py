@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from deltasync.delta.bits import Flat, Live
-from deltasync.delta.region import Region, ordered, paired, unpaired
+from deltasync.delta.region import Region, paired
 from deltasync.dtypes import Dtype
+from deltasync.engines.routes.regions import find, ordered, unpaired
 from deltasync.errors import ConfigError
 
 _BLOCK = 1 << 18  # positions looked at together: some 400 bytes for each that has 8 codes
@@ -157,7 +158,7 @@ class Part(Live):
         kept = torch.zeros_like(positions, dtype=torch.bool)
         for part, into in zip(_blocks(positions), _blocks(kept), strict=True):
             for region in self._held:
-                into |= region.find(part)[0]
+                into |= find(region, part)[0]
         return kept
 
     def gather(self, positions: Tensor) -> Tensor:
@@ -178,7 +179,7 @@ class Part(Live):
         """(bool[n] or all, int64[k]): which positions a box has, and their places there."""
         if self._is_whole and region == Region.run(0, self.numel):
             return slice(None), positions
-        inside, numbers = region.find(positions)
+        inside, numbers = find(region, positions)
         return inside, numbers[inside]
 
 
