@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # each public name, written once: what follows reads this block
-    from deltasync.delta.diff import apply_patch as apply_patch
-    from deltasync.delta.diff import diff as diff
     from deltasync.delta.patch import Patch as Patch
+    from deltasync.delta.patch import apply_patch as apply_patch
+    from deltasync.delta.patch import diff as diff
     from deltasync.delta.shard import ShardSpec as ShardSpec
     from deltasync.engines.reloaded import ReloadedTarget as ReloadedTarget
     from deltasync.engines.routed import RoutedTarget as RoutedTarget

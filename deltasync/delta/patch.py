@@ -1,162 +1,132 @@
-"""One parameter's change, as users see it: sparse, chunked or dense."""
+"""Between two tensors: `diff` finds the patch that makes one the other, `apply_patch` writes it."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from deltasync.delta.bits import Live, as_bits
+from deltasync.delta.bits import Flat, as_bits, dtype_of
 from deltasync.delta.kernels import KERNELS
+from deltasync.delta.readers import WireReader, copy_read
 from deltasync.errors import InvalidIndices, LayoutMismatch
 
 CHUNK_NUMEL = 1 << 18
-"""Elements that are compared at once, and in a chunk of a patch."""
+"""Elements that are compared at once."""
 
-INDEX_BYTES = 4
+_MOST_NUMEL = (1 << 31) - 1  # of a parameter whose positions are int32
 _BLOCK = 1 << 17  # indices widened at once: still in the cache when used, and few calls
-MAX_SPARSE_SPAN = (1 << 31) - 1
-"""Of `diff`: elements that int32 indices can count; a longer parameter has a list by chunk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """New values within one chunk.
-
-    Attributes:
-        start: Flat position of the chunk's first element.
-        numel: Elements in the chunk.
-        indices: int32[nnz], strictly increasing, relative to `start`; None when all are written.
-        values: dtype[nnz] or dtype[numel].
-    """
-
-    start: int
-    numel: int
-    indices: Tensor | None
-    values: Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SparsePatch:
-    """New values for scattered elements of one parameter.
+class Patch:
+    """New values for elements of one parameter.
 
     Attributes:
         name: Checkpoint name of the parameter.
         shape: Its full checkpoint shape.
-        indices: int32[nnz], strictly increasing flat row-major positions.
+        indices: int[nnz], strictly increasing flat row-major positions: int32, or int64 for a
+            parameter of 2^31 elements or more. None if all elements are written.
         values: dtype[nnz], the new values themselves, bit for bit. A new value may be 0.
     """
 
     name: str
     shape: tuple[int, ...]
-    indices: Tensor
+    indices: Tensor | None
     values: Tensor
-
-    @property
-    def nnz(self) -> int:
-        """Changed elements."""
-        return len(self.indices)
-
-    @property
-    def chunks(self) -> tuple[Chunk, ...]:
-        """One, of all elements."""
-        numel = math.prod(self.shape)
-        return (Chunk(start=0, numel=numel, indices=self.indices, values=self.values),)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DensePatch:
-    """New values for all elements of one parameter.
-
-    Attributes:
-        name: Checkpoint name of the parameter.
-        shape: Its full checkpoint shape.
-        values: dtype[numel], flat and row-major.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    values: Tensor
-
-    @property
-    def nnz(self) -> int:
-        """Written elements: all."""
-        return len(self.values)
-
-    @property
-    def chunks(self) -> tuple[Chunk, ...]:
-        """One, of all elements."""
-        return (Chunk(start=0, numel=math.prod(self.shape), indices=None, values=self.values),)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkedPatch:
-    """New values of a parameter that is too large, or too unevenly changed, for one index list.
-
-    Attributes:
-        name: Checkpoint name of the parameter.
-        shape: Its full checkpoint shape.
-        chunks: In order of `start`, disjoint. A chunk that is absent is unchanged.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
 
     @property
     def nnz(self) -> int:
         """Written elements."""
-        return sum(len(chunk.values) for chunk in self.chunks)
+        return len(self.values)
 
 
-Patch: TypeAlias = SparsePatch | ChunkedPatch | DensePatch
+def diff(old: Tensor, new: Tensor, *, name: str = "") -> Patch | None:
+    """The patch that makes `old` bit-identical to `new`, or None if it is already.
+
+    It has all elements where indices and values would take more bytes.
+
+    Args:
+        old: What the receiver holds.
+        new: The parameter, of the same shape and device; of `old`'s dtype or of another floating
+            dtype, which is then rounded to `old`'s. Any strides.
+        name: Checkpoint name to put into the patch.
+
+    Raises:
+        LayoutMismatch: The shapes differ.
+        ConfigError: The dtypes cannot be compared, or a tensor has no plain storage.
+    """
+    if new.shape != old.shape:
+        raise LayoutMismatch(f"{name}: shape {tuple(new.shape)} against {tuple(old.shape)}")
+    reader, held = WireReader.of(new, dtype_of(old), name=name), Flat.of(old, name=name)
+    changed, size = KERNELS[held.line.device.type].changed, held.dtype.item_size
+    kind = torch.int32 if held.numel <= _MOST_NUMEL else torch.int64
+    most = held.numel * size // (kind.itemsize + size)
+    indices, values = list[Tensor](), list[Tensor]()
+    for start in range(0, held.numel, CHUNK_NUMEL):
+        stop = min(start + CHUNK_NUMEL, held.numel)
+        bits = reader.read(start, stop)
+        found = changed(bits, held.read(start, stop), most)
+        if found is None:
+            return Patch(name=name, shape=tuple(old.shape), indices=None, values=_all(reader, old))
+        if len(found):
+            most -= len(found)
+            values.append(bits.index_select(0, found))
+            indices.append(found.to(kind) + start)
+    if not indices:
+        return None
+    bits = torch.cat(values).view(old.dtype)
+    return Patch(name=name, shape=tuple(old.shape), indices=torch.cat(indices), values=bits)
 
 
-def patch_of(name: str, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> Patch:
-    """The patch of one parameter that has these chunks, ordered and disjoint."""
-    first = chunks[0]
-    if len(chunks) > 1 or first.numel != math.prod(shape):
-        return ChunkedPatch(name=name, shape=shape, chunks=tuple(chunks))
-    if first.indices is None:
-        return DensePatch(name=name, shape=shape, values=first.values)
-    return SparsePatch(name=name, shape=shape, indices=first.indices, values=first.values)
+def _all(reader: WireReader, like: Tensor) -> Tensor:
+    """All that a reader reads, in memory of its own."""
+    values = torch.empty(reader.numel, dtype=like.dtype, device=like.device)
+    copy_read(reader, Flat.of(values), step=CHUNK_NUMEL)
+    return values
 
 
-def check_patch(patch: Patch, parameter: Tensor) -> None:
+def apply_patch(parameter: Tensor, patch: Patch) -> None:
+    """Overwrite what the patch says of `parameter`, in place. Applying twice equals once.
+
+    Args:
+        parameter: The tensor to write, of any strides, on the patch's device.
+        patch: The new values; they are checked before the first write.
+
+    Raises:
+        LayoutMismatch: Shape or dtype differ from the patch's.
+        InvalidIndices: Indices out of range, unsorted or repeated.
+        ConfigError: The tensor has no plain storage of its own.
+    """
+    flat = Flat.of(parameter, name=patch.name)
+    _check(patch, parameter)
+    bits, device = as_bits(patch.values), flat.line.device
+    for begin in range(0, len(bits), _BLOCK):
+        block = slice(begin, begin + _BLOCK)
+        if patch.indices is None:
+            flat.write(begin, bits[block])
+        else:
+            flat.scatter(patch.indices[block].to(device, torch.int64), bits[block].to(device))
+
+
+def _check(patch: Patch, parameter: Tensor) -> None:
     """Raises LayoutMismatch unless a patch is of such a parameter.
 
-    Raises InvalidIndices unless its chunks are disjoint and ordered, with a value for each index.
+    Raises InvalidIndices unless it has a value for each index.
     """
-    name, end = patch.name, 0
+    name, given, count = patch.name, patch.indices, parameter.numel()
     if tuple(parameter.shape) != tuple(patch.shape):
         raise LayoutMismatch(
             f"{name}: patch of shape {patch.shape}, parameter {tuple(parameter.shape)}"
         )
-    for chunk in patch.chunks:
-        if chunk.values.dtype != parameter.dtype:
-            raise LayoutMismatch(f"{name}: {chunk.values.dtype} values, {parameter.dtype} weights")
-        if not end <= chunk.start <= chunk.start + chunk.numel <= parameter.numel():
-            raise InvalidIndices(f"{name}: chunks overlap, are unsorted or out of range")
-        given, count, end = chunk.indices, chunk.numel, chunk.start + chunk.numel
-        if given is not None and (given.dtype, given.dim()) != (torch.int32, 1):
-            raise InvalidIndices(f"{name}: indices are {given.dtype}{[*given.shape]}, not int32[n]")
-        if chunk.values.shape != (count if given is None else len(given),):
-            raise InvalidIndices(f"{name}: not one value for each index")
-        if given is not None and not KERNELS[given.device.type].is_increasing(given, count):
-            raise InvalidIndices(f"{name}: indices out of range, unsorted or repeated")
-
-
-def write_chunk(chunk: Chunk, live: Live) -> None:
-    """Overwrite what a chunk that was checked speaks of, wherever the two live."""
-    bits, device = as_bits(chunk.values), live.line.device
-    if chunk.indices is None:
-        live.write(chunk.start, bits)
+    if patch.values.dtype != parameter.dtype:
+        raise LayoutMismatch(f"{name}: {patch.values.dtype} values, {parameter.dtype} weights")
+    if given is not None and (given.dtype not in (torch.int32, torch.int64) or given.dim() != 1):
+        raise InvalidIndices(f"{name}: indices are {given.dtype}{[*given.shape]}, not int[n]")
+    if patch.values.shape != (count if given is None else len(given),):
+        raise InvalidIndices(f"{name}: not one value for each index")
+    if given is None or not len(given):
         return
-    for begin in range(0, len(bits), _BLOCK):
-        block = slice(begin, begin + _BLOCK)
-        positions = chunk.indices[block].to(torch.int64) + chunk.start
-        live.scatter(positions.to(device), bits[block].to(device))
+    if given[0] < 0 or given[-1] >= count or not (given[1:] > given[:-1]).all():
+        raise InvalidIndices(f"{name}: indices out of range, unsorted or repeated")

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from deltasync.delta.modes import writable
-from deltasync.delta.patch import MAX_SPARSE_SPAN
 from deltasync.delta.region import Region, row_major
 from deltasync.errors import ConfigError
 from deltasync.wire.messages import ParameterSpec
@@ -24,6 +23,8 @@ SPLIT_ABOVE = 1 << 20
 
 _SHARE_OF_A_RANK = 64
 """What is smaller than such a part of all that a rank sends need not be cut to even loads out."""
+
+_MOST_STRIDE = (1 << 31) - 1  # elements from a row to the next: kernels count them in 32 bits
 
 Split = tuple[int, int]
 """(dimension, split factor) of a shard. The factor says how many shards of that dimension were
@@ -174,7 +175,7 @@ def rows_of(box: ShardSpec) -> Iterator[tuple[tuple[int | slice, ...], Region]]:
     dims = list(zip(box.size, strides, strict=True))
     for dim in range(len(dims) + 1):
         inner = Region(0, tuple(dims[dim:]))
-        if inner.is_run or (inner.rows is not None and strides[dim] <= MAX_SPARSE_SPAN):
+        if inner.is_run or (inner.rows is not None and strides[dim] <= _MOST_STRIDE):
             break
     first = sum(map(int.__mul__, box.offset, strides))
     for index in product(*map(range, box.size[:dim])):
@@ -183,7 +184,7 @@ def rows_of(box: ShardSpec) -> Iterator[tuple[tuple[int | slice, ...], Region]]:
             yield index, Region(start, inner.dims)
             continue
         size, stride = dims[dim]
-        step = MAX_SPARSE_SPAN // stride
+        step = _MOST_STRIDE // stride
         for low in range(0, size, step):
             high = min(low + step, size)
             rows = (high - low, stride), *dims[dim + 1 :]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,10 +12,6 @@ from deltasync.delta.kernels import Kernels, host, reference
 
 MODULES: list[Kernels] = [host, reference]
 INTEGERS = st.sampled_from([torch.uint8, torch.int16, torch.int32, torch.int64])
-
-every_kernel = pytest.mark.parametrize(
-    "kernels", MODULES, ids=lambda module: module.__name__.rsplit(".", 1)[-1]
-)
 
 
 def random_integers(dtype: torch.dtype, n: int, rng: np.random.Generator) -> Tensor:
@@ -47,18 +42,3 @@ def test_kernels_agree_on_runs(
         assert found is not None
         assert np.array_equal(found.numpy(), np.flatnonzero(mask))
     assert host.digest_run(old, seed, start) == reference.digest_run(old, seed, start)
-
-
-@every_kernel
-@pytest.mark.parametrize("offset", [-1, 0, 1])
-@pytest.mark.parametrize("blocks", [1, 2])
-def test_is_increasing_looks_across_its_blocks(kernels: Kernels, blocks: int, offset: int) -> None:
-    n = blocks * host._COMPARED + offset
-    good = torch.arange(n, dtype=torch.int32)
-    assert kernels.is_increasing(good, n)
-    assert not kernels.is_increasing(good, n - 1)
-    assert not kernels.is_increasing(good - 1, n)
-    for at in {host._COMPARED - 1, host._COMPARED, host._COMPARED + 1, n - 1} & set(range(1, n)):
-        bad = good.clone()
-        bad[at] = bad[at - 1]
-        assert not kernels.is_increasing(bad, n), at

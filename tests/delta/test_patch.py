@@ -13,15 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deltasync.delta.bits import as_bits, dtype_of
-from deltasync.delta.diff import apply_patch, diff
-from deltasync.delta.patch import (
-    CHUNK_NUMEL,
-    Chunk,
-    ChunkedPatch,
-    DensePatch,
-    Patch,
-    SparsePatch,
-)
+from deltasync.delta.patch import CHUNK_NUMEL, Patch, apply_patch, diff
 from deltasync.errors import ConfigError, InvalidIndices, LayoutMismatch
 from tests.worlds import strategies as own
 from tests.worlds.strategies import relaid, same_bits
@@ -55,20 +47,28 @@ def test_applying_the_diff_gives_the_new_bits(
         assert same_bits(live, new)
 
 
-def test_a_chunk_that_takes_as_much_both_ways_is_sparse() -> None:
-    base = torch.zeros(3, dtype=torch.bfloat16)
-    assert isinstance(diff(base, torch.tensor([0.0, 1.0, 0.0]).bfloat16()), SparsePatch)
+def test_a_patch_that_takes_as_much_both_ways_is_sparse() -> None:
+    base, new = torch.zeros(3, dtype=torch.bfloat16), torch.tensor([0.0, 1.0, 0.0]).bfloat16()
+    few, many = diff(base, new), diff(base, new + 1)
+    assert few is not None
+    assert few.indices is not None
+    assert few.indices.tolist() == [1]
+    assert many is not None
+    assert many.indices is None
+    assert many.nnz == 3
 
 
-@pytest.mark.parametrize("same", [0, 8], ids=["dense", "chunked"])
+@pytest.mark.parametrize("same", [0, CHUNK_NUMEL + 8], ids=["dense", "sparse"])
 def test_patch_does_not_alias_the_source(same: int) -> None:
     base = torch.zeros(CHUNK_NUMEL + same)
     new = base.clone()
     new[:CHUNK_NUMEL] = 1
     patch = diff(base, new)
     new.fill_(7)
-    assert isinstance(patch, ChunkedPatch if same else DensePatch)
-    assert all((values == 1).all() for values in (chunk.values for chunk in patch.chunks))
+    assert patch is not None
+    assert (patch.indices is None) == (not same)
+    assert len(patch.values) == CHUNK_NUMEL
+    assert (patch.values == 1).all()
 
 
 @pytest.mark.promise("Bits", "float32 masters are compared as torch casts them.")
@@ -94,7 +94,7 @@ def test_a_long_patch_is_written_whole_and_autograd_learns_of_it() -> None:
     indices = torch.arange(0, 1 << 19, 2, dtype=torch.int32)  # several blocks
     values = torch.arange(1.0, len(indices) + 1)
     shape = tuple(weight.shape)
-    apply_patch(weight, SparsePatch(name="w", shape=shape, indices=indices, values=values))
+    apply_patch(weight, Patch(name="w", shape=shape, indices=indices, values=values))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()  # type: ignore[no-untyped-call]
     assert torch.equal(weight[::2], values)
@@ -103,27 +103,15 @@ def test_a_long_patch_is_written_whole_and_autograd_learns_of_it() -> None:
 
 def sparse(
     indices: list[int], *, values: int | None = None, shape: tuple[int, ...] = (10,)
-) -> SparsePatch:
+) -> Patch:
     filled = torch.ones(len(indices) if values is None else values)
-    return SparsePatch(
+    return Patch(
         name="w", shape=shape, indices=torch.tensor(indices, dtype=torch.int32), values=filled
     )
 
 
-def chunked(*chunks: tuple[int, int, list[int] | None, int]) -> Patch:
-    return ChunkedPatch(
-        name="w",
-        shape=(10,),
-        chunks=tuple(
-            Chunk(
-                start=start,
-                numel=numel,
-                indices=None if indices is None else torch.tensor(indices, dtype=torch.int32),
-                values=torch.ones(count),
-            )
-            for start, numel, indices, count in chunks
-        ),
-    )
+def dense(num: int, *, shape: tuple[int, ...] = (10,)) -> Patch:
+    return Patch(name="w", shape=shape, indices=None, values=torch.ones(num))
 
 
 BAD_INDICES = {
@@ -134,11 +122,9 @@ BAD_INDICES = {
     "too few values": sparse([1, 2], values=1),
     "of another dtype": replace(sparse([0, 2]), indices=torch.tensor([0.5, 2.5])),
     "not flat": replace(sparse([0, 2]), indices=torch.tensor([[0], [2]], dtype=torch.int32)),
-    "dense, too few values": DensePatch(name="w", shape=(10,), values=torch.ones(9)),
-    "overlapping chunks": chunked((0, 4, None, 4), (3, 4, None, 4)),
-    "chunk beyond the end": chunked((0, 4, None, 4), (8, 3, None, 3)),
-    "chunk of negative length": chunked((0, 4, None, 4), (4, -2, [], 0), (2, 2, None, 2)),
-    "index beyond its chunk": chunked((0, 4, [1], 1), (4, 4, [4], 1)),
+    "dense, too few values": dense(9),
+    "dense, too many values": dense(11),
+    "dense, not flat": replace(dense(10), values=torch.ones(5, 2)),
 }
 
 
@@ -159,8 +145,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("live", OTHERS.values(), ids=OTHERS.keys())
 def test_patch_of_another_parameter_is_refused(live: Tensor) -> None:
-    dense = DensePatch(name="w", shape=(10,), values=torch.ones(10))
-    for patch in (sparse([1]), chunked((0, 4, None, 4)), dense):
+    for patch in (sparse([1]), dense(10)):
         with pytest.raises(LayoutMismatch, match="w: "):
             apply_patch(live, patch)
     assert same_bits(live, torch.zeros_like(live))
@@ -183,25 +168,24 @@ def test_tensor_without_plain_storage_of_its_own_is_refused(
     make: Callable[[], Tensor],
 ) -> None:
     strange = make()
-    patch = DensePatch(name="w", shape=(4, 3), values=torch.zeros(12))
+    patch = dense(12, shape=(4, 3))
     with pytest.raises(ConfigError):
         apply_patch(strange, patch)
     with pytest.raises(ConfigError):
         diff(torch.zeros(4, 3), strange)
 
 
-@pytest.mark.parametrize("is_sparse", [True, False])
-def test_positions_beyond_int32(is_sparse: bool) -> None:
+def test_positions_beyond_int32() -> None:
     """In memory that is there only where it is written."""
     numel = (1 << 31) + 5
     base, new = (torch.from_numpy(np.zeros(numel, np.uint8)) for _ in range(2))
     changed = [0, CHUNK_NUMEL, (1 << 31) - 1, 1 << 31, numel - 2, numel - 1]
-    if not is_sparse:
-        changed = changed[:3]
     new[changed] = torch.arange(1, len(changed) + 1, dtype=torch.uint8)
     patch = diff(base, new)
-    assert isinstance(patch, ChunkedPatch)
-    assert all(chunk.numel <= CHUNK_NUMEL for chunk in patch.chunks)
+    assert patch is not None
+    assert patch.indices is not None
+    assert patch.indices.dtype == torch.int64
+    assert patch.indices.tolist() == changed
     strided = torch.from_numpy(np.zeros(2 * numel, np.uint8))[::2]
     for live in (base, strided):
         apply_patch(live, patch)

@@ -4,7 +4,6 @@
 `tiles` go over a whole model in one launch; `delta.device` calls them.
 
 - `changed(new, old, most)`: int32 positions where int[n] differ; None if they are more than `most`.
-- `is_increasing(indices, span)`: whether int32[n] are strictly increasing within [0, span).
 - `digest_run(bits, key, start)`: the digest of consecutive elements, a Python integer.
 """
 
@@ -23,8 +22,6 @@ class Kernels(Protocol):
     """The functions of a kernel module."""
 
     def changed(self, new: Tensor, old: Tensor, most: int) -> Tensor | None: ...
-
-    def is_increasing(self, indices: Tensor, span: int) -> bool: ...
 
     def digest_run(self, bits: Tensor, key: int, start: int) -> int: ...
 

@@ -18,7 +18,6 @@ from deltasync.wire.digest import GOLDEN_RATIO, MASK, MULTIPLIERS
 _Bits: TypeAlias = NDArray[Any]
 
 BLOCK = 1 << 14  # elements mixed at once: two uint64 temporaries stay in the L2 cache
-_COMPARED = 1 << 16  # indices compared at once
 _STEP = np.uint64(GOLDEN_RATIO)
 _M1, _M2 = (np.uint64(m) for m in MULTIPLIERS)
 _S30, _S27, _S31 = (np.uint64(s) for s in (30, 27, 31))
@@ -39,22 +38,6 @@ def changed(new: Tensor, old: Tensor, most: int) -> Tensor | None:
             return None
         positions = np.flatnonzero(mask)
     return torch.from_numpy(positions.astype(np.int32)) if len(positions) <= most else None
-
-
-def is_increasing(indices: Tensor, span: int) -> bool:
-    """Whether int32[n] indices are strictly increasing within [0, span)."""
-    array = indices.numpy()
-    if not len(array):
-        return True
-    if array[0] < 0 or array[-1] >= span:
-        return False
-    for begin in range(0, len(array) - 1, _COMPARED):
-        block = array[begin : begin + _COMPARED + 1]
-        rises = _mask(len(block) - 1)
-        np.greater(block[1:], block[:-1], out=rises)
-        if not rises.all():
-            return False
-    return True
 
 
 def digest_run(bits: Tensor, key: int, start: int) -> int:

@@ -16,14 +16,6 @@ def changed(new: Tensor, old: Tensor, most: int) -> Tensor | None:
     return found.to(torch.int32) if len(found) <= most else None
 
 
-def is_increasing(indices: Tensor, span: int) -> bool:
-    """Whether int32[n] indices are strictly increasing within [0, span)."""
-    if not len(indices):
-        return True
-    inside = (indices[0] >= 0) & (indices[-1].to(torch.int64) < span)
-    return bool((indices[1:] > indices[:-1]).all() & inside)
-
-
 def digest_run(bits: Tensor, key: int, start: int) -> int:
     """The digest of int[n] consecutive elements, the first at flat position `start`."""
     total = 0
