@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltasync.delta.changes import Changes
-from deltasync.delta.kernels import KERNELS
 from deltasync.delta.kernels import host as kernels
+from deltasync.delta.kernels import reference
 from deltasync.delta.tiles import CHUNK, Ints, Space
 from deltasync.errors import DigestMismatch, InvalidIndices
 from deltasync.wire.changes import ALIGNMENT
@@ -318,7 +318,8 @@ def digest_run(space: Space, share: int, start: int, bits: Tensor) -> int:
     """The digest of int[n] elements of a share from `start` on."""
     key = int(space.seeds[share])
     if (region := space.gaps.get(share)) is None:
-        return KERNELS[bits.device.type].digest_run(bits, key, start)
+        run = kernels.digest_run if bits.is_cpu else reference.digest_run
+        return run(bits, key, start)
     positions = region.places(torch.arange(start, start + len(bits), device="cpu"))
     keys, cuts = np.array([key], np.uint64), np.array([0, len(bits)])
     return (

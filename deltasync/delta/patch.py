@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deltasync.delta.bits import Flat, as_bits, dtype_of
-from deltasync.delta.kernels import KERNELS
+from deltasync.delta.kernels.host import changed
 from deltasync.delta.readers import WireReader, copy_read
 from deltasync.errors import InvalidIndices, LayoutMismatch
 
@@ -60,24 +60,24 @@ def diff(old: Tensor, new: Tensor, *, name: str = "") -> Patch | None:
     if new.shape != old.shape:
         raise LayoutMismatch(f"{name}: shape {tuple(new.shape)} against {tuple(old.shape)}")
     reader, held = WireReader.of(new, dtype_of(old), name=name), Flat.of(old, name=name)
-    changed, size = KERNELS[held.line.device.type].changed, held.dtype.item_size
+    size, shape = held.dtype.item_size, tuple(old.shape)
     kind = torch.int32 if held.numel <= _MOST_NUMEL else torch.int64
     most = held.numel * size // (kind.itemsize + size)
     indices, values = list[Tensor](), list[Tensor]()
     for start in range(0, held.numel, CHUNK_NUMEL):
         stop = min(start + CHUNK_NUMEL, held.numel)
         bits = reader.read(start, stop)
-        found = changed(bits, held.read(start, stop), most)
-        if found is None:
-            return Patch(name=name, shape=tuple(old.shape), indices=None, values=_all(reader, old))
+        found = changed(bits, held.read(start, stop))
+        most -= len(found)
+        if most < 0:
+            return Patch(name=name, shape=shape, indices=None, values=_all(reader, old))
         if len(found):
-            most -= len(found)
             values.append(bits.index_select(0, found))
             indices.append(found.to(kind) + start)
     if not indices:
         return None
     bits = torch.cat(values).view(old.dtype)
-    return Patch(name=name, shape=tuple(old.shape), indices=torch.cat(indices), values=bits)
+    return Patch(name=name, shape=shape, indices=torch.cat(indices), values=bits)
 
 
 def _all(reader: WireReader, like: Tensor) -> Tensor:

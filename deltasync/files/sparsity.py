@@ -13,8 +13,7 @@ from torch import Tensor
 
 from deltasync.delta.bits import Flat, dtype_of, torch_dtype
 from deltasync.delta.host import Bits
-from deltasync.delta.kernels import KERNELS
-from deltasync.delta.kernels.host import unsigned
+from deltasync.delta.kernels.host import changed, unsigned
 from deltasync.delta.patch import CHUNK_NUMEL
 from deltasync.delta.readers import WireReader
 from deltasync.dtypes import Dtype
@@ -88,15 +87,13 @@ def sparsity(
     if new.shape != old.shape:
         raise LayoutMismatch(f"shape {tuple(new.shape)} against {tuple(old.shape)}")
     reader, held = WireReader.of(new, dtype_of(old), name="new"), Flat.of(old, name="old")
-    changed = KERNELS[held.line.device.type].changed
     step, total = CHUNK_NUMEL, Sparsity()
     if not encodings:  # which alone depend on where chunks end
         step *= _CHUNKS
     for start in range(0, held.numel, step):
         stop = min(start + step, held.numel)
         before, after = held.read(start, stop), reader.read(start, stop)
-        positions = changed(after, before, most=stop - start)
-        assert positions is not None
+        positions = changed(after, before)
         new_bits, old_bits = (
             unsigned(one.index_select(0, positions).cpu()) for one in (after, before)
         )

@@ -10,12 +10,6 @@ from deltasync.wire.digest import GOLDEN_RATIO, MASK, MULTIPLIERS
 _BLOCK = 1 << 20  # elements mixed at once
 
 
-def changed(new: Tensor, old: Tensor, most: int) -> Tensor | None:
-    """int32[k] increasing positions where int[n] differ; None if these are more than `most`."""
-    found = (new != old).nonzero().squeeze(1)
-    return found.to(torch.int32) if len(found) <= most else None
-
-
 def digest_run(bits: Tensor, key: int, start: int) -> int:
     """The digest of int[n] consecutive elements, the first at flat position `start`."""
     total = 0
