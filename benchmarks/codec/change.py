@@ -12,11 +12,12 @@ from torch import Tensor
 
 from benchmarks.codec.pairs import Pair
 from deltasync.delta.bits import Flat, Live, dtype_of
+from deltasync.delta.choice import snapshot_of
 from deltasync.delta.host import Bits
 from deltasync.delta.kernels.host import unsigned
 from deltasync.delta.readers import WireReader
 from deltasync.delta.shard import whole
-from deltasync.delta.snapshot import Bucket, snapshot_of
+from deltasync.delta.snapshot import Bucket
 from deltasync.dtypes import Dtype
 from deltasync.wire.messages import ParameterSpec
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from typing import Literal
 
 import torch
 
 from deltasync.delta.bits import Live
+from deltasync.delta.detector import HostSnapshot
+from deltasync.delta.readers import Reader
+from deltasync.delta.shard import Share
+from deltasync.delta.snapshot import Snapshot, arena
+from deltasync.delta.tiles import Space
 from deltasync.errors import ConfigError
 
 Kernels = Literal["auto", "triton", "torch"]
@@ -54,3 +59,39 @@ def _is_interpreted() -> bool:
     from deltasync.delta.kernels.triton_base import IS_INTERPRETED
 
     return IS_INTERPRETED
+
+
+def snapshot_of(
+    shares: Sequence[Share],
+    readers: Sequence[Reader],
+    *,
+    device: torch.device | None = None,
+    kernels: Kernels = "auto",
+) -> Snapshot:
+    """A copy of a source as it is now: what the next delta is taken against.
+
+    Args:
+        shares: What there is to send; `shard.whole` makes it of a layout.
+        readers: The source of these, in that order.
+        device: Where to keep the copy; None for where the source is.
+        kernels: What compares.
+    """
+    snapshot = _empty_for(Space(shares), readers, device, kernels)
+    snapshot.capture(readers)
+    return snapshot
+
+
+def _empty_for(
+    space: Space, readers: Sequence[Reader], place: torch.device | None, kernels: Kernels
+) -> Snapshot:
+    """What compares these with a copy at `place`."""
+    devices = {reader.device for reader in readers}
+    if place is not None and place.type != "cpu":  # kernels reach host memory that is pinned
+        devices.add(place)
+    device = device_for(devices, int(space.share_numel.sum()), kernels)
+    if device is None:
+        return HostSnapshot(space)
+    from deltasync.delta.device import DeviceSnapshot
+
+    is_apart = place is not None and place.type != device.type
+    return DeviceSnapshot(space, device, arena(space, place or device, pinned=is_apart))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from deltasync.delta.changes import Changes
-from deltasync.delta.detector import HostDetector
+from deltasync.delta.detector import HostSnapshot
 from deltasync.delta.staging import Lane
 from deltasync.errors import UnknownCodec
 from deltasync.wire.changes import Sizes
@@ -17,7 +17,7 @@ from deltasync.wire.changes import Sizes
 class Codec(Protocol):
     """Makes changes short by the bits that they replace, on hosts."""
 
-    def encode(self, changes: Changes, old: HostDetector) -> bytes | None:
+    def encode(self, changes: Changes, old: HostSnapshot) -> bytes | None:
         """The coded form of changes, which may be longer; None if there is none."""
         ...
 

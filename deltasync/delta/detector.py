@@ -18,7 +18,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deltasync.delta.bits import INTEGERS
 from deltasync.delta.changes import Changes
 from deltasync.delta.host import (
     Bits,
@@ -32,8 +31,10 @@ from deltasync.delta.host import (
 from deltasync.delta.kernels import host as kernels
 from deltasync.delta.kernels.host import unsigned
 from deltasync.delta.readers import Reader, WireReader
+from deltasync.delta.snapshot import Snapshot, arena, whole_sizes
 from deltasync.delta.tiles import CHUNK, Ints, Section, Space
 from deltasync.dtypes import Dtype
+from deltasync.errors import SourceChanged
 from deltasync.wire.changes import ALIGNMENT, TILE, Sizes
 
 _Part: TypeAlias = tuple[int, int, int]
@@ -160,9 +161,9 @@ class HostFound:
         counts: int64[shares]: elements that differ.
     """
 
-    def __init__(self, detector: HostDetector, section: Section) -> None:
-        self._detector, self.section = detector, section
-        self.counts = np.zeros(len(detector.space.shares), np.int64)
+    def __init__(self, snapshot: HostSnapshot, section: Section) -> None:
+        self._snapshot, self.section = snapshot, section
+        self.counts = np.zeros(len(snapshot.space.shares), np.int64)
         self._groups: list[tuple[int, int]] = []
         self._parts: list[list[Part] | None] = []
         self._rows = [(0, 0, 0)]
@@ -180,7 +181,7 @@ class HostFound:
         Returns the bytes that their lanes take of payloads. They are kept if that is no more than
         `room`, or found once more when they are emitted.
         """
-        parts, space = self._detector.part(low, high, only_counts=room <= 0), self._detector.space
+        parts, space = self._snapshot.part(low, high, only_counts=room <= 0), self._snapshot.space
         for part in parts:
             np.add.at(self.counts, space.share[part.tiles], part.changed)
         self._rows.append(row := self._row(parts))
@@ -192,8 +193,8 @@ class HostFound:
     def emit(self, low: int, high: int, payload: Tensor, sums: Tensor) -> Changes:
         """Write the changes of groups [low, high) to a payload of their sizes.
 
-        The digests of the copy, int64[chunks], become those of what is sent. Raises SourceMoved if
-        changes are others than were found.
+        The digests of the copy, int64[chunks], become those of what is sent. Raises SourceChanged
+        if changes are others than were found.
         """
         parts = [part for n in range(low, high) for part in self._found(n)]
         sizes = Sizes(self.section.item_size, *(int(n) for n in self.ends[high] - self.ends[low]))
@@ -203,11 +204,11 @@ class HostFound:
             column = getattr(changes, name)
             into = column.numpy().view(f"u{column.element_size()}")
             np.concatenate([getattr(part, name) for part in parts], out=into, casting="unsafe")
-        table, changed = Table(self._detector.space, changes), sums.numpy().view(np.uint64)
+        table, changed = Table(self._snapshot.space, changes), sums.numpy().view(np.uint64)
         if sizes.places:
-            self._detector.add_lanes(table, changed)
+            self._snapshot.add_lanes(table, changed)
         if sizes.whole:
-            self._detector.copy_whole(table, changed)
+            self._snapshot.copy_whole(table, changed)
         return changes
 
     def overwrite(
@@ -216,11 +217,11 @@ class HostFound:
         """`emit` them, and write them to the copy. Calls `packed` before that."""
         changes = self.emit(low, high, payload, sums)
         packed()
-        self._detector.advance(changes)
+        self._snapshot.advance(changes)
 
     def _row(self, parts: Sequence[Part]) -> tuple[int, int, int]:
         """Tiles, places and whole elements."""
-        numel, size = self._detector.space.numel, self.section.item_size
+        numel, size = self._snapshot.space.numel, self.section.item_size
         return (
             sum(len(part.tiles) for part in parts),
             sum(int(part.counts.sum()) for part in parts),
@@ -233,74 +234,47 @@ class HostFound:
         """The parts of a group; found once more if they were not kept."""
         parts, self._parts[nth] = self._parts[nth], None
         if parts is None:
-            parts = self._detector.part(*self._groups[nth])
+            parts = self._snapshot.part(*self._groups[nth])
             if self._row(parts) != self._rows[nth + 1]:
-                raise SourceMoved
+                raise SourceChanged(
+                    "the source was written while it was sent: let nothing step or load until "
+                    "send_weights returns, or has called on_source_read"
+                )
         return parts
 
 
-class SourceMoved(Exception):
-    """A source is not what it was when it was compared."""
-
-
-class HostDetector:
+class HostSnapshot(Snapshot):
     """A copy of a source in host memory, and how the source differs from it.
 
     Args:
         space: What is sent.
         lines: int[numel] of each share: where the copy is, if it is there already. Not owned.
-
-    Attributes:
-        space: The same.
-        ahead: bool[tiles]: which have other bits here than the version that is held.
-        num_bytes: Of the copy.
     """
 
-    device: torch.device | None = None
+    ahead: NDArray[np.bool_]
 
     def __init__(self, space: Space, lines: Sequence[Tensor] | None = None) -> None:
-        self.space = space
-        self.lines = arena(space, torch.device("cpu")) if lines is None else list(lines)
-        self.num_bytes = int((space.share_numel * space.item_size).sum())
+        super().__init__(space, arena(space, torch.device("cpu")) if lines is None else lines)
         self._begins = addresses(self.lines)
         self._is_aligned = not (self._begins % space.item_size).any()
         self._elements = space.first_chunk[:-1] * CHUNK
         self.ahead = np.zeros(len(space), np.bool_)
-        self._readers: Mapping[int, Reader] = {}
-        self._taken: Sequence[Reader] = ()
         self._spans: dict[tuple[int, int], list[Span]] = {}
 
     def take(self, readers: Sequence[Reader]) -> None:
-        """Read from these from now on: one for each share, as these were given."""
+        """Look spans up again only if it is another list."""
         if readers is not self._taken:
-            self._taken, order = readers, self.space.order.tolist()
-            self._readers = {n: readers[given] for n, given in enumerate(order)}
             self._spans.clear()
+        super().take(readers)
 
     def take_one(self, share: int, reader: Reader) -> None:
         """The same of one share: the others are not there."""
         self._readers, self._taken = {share: reader}, ()
         self._spans.clear()
 
-    def capture(self) -> None:
-        """Copy the source."""
-        for share, line in enumerate(self.lines):
-            reader = self._readers[share]
-            for start in range(0, len(line), CHUNK):
-                stop = min(start + CHUNK, len(line))
-                line[start:stop].copy_(reader.read(start, stop))
-        self.ahead[:] = False
-
     def find(
         self, groups: Sequence[int], room: int, meanwhile: Callable[[], None]
     ) -> list[HostFound]:
-        """Compare all tiles.
-
-        Args:
-            groups: How many tiles of each section are one group.
-            room: Bytes of payloads up to which changes are kept.
-            meanwhile: Called before.
-        """
         meanwhile()
         made = list[HostFound]()
         for section, group in zip(self.space.sections, groups, strict=True):
@@ -349,13 +323,8 @@ class HostDetector:
         return found
 
     @property
-    def before(self) -> HostDetector:
-        """What codecs ask for the bits before."""
+    def before(self) -> HostSnapshot:
         return self
-
-    def read(self, share: int, start: int, stop: int) -> Tensor:
-        """int[stop - start]: the bits of the copy of a run of a share; read only."""
-        return self.lines[share][start:stop]
 
     def old(self, changes: Changes) -> tuple[Bits, Bits]:
         """(unsigned[N], unsigned[W]): the bits of the copy at lanes and whole tiles of changes."""
@@ -366,7 +335,6 @@ class HostDetector:
         return self.old_lanes(table), whole
 
     def advance(self, changes: Changes) -> None:
-        """Write changes to the copy, which is ahead then."""
         table = Table(self.space, changes)
         self.ahead[table.tiles] = True
         self.advance_whole(table)
@@ -386,11 +354,10 @@ class HostDetector:
         payload = torch.empty(
             whole_sizes(self.space, tiles).num_bytes, dtype=torch.uint8, device="cpu"
         )
-        self.full(tiles, payload)
+        self.whole(tiles, payload)
         return Changes.of(payload, whole_sizes(self.space, tiles))
 
-    def full(self, tiles: Ints, payload: Tensor) -> None:
-        """Write all of int64[T] tiles, of one section, to a payload of their sizes."""
+    def whole(self, tiles: Ints, payload: Tensor) -> None:
         changes = Changes.of(payload, whole_sizes(self.space, tiles))
         changes.clear_padding()
         changes.tiles.copy_(torch.from_numpy(tiles))
@@ -400,7 +367,6 @@ class HostDetector:
             changes.whole[run.there] = self.lines[run.share][run.start : run.stop]
 
     def measure(self, chunks: Ints) -> NDArray[np.uint64]:
-        """uint64[n]: the digests of int64[n] chunks of a ledger, read from the copy."""
         space, found = self.space, np.zeros(len(chunks), np.uint64)
         shares = space.first_chunk.searchsorted(chunks, "right") - 1
         starts = (chunks - space.first_chunk[shares]) * CHUNK
@@ -408,23 +374,3 @@ class HostDetector:
             bits = self.lines[share][start : start + CHUNK]
             found[n] = digest_run(space, share, start, bits)
         return found
-
-
-def arena(space: Space, device: torch.device, *, pinned: bool = False) -> list[Tensor]:
-    """int[numel] for each share, side by side."""
-    sizes = space.share_numel * space.item_size
-    spaces = -(-sizes // ALIGNMENT) * ALIGNMENT
-    begins = np.cumsum(spaces) - spaces
-    num_bytes = int(spaces.sum())
-    memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
-    columns = begins.tolist(), sizes.tolist(), space.item_size.tolist()
-    return [
-        memory[begin : begin + length].view(INTEGERS[size])
-        for begin, length, size in zip(*columns, strict=True)
-    ]
-
-
-def whole_sizes(space: Space, tiles: Ints) -> Sizes:
-    """Of a payload with all of int64[T] tiles, of one section."""
-    size = int(space.item_size[space.share[tiles[0]]])
-    return Sizes(size, len(tiles), 0, int(padded_numel(space.numel[tiles], size).sum()))

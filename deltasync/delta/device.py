@@ -13,16 +13,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deltasync.delta.bits import Flat
 from deltasync.delta.changes import Changes
-from deltasync.delta.detector import whole_sizes
 from deltasync.delta.host import addresses, padded_numel
 from deltasync.delta.kernels import tiles as kernels
 from deltasync.delta.kernels.reads import AS_IS
 from deltasync.delta.kernels.tiles_live import WRITE
 from deltasync.delta.kernels.triton_base import TYPES
 from deltasync.delta.launches import Numbers, Tiles, on, summed, there
-from deltasync.delta.readers import Reader, copy_read
+from deltasync.delta.readers import Reader
+from deltasync.delta.snapshot import Snapshot, whole_sizes
 from deltasync.delta.source import COPIED, WORDS, Source
 from deltasync.delta.tiles import Ints, Section, Space
 from deltasync.wire.changes import ALIGNMENT, TILE, Sizes
@@ -32,7 +31,7 @@ class DeviceFound:
     """Where the tiles of a section differ: see `delta.detector.HostFound`.
 
     Args:
-        detector, source: What was compared.
+        snapshot, source: What was compared.
         section: Whose tiles.
         group: How many of them are one group.
         words, plan, ends, changed: As kernels have them.
@@ -45,7 +44,7 @@ class DeviceFound:
 
     def __init__(
         self,
-        detector: DeviceDetector,
+        snapshot: DeviceSnapshot,
         source: Source,
         section: Section,
         group: int,
@@ -55,7 +54,7 @@ class DeviceFound:
         changed: Tensor,
         sums: Ints,
     ) -> None:
-        self._detector, self._source, self.section, self._group = detector, source, section, group
+        self._snapshot, self._source, self.section, self._group = snapshot, source, section, group
         self._words, self._plan, self._plan_ends, self._changed = words, plan, ends, changed
         before = (sums - sums[:, :1]).T
         self.ends: Ints = before[:, :3]
@@ -64,8 +63,8 @@ class DeviceFound:
     @cached_property
     def counts(self) -> Ints:
         """int64[shares]: elements that differ."""
-        space, section = self._detector.space, self.section
-        with on(self._detector.device):
+        space, section = self._snapshot.space, self.section
+        with on(self._snapshot.device):
             ends = summed(self._changed.to(torch.int64))
             first = np.clip(space.first, section.first, section.stop) - section.first
             return np.diff(ends[there(first, ends.device)].cpu().numpy())
@@ -87,18 +86,18 @@ class DeviceFound:
     def _emit(
         self, low: int, high: int, payload: Tensor, sums: Tensor, *, overwrites: bool
     ) -> Changes:
-        device, section = self._detector.device, self.section
+        device, section = self._snapshot.device, self.section
         sizes = Sizes(section.item_size, *(self.ends[high] - self.ends[low]).tolist())
         num_whole = int(self._num_whole[high] - self._num_whole[low])
         with on(device):
-            changes = Changes.of(self._detector.memory_for(payload), sizes)
+            changes = Changes.of(self._snapshot.memory_for(payload), sizes)
             changes.memory[: sizes.columns[-1][0]] = 0
             tile_of = torch.empty(sizes.places, dtype=torch.int32, device=device)
             whole = torch.empty(2 + 2 * num_whole, dtype=torch.int32, device=device)
             stop = min(high * self._group, section.stop - section.first)
             self._locate(low * self._group, stop, changes, tile_of, whole)
             if overwrites:
-                self._detector.mark_ahead(changes)
+                self._snapshot.mark_ahead(changes)
             self._fill(changes, tile_of, whole, num_whole, sums, overwrites=overwrites)
             if changes.memory is not payload:
                 payload.copy_(changes.memory)
@@ -106,7 +105,7 @@ class DeviceFound:
 
     def warm_up(self) -> None:
         """Compile what `emit` launches."""
-        device, section = self._detector.device, self.section
+        device, section = self._snapshot.device, self.section
         sizes = Sizes(section.item_size, 1, TILE, TILE)  # enough, if something has changed
         with on(device):
             memory = torch.zeros(sizes.num_bytes, dtype=torch.uint8, device=device)
@@ -116,7 +115,7 @@ class DeviceFound:
             self._locate(0, 1, changes, tile_of, whole)
             changes.places.zero_()
             tile_of[:], whole[2:] = section.first, torch.tensor((section.first, 0), device="cpu")
-            sums = torch.zeros(self._detector.space.num_chunks, dtype=torch.int64, device=device)
+            sums = torch.zeros(self._snapshot.space.num_chunks, dtype=torch.int64, device=device)
             for overwrites in (False, True):  # with the bits that are there
                 self._fill(changes, tile_of, whole, 1, sums, overwrites=overwrites)
 
@@ -152,7 +151,7 @@ class DeviceFound:
         overwrites: bool,
     ) -> None:
         """Write values and whole tiles, to the copy too if it `overwrites` that."""
-        source, size, tiles = self._source, self.section.item_size, self._detector.tiles
+        source, size, tiles = self._source, self.section.item_size, self._snapshot.tiles
         count, reads = len(changes.places), self._source.reads(self.section.item_size)
         for read in reads if count else ():
             kernels.collect[(-(-count // kernels.LANES),)](
@@ -177,7 +176,7 @@ class DeviceFound:
                 **_EXACT,
             )
         if num_whole:
-            self._detector.copy_whole(source, changes, whole, num_whole, sums, overwrites)
+            self._snapshot.copy_whole(source, changes, whole, num_whole, sums, overwrites)
 
 
 def _of(section: Section, words: Tensor, plan: Tensor, changed: Tensor) -> tuple[Tensor, ...]:
@@ -189,7 +188,7 @@ def _of(section: Section, words: Tensor, plan: Tensor, changed: Tensor) -> tuple
 _EXACT = {"enable_fp_fusion": False}  # codes are computed as torch would
 
 
-class DeviceDetector:
+class DeviceSnapshot(Snapshot):
     """A copy of a source that kernels reach, and how the source differs from it.
 
     Args:
@@ -198,38 +197,29 @@ class DeviceDetector:
         lines: int[numel] of each share, where the copy is: on the device, or in pinned host memory.
 
     Attributes:
-        space, device: The same.
         tiles: Where the copy is.
-        ahead: uint8[tiles]: which have other bits here than the version that is held.
-        num_bytes: Of the copy.
-        before: Payloads on a GPU are not coded.
     """
 
-    before = None
+    device: torch.device
+    ahead: Tensor
+    _step = COPIED
 
     def __init__(self, space: Space, device: torch.device, lines: Sequence[Tensor]) -> None:
-        self.space, self.device, self._lines = space, device, lines
+        super().__init__(space, lines, device)
         self._at = addresses(lines)
         self.tiles = Tiles.of_copy(space, self._at, device)
-        self.num_bytes = int((space.share_numel * space.item_size).sum())
         self.ahead = torch.zeros(len(space), dtype=torch.uint8, device=device)
-        self._readers: Sequence[Reader] = ()
         self._source: Source | None = None
         self._borders: tuple[tuple[int, ...], Tensor] | None = None
 
     def take(self, readers: Sequence[Reader]) -> None:
-        """Read from these from now on: one for each share, in the order in which they were given.
+        if readers is not self._taken:
+            self._source = None
+        super().take(readers)
 
-        Nothing is looked up again if it is the same list as before.
-        """
-        if readers is not self._readers:
-            self._readers, self._source = readers, None
-
-    def capture(self) -> None:
-        """Copy the source. Compiles kernels, so that no sync has to."""
-        for number, line in zip(self.space.order.tolist(), self._lines, strict=True):
-            copy_read(self._readers[number], Flat.of(line), step=COPIED)
-        self.ahead.zero_()
+    def capture(self, readers: Sequence[Reader]) -> None:
+        """Compiles kernels, so that no sync has to."""
+        super().capture(readers)
         if self.device.type == "cuda":
             self.warm_up()
 
@@ -245,13 +235,7 @@ class DeviceDetector:
     def find(
         self, groups: Sequence[int], room: int, meanwhile: Callable[[], None]
     ) -> list[DeviceFound]:
-        """Compare all tiles.
-
-        Args:
-            groups: How many tiles of each section are one group.
-            room: Masks are kept, whatever they lead to.
-            meanwhile: Called while kernels run.
-        """
+        """Compare all tiles. Masks are kept, whatever they lead to."""
         count = len(self.space)
         with on(self.device):
             source = self._look_up()
@@ -319,7 +303,6 @@ class DeviceDetector:
             )
 
     def advance(self, changes: Changes) -> None:
-        """Write changes, as `emit` makes them, to the copy, which is ahead then."""
         section = self.space.section_of(changes.sizes.item_size)
         assert section is not None
         with on(self.device):
@@ -332,8 +315,7 @@ class DeviceDetector:
         """Their tiles are going to be written."""
         self.ahead.index_fill_(0, changes.tiles.to(torch.int64), 1)
 
-    def full(self, tiles: Ints, payload: Tensor) -> None:
-        """Write all of int64[T] tiles, of one section, to a payload of their sizes."""
+    def whole(self, tiles: Ints, payload: Tensor) -> None:
         sizes = whole_sizes(self.space, tiles)
         lengths = padded_numel(self.space.numel[tiles], sizes.item_size)
         entries = np.stack((tiles, np.cumsum(lengths) - lengths), axis=1).astype(np.int32)
@@ -347,12 +329,7 @@ class DeviceDetector:
             if changes.memory is not payload:
                 payload.copy_(changes.memory)
 
-    def read(self, share: int, start: int, stop: int) -> Tensor:
-        """int[stop - start]: the bits of the copy of a run of a share; read only."""
-        return self._lines[share][start:stop]
-
     def measure(self, chunks: Ints) -> NDArray[np.uint64]:
-        """uint64[n]: the digests of int64[n] chunks of a ledger, read from the copy."""
         return self.tiles.measure(chunks)
 
     @cached_property
@@ -362,8 +339,7 @@ class DeviceDetector:
 
     def _look_up(self) -> Source:
         if self._source is None:
-            readers = [self._readers[number] for number in self.space.order.tolist()]
-            self._source = Source(self.tiles, self._at, readers)
+            self._source = Source(self.tiles, self._at, [*self._readers.values()])
         self._source.copy()
         return self._source
 

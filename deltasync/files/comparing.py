@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from deltasync.delta.bits import Flat
-from deltasync.delta.detector import HostDetector
+from deltasync.delta.detector import HostSnapshot
 from deltasync.delta.ledger import Ledger, digest_text
 from deltasync.delta.shard import whole
 from deltasync.delta.tiles import Space
@@ -88,12 +88,12 @@ def lines_of(checkpoint: Checkpoint, space: Space) -> list[Tensor]:
 def measure_digests(checkpoint: Checkpoint, *, advance: Advance = lambda num_bytes: None) -> Ledger:
     """Return the state digests of a checkpoint, by chunk."""
     space = Space(whole(checkpoint.layout))
-    ledger, detector = Ledger(space), HostDetector(space, lines_of(checkpoint, space))
+    ledger, held = Ledger(space), HostSnapshot(space, lines_of(checkpoint, space))
     num_bytes = np.bincount(
         space.chunk, space.numel * space.item_size[space.share], space.num_chunks
     )
     groups = np.array_split(np.arange(space.num_chunks), max(1, space.num_chunks // 8))
-    for number, (group, sums) in enumerate(in_threads(detector.measure, groups)):
+    for number, (group, sums) in enumerate(in_threads(held.measure, groups)):
         ledger.sums[group] = sums
         advance(int(num_bytes[group].sum()))
         if number % _RELEASED == 0:

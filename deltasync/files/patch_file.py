@@ -14,12 +14,10 @@ import torch
 from deltasync.delta.bits import Flat
 from deltasync.delta.changes import Changes
 from deltasync.delta.coding import Coding
-from deltasync.delta.detector import HostDetector, Part
-from deltasync.delta.ledger import digest_text
+from deltasync.delta.detector import HostSnapshot, Part
+from deltasync.delta.ledger import Ledger, digest_text
 from deltasync.delta.readers import WireReader
-from deltasync.delta.snapshot import Snapshot
 from deltasync.delta.staging import Received
-from deltasync.delta.tiles import Space
 from deltasync.errors import ConfigError, DigestMismatch, LayoutMismatch, ProtocolViolation
 from deltasync.files.checkpoint import Checkpoint, check_same_tensors
 from deltasync.files.comparing import (
@@ -82,8 +80,8 @@ def write_patch(
     check_same_tensors(old.specs, new.specs)
     base = measure_digests(old, advance=phase("reading", old.num_bytes))
     readers = [WireReader.of(new.tensor(one.name), one.dtype, name=one.name) for one in old.layout]
-    detector = _OldFile(old, new, base.space, advance=phase("comparing", old.num_bytes))
-    plan = Snapshot(detector, base).compare(
+    held = _OldFile(old, new, base, advance=phase("comparing", old.num_bytes))
+    plan = held.compare(
         readers,
         bucket_bytes=_BUCKET_BYTES,
         max_held_bytes=_HELD_BYTES,
@@ -250,14 +248,15 @@ def _reported(frames: Iterable[Frame], advance: Advance) -> Iterator[Frame]:
         advance(len(frame.header) + (0 if frame.payload is None else len(frame.payload)))
 
 
-class _OldFile(HostDetector):
+class _OldFile(HostSnapshot):
     """The old checkpoint as it lies in its file: nothing is copied, and it never advances.
 
     While it is compared, it releases the memory of both checkpoints behind itself.
     """
 
-    def __init__(self, old: Checkpoint, new: Checkpoint, space: Space, *, advance: Advance) -> None:
-        super().__init__(space, lines_of(old, space))
+    def __init__(self, old: Checkpoint, new: Checkpoint, base: Ledger, *, advance: Advance) -> None:
+        super().__init__(base.space, lines_of(old, base.space))
+        self.ledger, self._sums = base, self._there(base)
         self._checkpoints, self._advance = (old, new), advance
         self._unreleased = self._compared = 0
 

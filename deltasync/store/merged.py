@@ -14,11 +14,10 @@ from torch import Tensor
 
 from deltasync.delta.bits import Live
 from deltasync.delta.changes import Changes
-from deltasync.delta.detector import whole_sizes
 from deltasync.delta.host import Bits, Table, padded_numel
 from deltasync.delta.kernels.host import unsigned
 from deltasync.delta.shard import whole
-from deltasync.delta.snapshot import Bucket
+from deltasync.delta.snapshot import Bucket, Plan, whole_sizes
 from deltasync.delta.tiles import Ints, Space
 from deltasync.dtypes import Dtype
 from deltasync.errors import LayoutMismatch
@@ -283,26 +282,7 @@ class Stated:
         return self.total
 
 
-class StoredPlan:
-    """What is stored, for `one_way_frames`, once. See `delta.snapshot.Plan`."""
-
-    def __init__(
-        self, space: Space, buckets: Iterable[Bucket], *, base_version: int | None, digest: int
-    ) -> None:
-        self.space, self._buckets = space, list(buckets)
-        self.base_version, self.ledger = base_version, Stated(digest)
-        self.payload_bytes = sum(bucket.sizes.num_bytes for bucket in self._buckets)
-        self.places = sum(bucket.sizes.places for bucket in self._buckets)
-
-    def buckets(self) -> Iterator[Bucket]:
-        """Payloads."""
-        return iter(self._buckets)
-
-    def decided(self) -> None:
-        """Nothing waits for the decision."""
-
-
-def plan_of_deltas(merged: Merged, *, base_version: int, digest: int) -> StoredPlan:
+def plan_of_deltas(merged: Merged, *, base_version: int, digest: int) -> Plan:
     """What deltas change together, as one.
 
     Args:
@@ -311,10 +291,10 @@ def plan_of_deltas(merged: Merged, *, base_version: int, digest: int) -> StoredP
         digest: State digest of the weights after the last one.
     """
     buckets = (bucket for layer in merged.layers.values() for bucket in layer.buckets())
-    return StoredPlan(merged.space, buckets, base_version=base_version, digest=digest)
+    return Plan(merged.space, buckets, Stated(digest), base_version=base_version)
 
 
-def plan_of_anchor(merged: Merged, anchor: Checkpoint, *, digest: int) -> StoredPlan:
+def plan_of_anchor(merged: Merged, anchor: Checkpoint, *, digest: int) -> Plan:
     """All of an anchor's weights that are wanted, with the deltas after it. Memory: one payload.
 
     Args:
@@ -333,7 +313,7 @@ def plan_of_anchor(merged: Merged, anchor: Checkpoint, *, digest: int) -> Stored
             some = tiles[low : low + step]
             sizes, pack = whole_sizes(space, some), partial(_pack_anchor, merged, anchor, some)
             buckets.append(Bucket(sizes, torch.device("cpu"), partial(_pack, sizes, pack)))
-    return StoredPlan(space, buckets, base_version=None, digest=digest)
+    return Plan(space, buckets, Stated(digest))
 
 
 def _pack_anchor(merged: Merged, anchor: Checkpoint, tiles: Ints, into: Changes) -> None:

@@ -15,7 +15,7 @@ from typing import Literal, cast
 from deltasync.delta.coding import Coding
 from deltasync.delta.ledger import Ledger, digest_text
 from deltasync.delta.modes import plain_mode
-from deltasync.delta.snapshot import Delta
+from deltasync.delta.snapshot import Plan
 from deltasync.errors import DigestMismatch, ObjectDamaged, StoreError, StoreRefused
 from deltasync.files.frame_file import put_frames
 from deltasync.store import keys
@@ -103,7 +103,7 @@ class _Pending:
     """A version whose manifest may be in the store."""
 
     manifest: Manifest
-    delta: Delta | None
+    delta: Plan | None
 
 
 class StoreSender:
@@ -227,7 +227,7 @@ class StoreSender:
             postponed=postponed,
         )
 
-    def _write_delta(self, delta: Delta) -> Way:
+    def _write_delta(self, delta: Plan) -> Way:
         version = self._writer.next_version
         frames = one_way_frames(
             delta,
@@ -275,7 +275,7 @@ class StoreSender:
         published = self._commit(way, delta=None, nnz=self._layout.numel, changed=changed)
         return self._stats(published, "anchor", began, compared, anchor_bytes=way.num_bytes)
 
-    def _commit(self, way: Way, *, delta: Delta | None, nnz: int, changed: Changed) -> Published:
+    def _commit(self, way: Way, *, delta: Plan | None, nnz: int, changed: Changed) -> Published:
         digest = self._weights.digests.total if delta is None else delta.ledger.total
         manifest = self._writer.manifest(self._layout, way, digest=digest, nnz=nnz, changed=changed)
         self._pending = _Pending(manifest, delta)
@@ -360,7 +360,7 @@ class StoreSender:
         began: float,
         compared: float,
         *,
-        delta: Delta | None = None,
+        delta: Plan | None = None,
         delta_bytes: int = 0,
         anchor_bytes: int = 0,
         postponed: str = "",
@@ -390,7 +390,7 @@ class StoreSender:
             warnings=(*warnings, *self._hint(delta)),
         )
 
-    def _hint(self, delta: Delta | None) -> tuple[str, ...]:
+    def _hint(self, delta: Plan | None) -> tuple[str, ...]:
         """Say once that of a narrower dtype less would change."""
         numels = (s.numel for s in self._layout.specs if s.dtype.name in ("float32", "float64"))
         numel = self._layout.numel

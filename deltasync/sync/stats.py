@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.delta.coding import Coding
-from deltasync.delta.snapshot import Delta
+from deltasync.delta.snapshot import Plan
 from deltasync.delta.tiles import Ints
 from deltasync.errors import NoReceivers, SyncAborted, TransportTimeout
 from deltasync.sync.events import Phase, SyncEvent, SyncFailed
@@ -181,7 +181,7 @@ class SenderCall:
 class Synced:
     """The members' part of a sync."""
 
-    delta: Delta | None = None
+    delta: Plan | None = None
     result: RoundResult = field(default_factory=RoundResult)
     diff_s: float = 0.0
     attempts: int = 0
@@ -259,7 +259,7 @@ def _seconds(phases: Iterable[Phase], of: str = "capture") -> float:
     return sum(end - start for name, start, end in phases if name == of)
 
 
-def _coverage(trained: NDArray[np.bool_], delta: Delta | None) -> dict[str, int]:
+def _coverage(trained: NDArray[np.bool_], delta: Plan | None) -> dict[str, int]:
     """How many parameters are "changed", "unchanged", "frozen". All are, without a delta.
 
     Args: bool[parameters] `trained`: whether each is.
@@ -294,7 +294,7 @@ class DeltaWatch:
         self._warned_of = 0.0  # the density of the last warning, while it is high
 
     def look(
-        self, weights: Weights, delta: Delta | None, options: SenderOptions, *, version: int
+        self, weights: Weights, delta: Plan | None, options: SenderOptions, *, version: int
     ) -> tuple[dict[str, float], tuple[str, ...]]:
         """`density_by` and `warnings` of `SyncStats`; the latter are logged too.
 
@@ -320,7 +320,7 @@ class DeltaWatch:
         return self._densities_by(delta, options.report_density), warnings
 
     def _densities_by(
-        self, delta: Delta, kind: Literal["layer", "parameter"] | None
+        self, delta: Plan, kind: Literal["layer", "parameter"] | None
     ) -> dict[str, float]:
         """Shares that changed, by layer or parameter."""
         if kind is None:
@@ -353,7 +353,7 @@ class DeltaWatch:
             "has what the optimizer steps, and that its steps show in the dtype that is sent"
         )
 
-    def _unchanged(self, weights: Weights, delta: Delta, limit: int | None) -> str:
+    def _unchanged(self, weights: Weights, delta: Plan, limit: int | None) -> str:
         """Which trained parameters should have changed in so many deltas; each is named once."""
         self._deltas, self._silent = self._deltas + 1, 0
         self._changed_in[(delta.counts > 0) | ~weights.trained] = self._deltas

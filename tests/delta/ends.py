@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltasync.delta.bits import Flat, torch_dtype
+from deltasync.delta.choice import snapshot_of
 from deltasync.delta.coding import Coder, Coding
 from deltasync.delta.payloads import PayloadReader
 from deltasync.delta.readers import WireReader
 from deltasync.delta.shard import ShardSpec, Share, rows_of
-from deltasync.delta.snapshot import Bucket, Delta, Plan, snapshot_of
+from deltasync.delta.snapshot import Bucket, Plan
 from deltasync.delta.staging import Staging, staged_bytes_of
 from deltasync.delta.tiles import table_of
 from deltasync.wire import messages
@@ -64,7 +65,7 @@ class Rank:
         for name, tensor in self.held.items():
             Flat.of(tensor).write(0, Flat.of(held[name].contiguous()).read(0, tensor.numel()))
 
-    def delta(self, max_held_bytes: int = 1 << 30, bucket_bytes: int = 1 << 20) -> Delta:
+    def delta(self, max_held_bytes: int = 1 << 30, bucket_bytes: int = 1 << 20) -> Plan:
         return self.snapshot.compare(
             self.readers,
             bucket_bytes=bucket_bytes,

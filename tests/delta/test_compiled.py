@@ -17,12 +17,12 @@ from triton.language import dtype as TritonType
 from triton.runtime.interpreter import InterpretedFunction
 
 from deltasync.delta.bits import Flat, Live, torch_dtype
-from deltasync.delta.device import DeviceDetector
+from deltasync.delta.choice import snapshot_of
+from deltasync.delta.device import DeviceSnapshot
 from deltasync.delta.live import tiles_of
 from deltasync.delta.readers import Reader, WireReader
 from deltasync.delta.region import Region
 from deltasync.delta.shard import Share
-from deltasync.delta.snapshot import snapshot_of
 from deltasync.delta.staging import LiveWeights
 from deltasync.delta.tiles import Space
 from deltasync.dtypes import BY_NAME
@@ -103,9 +103,9 @@ def use_every_kernel(readers: Sequence[Reader], region: Region) -> None:
     """
     specs = [ParameterSpec((f"{n}",), (128,), one.dtype) for n, one in enumerate(readers)]
     shares = [Share(number, spec, region) for number, spec in enumerate(specs)]
-    detector = snapshot_of(shares, readers, kernels="triton")._detector
-    assert isinstance(detector, DeviceDetector)
-    detector.warm_up()
+    snapshot = snapshot_of(shares, readers, kernels="triton")
+    assert isinstance(snapshot, DeviceSnapshot)
+    snapshot.warm_up()
     every = [Share(number, spec, Region.run(0, 128)) for number, spec in enumerate(specs)]
     for make in (_run, _box, _codes):
         flats = {number: make(spec) for number, spec in enumerate(specs)}

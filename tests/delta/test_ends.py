@@ -17,7 +17,7 @@ from deltasync.delta.coding import Coding
 from deltasync.delta.detector import HostFound
 from deltasync.delta.ledger import Ledger
 from deltasync.delta.shard import share_out
-from deltasync.delta.snapshot import MIN_BUCKET_BYTES, DeltaPlan, Plan
+from deltasync.delta.snapshot import MIN_BUCKET_BYTES, Delta, Plan
 from deltasync.errors import DigestMismatch, SourceChanged
 from deltasync.wire.changes import TILE
 from deltasync.wire.digest import MASK
@@ -90,7 +90,7 @@ def check_sync(
 
 def changed_by(plans: list[Plan]) -> set[int]:
     """Numbers of the layout's parameters that ranks send some of."""
-    deltas = [plan for plan in plans if isinstance(plan, DeltaPlan)]
+    deltas = [plan for plan in plans if isinstance(plan, Delta)]
     return {one.space.given[share].number for one in deltas for share in np.flatnonzero(one.counts)}
 
 
@@ -267,7 +267,7 @@ def test_a_snapshot_that_is_ahead_when_packing_breaks_off_is_known_to_be(
     sender, model = changed_ends()
     sender.held["w2"].fill_(3)
     snapshot = sender.snapshot
-    of = HostFound if broken == "overwrite" else snapshot._detector
+    of = HostFound if broken == "overwrite" else snapshot
     inner = getattr(of, broken)
 
     def stopping(*args: object, **options: object) -> None:

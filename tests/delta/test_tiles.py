@@ -15,12 +15,12 @@ from torch import Tensor
 from deltasync import dtypes
 from deltasync.delta.bits import Flat, Live, as_bits, torch_dtype
 from deltasync.delta.changes import Changes
-from deltasync.delta.choice import Kernels, device_for
+from deltasync.delta.choice import Kernels, device_for, snapshot_of
 from deltasync.delta.live import DeviceTally
 from deltasync.delta.readers import Reader, WireReader
 from deltasync.delta.region import Region
 from deltasync.delta.shard import Share, whole
-from deltasync.delta.snapshot import DeltaPlan, FullPlan, Snapshot, snapshot_of
+from deltasync.delta.snapshot import Plan, Snapshot
 from deltasync.delta.staging import Lane, LiveWeights, Received, Staging, staged_bytes_of
 from deltasync.delta.tiles import Space
 from deltasync.engines.routes.codes import Codes
@@ -80,7 +80,7 @@ def readers_of(specs: Sequence[ParameterSpec], tensors: Sequence[Tensor]) -> lis
     return [WireReader.of(t, s.dtype, name=s.name) for t, s in zip(tensors, specs, strict=True)]
 
 
-def packed(plan: DeltaPlan | FullPlan) -> list[tuple[Sizes, Tensor]]:
+def packed(plan: Plan) -> list[tuple[Sizes, Tensor]]:
     """Its payloads, over memory that was not zero."""
     found = []
     for bucket in plan.buckets():
@@ -120,7 +120,7 @@ class Ends:
 
     def compare(
         self, readers: Sequence[Reader], *, bucket_bytes: int = 1 << 16, max_held: int = 1 << 30
-    ) -> list[DeltaPlan]:
+    ) -> list[Plan]:
         plans = [
             one.compare(readers, bucket_bytes=bucket_bytes, max_held_bytes=max_held, base_version=1)
             for one in self.snapshots

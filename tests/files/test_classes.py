@@ -15,11 +15,10 @@ from torch import Tensor
 
 from deltasync.delta.bits import Flat, Live, as_bits, dtype_of
 from deltasync.delta.changes import Changes
-from deltasync.delta.detector import HostDetector
+from deltasync.delta.detector import HostSnapshot
 from deltasync.delta.host import Table
 from deltasync.delta.readers import WireReader
 from deltasync.delta.shard import whole
-from deltasync.delta.snapshot import Snapshot
 from deltasync.delta.staging import Lane, LiveWeights
 from deltasync.delta.tiles import Space
 from deltasync.dtypes import BY_NAME
@@ -70,8 +69,8 @@ def lane_of(version: Version, held: Sequence[int] | None = None) -> Lane:
 def coded(old: Version, new: Version) -> tuple[bytes, Changes]:
     """A payload with all that differs, and what it stands for."""
     space = space_of(old)
-    detector = HostDetector(space, [Flat.of(old[n]).line for n in space.order])
-    plan = Snapshot(detector).compare(
+    snapshot = HostSnapshot(space, [Flat.of(old[n]).line for n in space.order])
+    plan = snapshot.compare(
         [WireReader.of(one, dtype_of(one), name="w") for one in new],
         bucket_bytes=1 << 24,
         max_held_bytes=1 << 30,
@@ -83,7 +82,7 @@ def coded(old: Version, new: Version) -> tuple[bytes, Changes]:
     changes = Changes.of(payload, bucket.sizes)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(class_codec, "LEAST", 1)
-        data = ClassCodec().encode(changes, detector)
+        data = ClassCodec().encode(changes, snapshot)
     assert data is not None
     return data, changes
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from deltasync.delta.bits import as_bits
-from deltasync.delta.device import DeviceDetector
+from deltasync.delta.choice import snapshot_of
+from deltasync.delta.device import DeviceSnapshot
 from deltasync.delta.shard import whole
-from deltasync.delta.snapshot import Snapshot, snapshot_of
 from deltasync.quant.batched import can_compute
 from deltasync.quant.block_fp8 import BlockFp8
 from deltasync.quant.form import Form
@@ -130,7 +130,7 @@ def test_kernels_leave_blocks_of_too_long_rows_to_torch() -> None:
 
 def snapshot(
     matrices: list[Matrix], *, codes_elsewhere: Matrix | None = None
-) -> tuple[Snapshot, list[ServedReader]]:
+) -> tuple[DeviceSnapshot, list[ServedReader]]:
     """Of all parts, or all but the first one of one of the matrices."""
     readers = [ServedReader(one, suffix) for one in matrices for suffix in one.parts]
     if codes_elsewhere is not None:
@@ -139,18 +139,15 @@ def snapshot(
         ParameterSpec((f"{number}",), reader.shape, reader.dtype)
         for number, reader in enumerate(readers)
     ]
-    return snapshot_of(whole(specs), readers, kernels="triton"), readers
+    found = snapshot_of(whole(specs), readers, kernels="triton")
+    assert isinstance(found, DeviceSnapshot)
+    return found, readers
 
 
-def detector_of(snapshot: Snapshot) -> DeviceDetector:
-    assert isinstance(snapshot._detector, DeviceDetector)
-    return snapshot._detector
-
-
-def compare(snapshot: Snapshot, readers: list[ServedReader]) -> None:
+def compare(snapshot: DeviceSnapshot, readers: list[ServedReader]) -> None:
     """Bring the snapshot up to date."""
     delta = snapshot.compare(readers, bucket_bytes=1 << 16, max_held_bytes=1 << 20, base_version=1)
-    source = detector_of(snapshot)._source
+    source = snapshot._source
     assert source is not None
     assert source.masks is not None
     for bucket in delta.buckets():
@@ -159,13 +156,12 @@ def compare(snapshot: Snapshot, readers: list[ServedReader]) -> None:
     delta.decided()
 
 
-def lines_of(snapshot: Snapshot) -> list[torch.Tensor]:
+def lines_of(snapshot: DeviceSnapshot) -> list[torch.Tensor]:
     """What the snapshot has, in the order of the readers."""
-    lines = detector_of(snapshot)._lines
-    return [lines[place] for place in np.argsort(snapshot.space.order)]
+    return [snapshot.lines[place] for place in np.argsort(snapshot.space.order)]
 
 
-def agrees(snapshot: Snapshot, readers: list[ServedReader]) -> None:
+def agrees(snapshot: DeviceSnapshot, readers: list[ServedReader]) -> None:
     """The snapshot has what the reference computes on the CPU."""
     for line, reader in zip(lines_of(snapshot), readers, strict=True):
         weight = reader.matrix._reader.flat.tensor.cpu()

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from deltasync import ReceiverOptions, SenderOptions
-from deltasync.delta.snapshot import Delta
+from deltasync.delta.snapshot import Plan
 from deltasync.errors import (
     ConfigError,
     SourceChanged,
@@ -126,7 +126,7 @@ class Raced(StoreSender):
 
     write: Callable[[], object] = staticmethod(lambda: None)
 
-    def _write_delta(self, delta: Delta) -> Way:
+    def _write_delta(self, delta: Plan) -> Way:
         write, self.write = self.write, lambda: None
         write()
         return super()._write_delta(delta)

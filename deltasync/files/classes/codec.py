@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from deltasync.delta import gap
 from deltasync.delta.changes import Changes
 from deltasync.delta.codecs import CODECS
-from deltasync.delta.detector import HostDetector
+from deltasync.delta.detector import HostSnapshot
 from deltasync.delta.host import Table
 from deltasync.delta.kernels.host import unsigned
 from deltasync.delta.staging import Lane
@@ -51,7 +51,7 @@ _ROW = np.dtype(
 class ClassCodec:
     """Codes each share by the classes of its old values; see `delta.codecs.Codec`."""
 
-    def encode(self, changes: Changes, old: HostDetector) -> bytes | None:
+    def encode(self, changes: Changes, old: HostSnapshot) -> bytes | None:
         table, new = Table(old.space, changes), unsigned(changes.values)
         (before, before_whole), where = old.old(changes), table.positions()
         is_left = np.ones(len(table.tiles), np.bool_)
@@ -65,7 +65,7 @@ class ClassCodec:
             dtype = old.space.shares[share].spec.dtype
             there = (where[lanes] - start).astype(np.int32)
             zigzag = steps.zigzag(new[lanes], before[lanes], dtype)
-            one = positions.encode(there, unsigned(old.read(share, start, stop)), dtype)
+            one = positions.encode(there, unsigned(old.lines[share][start:stop]), dtype)
             other = values.encode(zigzag, before[lanes], dtype)
             if _ROW.itemsize + len(one) + len(other) <= count * (2 + dtype.item_size):
                 is_left[piece.tiles] &= table.counts[piece.tiles] == 0

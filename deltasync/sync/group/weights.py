@@ -9,8 +9,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from deltasync.delta.snapshot import Bucket, Delta, Digests, Plan
-from deltasync.delta.tiles import Ints
+from deltasync.delta.snapshot import Bucket, Digests, Plan
 from deltasync.errors import ConfigError, SourceChanged, SyncAborted
 from deltasync.sync.group import orders
 from deltasync.sync.group.agreement import NOTHING, Agreement, Words, text_of, words_of
@@ -32,7 +31,7 @@ from deltasync.sync.source.weights import LocalWeights, OwnWeights
 from deltasync.wire.messages import ParameterSpec
 
 
-class GroupPlan:
+class GroupPlan(Plan):
     """What all ranks send together. This rank sends its own part.
 
     Args:
@@ -47,9 +46,8 @@ class GroupPlan:
         weights: GroupWeights,
         found: Collection[orders.SnapshotState | orders.Compared],
     ) -> None:
+        super().__init__(own.space, (), base_version=own.base_version)
         self._own, self._weights = own, weights
-        self.base_version = own.base_version
-        self.space = own.space
         self.payload_bytes = sum(one.payload_bytes for one in found)
         self.places = sum(one.places for one in found)
 
@@ -73,14 +71,18 @@ class GroupDelta(GroupPlan):
     """
 
     def __init__(
-        self, own: Delta, weights: GroupWeights, found: Collection[orders.Compared]
+        self, own: Plan, weights: GroupWeights, found: Collection[orders.Compared]
     ) -> None:
         super().__init__(own, weights, found)
-        self.nnz = sum(one.nnz for one in found)
+        self._nnz = sum(one.nnz for one in found)
         self.held_bytes = max(one.held_bytes for one in found)
         assert weights.layout is not None
         each = (orders.copies_of(one.changed, len(weights.layout.specs)) for one in found)
-        self.counts: Ints = np.sum([one.astype(np.int64) for one in each], axis=0)
+        self.counts = np.sum([one.astype(np.int64) for one in each], axis=0)
+
+    @property
+    def nnz(self) -> int:
+        return self._nnz
 
 
 class GroupWeights:
@@ -170,7 +172,7 @@ class GroupWeights:
             )
             self.digests_held |= digests_added(asked, said[1:])
 
-    def delta(self, base_version: int) -> Delta:
+    def delta(self, base_version: int) -> Plan:
         said = self._all(orders.Compare(agreed=text_of(self._agreed())), orders.Compared)
         refuse_drifted(self._declared, [one.alike for one in said])
         assert self._work.undecided is not None

@@ -9,7 +9,7 @@ import numpy as np
 
 from deltasync.delta.host import digest_run
 from deltasync.delta.ledger import Ledger, digest_text
-from deltasync.delta.snapshot import Delta
+from deltasync.delta.snapshot import Plan
 from deltasync.delta.tiles import CHUNK, Space
 from deltasync.errors import SyncAborted, VersionGap
 from deltasync.sync.group import orders
@@ -46,7 +46,7 @@ class RankWork:
         self._agreement = Agreement()
         self.captured: str | None = None
         self.num_parameters = 0
-        self.undecided: tuple[int, Delta] | None = None
+        self.undecided: tuple[int, Plan] | None = None
         self._base: int | None = None  # version of the snapshot; None right after a capture
 
     def answer(self, order: orders.Order) -> orders.Answer:

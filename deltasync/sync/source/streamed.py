@@ -13,12 +13,11 @@ from torch import Tensor
 
 from deltasync.delta.bits import Flat, check_plain, dtype_of, torch_dtype
 from deltasync.delta.changes import Changes
-from deltasync.delta.detector import HostDetector, HostFound, whole_sizes
-from deltasync.delta.ledger import Ledger
+from deltasync.delta.detector import HostFound, HostSnapshot
 from deltasync.delta.modes import in_plain_mode
 from deltasync.delta.readers import WireReader, copy_read
 from deltasync.delta.shard import whole
-from deltasync.delta.snapshot import Bucket, Delta, Snapshot, ledger_of, tiles_of_group
+from deltasync.delta.snapshot import Bucket, Delta, Plan, tiles_of_group, whole_sizes
 from deltasync.delta.tiles import Ints, Space
 from deltasync.errors import ConfigError, SourceChanged
 from deltasync.sync.options import SenderOptions, leaves_out
@@ -51,7 +50,7 @@ class StreamedWeights(LocalWeights):
             that is known: then engines can connect before the first `take`. Empty if it is not.
     """
 
-    _detector: HostDetector | None = None
+    _snapshot: HostSnapshot | None
 
     def __init__(
         self, options: SenderOptions | None = None, *, announced: Sequence[ParameterSpec] = ()
@@ -60,7 +59,7 @@ class StreamedWeights(LocalWeights):
         self._announced = [s for s in announced if not leaves_out(self.options, s.name)]
         self._taken: list[ParameterSpec] = []  # what came first, in the dtypes that it came in
         self._flats: dict[int, Flat] = {}  # of the snapshot
-        self._found: _Taken | None = None
+        self._found: Delta | None = None
 
     @in_plain_mode
     def take(self, weights: NamedWeights) -> None:
@@ -101,13 +100,13 @@ class StreamedWeights(LocalWeights):
             raise ConfigError("receivers hold other dtypes than earlier ones: give `wire_dtypes`")
         if self._found is not None:
             self._found.decided()
-        elif self._detector is not None and self._detector.ahead.any():
+        elif self._snapshot is not None and self._snapshot.ahead.any():
             raise ConfigError("the weights that were taken last are not complete: take them again")
         if specs != before:
             tensors = [flat.tensor for flat in self._flats.values()]
             self._begin(specs, dict(enumerate(map(self._copy, specs, tensors))))
 
-    def delta(self, base_version: int) -> Delta:
+    def delta(self, base_version: int) -> Plan:
         """What was taken last, also if it is asked for again."""
         if self._found is None or self._found.is_decided:
             raise ConfigError("there are no new weights: take them before each send_weights")
@@ -141,12 +140,10 @@ class StreamedWeights(LocalWeights):
         """Take these as the snapshot."""
         layout = SentLayout(specs)
         space = Space(whole(layout.specs))
-        detector = HostDetector(space, [flats[n].line for n in space.order.tolist()])
-        ledger = Ledger(space)
-        ledger.sums[:] = detector.measure(np.arange(space.num_chunks))
-        self._detector, self._snapshot = detector, Snapshot(detector, ledger)
-        self.layout, self._flats = layout, flats
-        self.snapshot_bytes = detector.num_bytes
+        snapshot = HostSnapshot(space, [flats[n].line for n in space.order.tolist()])
+        snapshot.measure_again()
+        self._snapshot, self.layout, self._flats = snapshot, layout, flats
+        self.snapshot_bytes = snapshot.num_bytes
 
     def _check_announced(self, taken: Sequence[ParameterSpec]) -> None:
         """Raises SourceChanged, by the first name, if something else was announced."""
@@ -162,14 +159,13 @@ class StreamedWeights(LocalWeights):
         copy_read(_reader(spec, tensor), copy, step=_STEP)
         return copy
 
-    def _compare(self, weights: NamedWeights, snapshot: Snapshot) -> None:
+    def _compare(self, weights: NamedWeights, snapshot: HostSnapshot) -> None:
         """Find what has changed."""
-        assert self._detector is not None
         specs = [share.spec for share in snapshot.space.given]
         missing = {spec.name: number for number, spec in enumerate(specs)}
         bucket_bytes, limit = self._bucket_bytes(snapshot), self.options.max_inflight_bytes
         room = snapshot.num_bytes // _KEPT if limit is None else limit
-        found = _Taken(snapshot, self._detector, bucket_bytes=bucket_bytes, room=room)
+        found = _Taken(snapshot, bucket_bytes=bucket_bytes, room=room)
         for name, tensor in weights:
             number = missing.pop(name, None)
             if number is None:
@@ -177,8 +173,7 @@ class StreamedWeights(LocalWeights):
             found.add(number, _reader(specs[number], tensor))
         if missing:
             raise SourceChanged(f"{len(missing)} tensors did not come, {min(missing)!r} for one")
-        found.complete()
-        self._found = found
+        self._found = found.complete()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -199,93 +194,69 @@ class _Group:
 
 
 class _Taken:
-    """What was found while weights passed by: see `delta.snapshot.Delta`.
-
-    Its ledger and payloads are known when it is complete.
+    """What is found while weights pass by.
 
     Args:
-        snapshot, detector: What they are compared with.
+        snapshot: What they are compared with.
         bucket_bytes: The largest payload.
         room: Bytes of changes that are kept. Others are written to the snapshot.
     """
 
-    ledger: Ledger
-    base_version: int | None = 0
-
-    def __init__(
-        self, snapshot: Snapshot, detector: HostDetector, *, bucket_bytes: int, room: int
-    ) -> None:
-        self.space, self._snapshot, self._detector = snapshot.space, snapshot, detector
-        self._bucket_bytes, self._room = bucket_bytes, room
-        self._place = np.argsort(self.space.order).tolist()
-        self._sums = snapshot.settled().clone()  # of the copy, with what is kept
+    def __init__(self, snapshot: HostSnapshot, *, bucket_bytes: int, room: int) -> None:
+        self._snapshot, self._space = snapshot, snapshot.space
+        self._bucket_bytes, self._room, self._held_bytes = bucket_bytes, room, 0
+        self._place = np.argsort(self._space.order).tolist()
+        self._sums = snapshot.settled()  # of the copy, with what is kept
         self._groups: list[_Group] = []
-        self._counts = np.zeros(len(self.space.shares), np.int64)
-        self.payload_bytes = self.places = self.held_bytes = 0
-        self.is_decided = False
+        self._counts = np.zeros(len(self._space.shares), np.int64)
 
     def add(self, number: int, reader: WireReader) -> None:
         """Compare a tensor, which may be gone when this returns."""
         share = self._place[number]
-        section = self.space.section_of(int(self.space.item_size[share]))
+        section = self._space.section_of(int(self._space.item_size[share]))
         assert section is not None
-        self._detector.take_one(share, reader)
+        self._snapshot.take_one(share, reader)
         step = tiles_of_group(self._bucket_bytes, section.item_size)
-        first, stop = self.space.first[share : share + 2].tolist()
-        chunks = slice(*self.space.first_chunk[share : share + 2].tolist())
+        first, stop = self._space.first[share : share + 2].tolist()
         for low in range(first, stop, step):
-            found = HostFound(self._detector, section)
+            found = HostFound(self._snapshot, section)
             found.add(low, min(low + step, stop), self._bucket_bytes)
             self._counts[share] += found.counts[share]
             if found.ends[-1, 0]:
-                self._keep(found, chunks)
+                self._keep(found)
 
-    def _keep(self, found: HostFound, chunks: slice) -> None:
-        """Keep what changes in some chunks of the ledger, or write it to the snapshot."""
+    def _keep(self, found: HostFound) -> None:
+        """Keep what changes, or write it to the snapshot."""
         sizes = Sizes(found.section.item_size, *found.ends[-1].tolist())
         payload = torch.empty(sizes.num_bytes, dtype=torch.uint8, device="cpu")
-        before = self._sums[chunks].clone()
         changes = found.emit(0, 1, payload, self._sums)
         tiles, _ = changes.table()
         if sizes.num_bytes <= self._room:
             self._room -= sizes.num_bytes
-            self.held_bytes += sizes.num_bytes
+            self._held_bytes += sizes.num_bytes
             self._groups.append(_Group(int(tiles[0]), sizes, changes, tiles))
             return
-        with self._snapshot.overwriting() as digests:
-            self._detector.advance(changes)
-            digests[chunks] += self._sums[chunks] - before
-        sizes = whole_sizes(self.space, tiles)
+        self._snapshot.is_ahead = True
+        self._snapshot.advance(changes)
+        sizes = whole_sizes(self._space, tiles)
         self._groups.append(_Group(int(tiles[0]), sizes, None, tiles))
 
-    def complete(self) -> None:
+    def complete(self) -> Delta:
         """All tensors were added."""
         self._groups.sort(key=lambda group: group.first)
-        self.ledger = ledger_of(self.space, self._sums)
-        self._buckets = list(self._distributed())
-        self.payload_bytes = sum(sizes.num_bytes for sizes, _ in self._buckets)
-        self.places = sum(sizes.places for sizes, _ in self._buckets)
-
-    @property
-    def nnz(self) -> int:
-        return int(self._counts.sum())
-
-    @property
-    def counts(self) -> Ints:
-        found: Ints = self._counts[self._place]
-        return found
-
-    def buckets(self) -> Iterator[Bucket]:
-        for sizes, groups in self._buckets:
-            yield Bucket(sizes, torch.device("cpu"), partial(self._pack, sizes, groups))
-
-    def decided(self) -> None:
-        """Advance the snapshot by what was kept."""
-        kept = [group.changes for group in self._groups if group.changes is not None]
-        self._snapshot.decided(kept, self.ledger, self._sums)
-        self.is_decided = True
-        self._groups.clear()  # their memory
-        self._buckets.clear()
+        counts: Ints = self._counts[self._place]
+        return Delta(
+            self._snapshot,
+            [
+                Bucket(sizes, torch.device("cpu"), partial(self._pack, sizes, groups))
+                for sizes, groups in self._distributed()
+            ],
+            sums=self._sums,
+            kept=[group.changes for group in self._groups if group.changes is not None],
+            counts=lambda: counts,
+            held_bytes=self._held_bytes,
+            base_version=0,
+        )
 
     def _distributed(self) -> Iterator[tuple[Sizes, list[_Group]]]:
         """Groups of one item size that go into one payload."""
@@ -306,7 +277,7 @@ class _Taken:
         self, sizes: Sizes, groups: list[_Group], payload: Tensor, packed: Callable[[], None]
     ) -> None:
         parts = [
-            self._detector.whole_of(group.tiles) if group.changes is None else group.changes
+            self._snapshot.whole_of(group.tiles) if group.changes is None else group.changes
             for group in groups
         ]
         Changes.of(payload, sizes).join(parts)

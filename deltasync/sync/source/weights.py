@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deltasync.delta.choice import device_for
+from deltasync.delta.choice import device_for, snapshot_of
 from deltasync.delta.readers import Reader, WireReader
 from deltasync.delta.shard import (
     ShardSpec,
@@ -26,7 +26,7 @@ from deltasync.delta.shard import (
     rows_of,
     whole,
 )
-from deltasync.delta.snapshot import MIN_BUCKET_BYTES, Delta, Digests, Plan, Snapshot, snapshot_of
+from deltasync.delta.snapshot import MIN_BUCKET_BYTES, Digests, Plan, Snapshot
 from deltasync.delta.streams import OwnStream, own_stream
 from deltasync.delta.tiles import Ints
 from deltasync.errors import ConfigError, SourceChanged
@@ -84,7 +84,7 @@ class Weights(Protocol):
         """Let `digests` include these too. Raises SyncAborted. By default, it has all."""
         return
 
-    def delta(self, base_version: int) -> Delta:
+    def delta(self, base_version: int) -> Plan:
         """How the source differs from the snapshot, as `Snapshot.compare`. Raises SourceChanged."""
         ...
 
@@ -252,7 +252,7 @@ class OwnWeights(LocalWeights):
             self.layout.refresh()
             self._is_looked_up = True
 
-    def delta(self, base_version: int) -> Delta:
+    def delta(self, base_version: int) -> Plan:
         layout, snapshot, held = self.layout, self.snapshot, self.options.max_inflight_bytes
         assert layout is not None
         self._trained = None
@@ -273,7 +273,7 @@ class OwnWeights(LocalWeights):
         self._is_looked_up = self._on_source_read is not None  # if this is tried again
         return delta
 
-    def counts_by(self, delta: Delta) -> Ints:
+    def counts_by(self, delta: Plan) -> Ints:
         """int64[parameters]: elements of each parameter of the layout that differ here."""
         assert self.layout is not None
         counts = np.zeros(len(self.layout.specs), np.int64)
