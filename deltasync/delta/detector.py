@@ -367,10 +367,8 @@ class HostSnapshot(Snapshot):
             changes.whole[run.there] = self.lines[run.share][run.start : run.stop]
 
     def measure(self, chunks: Ints) -> NDArray[np.uint64]:
-        space, found = self.space, np.zeros(len(chunks), np.uint64)
-        shares = space.first_chunk.searchsorted(chunks, "right") - 1
-        starts = (chunks - space.first_chunk[shares]) * CHUNK
-        for n, (share, start) in enumerate(zip(shares.tolist(), starts.tolist(), strict=True)):
-            bits = self.lines[share][start : start + CHUNK]
-            found[n] = digest_run(space, share, start, bits)
+        found = np.zeros(len(chunks), np.uint64)
+        for n, chunk in enumerate(chunks.tolist()):
+            share, start, stop = self.space.bounds(chunk)
+            found[n] = digest_run(self.space, share, start, self.lines[share][start:stop])
         return found

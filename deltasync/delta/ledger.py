@@ -7,7 +7,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from deltasync.delta.tiles import CHUNK, Ints, Space
+from deltasync.delta.tiles import Ints, Space
 from deltasync.wire.digest import MASK
 
 
@@ -19,21 +19,18 @@ def digest_text(digest: int) -> str:
 class Ledger:
     """State digests of what a space has, by chunk of tiles.
 
-    Attributes:
+    Args:
         space: What is digested.
+        sums: The digests. None for 0.
+
+    Attributes:
+        space: The same.
         sums: uint64[chunks].
     """
 
-    def __init__(self, space: Space) -> None:
-        """All digests are 0."""
+    def __init__(self, space: Space, sums: NDArray[np.uint64] | None = None) -> None:
         self.space = space
-        self.sums: NDArray[np.uint64] = np.zeros(space.num_chunks, np.uint64)
-
-    def copy(self) -> Self:
-        """A ledger of the same space that can be changed apart."""
-        other = type(self)(self.space)
-        other.sums[:] = self.sums
-        return other
+        self.sums = np.zeros(space.num_chunks, np.uint64) if sums is None else sums
 
     @property
     def total(self) -> int:
@@ -70,10 +67,3 @@ class Ledger:
     def changed_since(self, before: Self) -> set[int]:
         """Numbers of the layout's parameters of which a chunk is another."""
         return set(self.parameter_of(np.flatnonzero(self.sums != before.sums)).tolist())
-
-    def bounds(self, chunk: int) -> tuple[int, int, int]:
-        """(share, start, stop): the elements of a chunk."""
-        space = self.space
-        share = int(space.first_chunk.searchsorted(chunk, "right")) - 1
-        start = (chunk - int(space.first_chunk[share])) * CHUNK
-        return share, start, min(start + CHUNK, int(space.share_numel[share]))

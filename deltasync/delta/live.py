@@ -309,12 +309,13 @@ class DeviceTally:
             numbers = Numbers(self._numbers).read()
             fault, chunk, *_ = _flag_of(numbers)
             if fault == kernels.MISPLACED:
-                name = self._before.space.shares[self._before.bounds(chunk)[0]].spec.name
+                space = self._before.space
+                name = space.shares[space.bounds(chunk)[0]].spec.name
                 raise InvalidIndices(f"{name}: places out of range, unsorted or repeated")
             if fault != kernels.CLEAR:
                 raise InvalidIndices(_FAULTS[fault])
-            self._ledger = self._before.copy()
-            self._ledger.sums += numbers[_SUMS_AT:].view(np.uint64)
+            sums = self._before.sums + numbers[_SUMS_AT:].view(np.uint64)
+            self._ledger = Ledger(self._before.space, sums)
         return self._ledger
 
     def add(self) -> None:

@@ -150,7 +150,7 @@ class Delta(Plan):
     @cached_property
     def ledger(self) -> Ledger:
         """Digests of what was packed."""
-        return ledger_of(self.space, self._sums)
+        return Ledger(self.space, self._sums.cpu().numpy().view(np.uint64))
 
     @cached_property
     def counts(self) -> Ints:
@@ -202,7 +202,7 @@ class Snapshot:
         is_on_gpu = device is not None and device.type == "cuda"
         self.bucket_bytes = (256 if is_on_gpu else 64) << 20
         self.ledger = Ledger(space)
-        self._sums = self._there(self.ledger)  # of it
+        self._sums = self._there(self.ledger.sums)  # of it
         self._place = np.argsort(space.order)  # of a share among those of the space
         self._taken: Sequence[Reader] = ()
         self._readers: Mapping[int, Reader] = {}  # by share
@@ -225,9 +225,8 @@ class Snapshot:
 
     def measure_again(self) -> None:
         """Take what the copy has for what receivers hold."""
-        self.ledger = Ledger(self.space)
-        self.ledger.sums[:] = self.measure(np.arange(self.space.num_chunks))
-        self._sums = self._there(self.ledger)
+        self.ledger = Ledger(self.space, self.measure(np.arange(self.space.num_chunks)))
+        self._sums = self._there(self.ledger.sums)
         self.ahead[:] = False
         self.is_ahead = False
 
@@ -302,14 +301,14 @@ class Snapshot:
         if not self.is_ahead:
             return self._sums.clone()
         ahead = np.flatnonzero(torch.as_tensor(self.ahead, device="cpu").numpy())
-        chunks, ledger = np.unique(self.space.chunk[ahead]).astype(np.int64), self.ledger.copy()
-        ledger.sums[chunks] = self.measure(chunks)
-        return self._there(ledger)
+        chunks, sums = np.unique(self.space.chunk[ahead]).astype(np.int64), self.ledger.sums.copy()
+        sums[chunks] = self.measure(chunks)
+        return self._there(sums)
 
     def decided(self, kept: Sequence[Changes], ledger: Ledger, sums: Tensor) -> None:
         """Write these. The copy then is what receivers hold. Broken off, it may be called again.
 
-        The digests, and int64[chunks] of the same where the detector adds to them, are owned.
+        The digests, and int64[chunks] of the same where packing adds to them, are owned.
         """
         self.is_ahead = True
         for changes in kept:
@@ -373,10 +372,9 @@ class Snapshot:
         self.whole(np.arange(low, high), payload)
         packed()
 
-    def _there(self, ledger: Ledger) -> Tensor:
-        """int64[chunks]: its sums, in memory of their own, where the detector adds to them."""
-        sums = torch.from_numpy(ledger.sums.view(np.int64))
-        return sums.to(self.device or "cpu", copy=True)
+    def _there(self, sums: NDArray[np.uint64]) -> Tensor:
+        """int64[chunks]: sums of a ledger, in memory of their own, where packing adds to them."""
+        return torch.from_numpy(sums.view(np.int64)).to(self.device or "cpu", copy=True)
 
 
 def arena(space: Space, device: torch.device, *, pinned: bool = False) -> list[Tensor]:
@@ -397,13 +395,6 @@ def whole_sizes(space: Space, tiles: Ints) -> Sizes:
     """Of a payload with all of int64[T] tiles, of one section."""
     size = int(space.item_size[space.share[tiles[0]]])
     return Sizes(size, len(tiles), 0, int(padded_numel(space.numel[tiles], size).sum()))
-
-
-def ledger_of(space: Space, sums: Tensor) -> Ledger:
-    """With int64[chunks] sums, in memory of its own."""
-    ledger = Ledger(space)
-    ledger.sums[:] = sums.cpu().numpy().view(np.uint64)
-    return ledger
 
 
 def _counts(space: Space, found: Sequence[HostFound | DeviceFound]) -> Ints:

@@ -98,11 +98,10 @@ class LiveWeights:
         if self._device_weights is not None:
             return self._device_weights.measure(chunks)
         found = np.zeros(len(chunks), np.uint64)
-        is_held = np.isin(self.space.parameter, list(self.flats))
-        shares = self.space.first_chunk.searchsorted(chunks, "right") - 1
-        for n in np.flatnonzero(is_held[shares]).tolist():
-            share, start, stop = self.ledger.bounds(int(chunks[n]))
-            flat = self.flats[int(self.space.parameter[share])]
+        for n, chunk in enumerate(chunks.tolist()):
+            share, start, stop = self.space.bounds(chunk)
+            if (flat := self.flats.get(int(self.space.parameter[share]))) is None:
+                continue
             held = flat.held(start, stop)
             if held is None:
                 found[n] = digest_run(self.space, share, start, flat.read(start, stop))
@@ -336,7 +335,7 @@ class HostTally:
     is_restored = True
 
     def __init__(self, ledger: Ledger) -> None:
-        self.ledger = ledger.copy()
+        self.ledger = Ledger(ledger.space, ledger.sums.copy())
 
     def check_written(self) -> None:
         """It was."""

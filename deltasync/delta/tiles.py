@@ -132,6 +132,12 @@ class Space:
         """Numbers in a ledger."""
         return int(self.first_chunk[-1])
 
+    def bounds(self, chunk: int) -> tuple[int, int, int]:
+        """(share, start, stop): the elements of a chunk of a ledger."""
+        share = int(self.first_chunk.searchsorted(chunk, "right")) - 1
+        start = (chunk - int(self.first_chunk[share])) * CHUNK
+        return share, start, min(start + CHUNK, int(self.share_numel[share]))
+
     @cached_property
     def most_bytes(self) -> int:
         """The most that a payload takes: all elements, each with a place of its own."""

@@ -256,7 +256,7 @@ class _OldFile(HostSnapshot):
 
     def __init__(self, old: Checkpoint, new: Checkpoint, base: Ledger, *, advance: Advance) -> None:
         super().__init__(base.space, lines_of(old, base.space))
-        self.ledger, self._sums = base, self._there(base)
+        self.ledger, self._sums = base, self._there(base.sums)
         self._checkpoints, self._advance = (old, new), advance
         self._unreleased = self._compared = 0
 

@@ -20,7 +20,7 @@ from deltasync.delta.live import DeviceTally
 from deltasync.delta.readers import Reader, WireReader
 from deltasync.delta.region import Region
 from deltasync.delta.shard import Share, whole
-from deltasync.delta.snapshot import Plan, Snapshot
+from deltasync.delta.snapshot import Delta, Plan, Snapshot
 from deltasync.delta.staging import Lane, LiveWeights, Received, Staging, staged_bytes_of
 from deltasync.delta.tiles import Space
 from deltasync.engines.routes.codes import Codes
@@ -120,7 +120,7 @@ class Ends:
 
     def compare(
         self, readers: Sequence[Reader], *, bucket_bytes: int = 1 << 16, max_held: int = 1 << 30
-    ) -> list[Plan]:
+    ) -> list[Delta]:
         plans = [
             one.compare(readers, bucket_bytes=bucket_bytes, max_held_bytes=max_held, base_version=1)
             for one in self.snapshots

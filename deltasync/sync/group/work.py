@@ -148,7 +148,7 @@ class RankWork:
         nth = chunks - space.first_chunk[ledger.share]
         turns = ledger.parameter_of(chunks) + nth - (part or 0)
         for chunk in np.flatnonzero(turns % (1 if part is None else self._parts) == 0).tolist():
-            share, start, stop = ledger.bounds(chunk)
+            share, start, stop = space.bounds(chunk)
             bits = self._alike.readers[int(space.order[share])].read(start, stop)
             found[space.shares[share].spec.name] += digest_run(space, share, start, bits)
         return tuple((name, digest_text(digest & MASK)) for name, digest in found.items())
