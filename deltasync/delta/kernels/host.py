@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import pairwise
-from threading import local
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,7 +21,6 @@ _STEP = np.uint64(GOLDEN_RATIO)
 _M1, _M2 = (np.uint64(m) for m in MULTIPLIERS)
 _S30, _S27, _S31 = (np.uint64(s) for s in (30, 27, 31))
 _WORD = np.dtype(np.int64)
-_scratch = local()
 
 
 def changed(new: Tensor, old: Tensor) -> Tensor:
@@ -31,7 +29,7 @@ def changed(new: Tensor, old: Tensor) -> Tensor:
         return (new != old).nonzero().squeeze(1).to(torch.int32)
     news, olds = new.numpy(), old.numpy()
     if (positions := _positions(news, olds)) is None:
-        positions = np.flatnonzero(_differ(news, olds))
+        positions = np.flatnonzero(news != olds)
     return torch.from_numpy(positions.astype(np.int32))
 
 
@@ -118,7 +116,7 @@ def differing(
     if positions is not None and not len(positions) and not ahead.any():
         return None
     if positions is None:  # most words differ: count before finding
-        mask = _differ(new, old)
+        mask = new != old
         ends = pairwise([*begins.tolist(), len(mask)])
         changed = np.array([np.count_nonzero(mask[low:high]) for low, high in ends])
     else:
@@ -168,22 +166,8 @@ def _words_that_differ(new: _Bits, old: _Bits) -> NDArray[np.intp] | None:
     new, old = new.view(_WORD), old.view(_WORD)
     if not (new.flags.aligned and old.flags.aligned):
         return None
-    mask = _differ(new, old)
+    mask = new != old
     return None if 2 * np.count_nonzero(mask) > len(mask) else np.flatnonzero(mask)
-
-
-def _differ(new: _Bits, old: _Bits) -> NDArray[np.bool_]:
-    out = _mask(len(new))
-    np.not_equal(new, old, out=out)
-    return out
-
-
-def _mask(n: int) -> NDArray[np.bool_]:
-    """bool[n]: memory of this thread, until the next call."""
-    mask: NDArray[np.bool_] | None = getattr(_scratch, "mask", None)
-    if mask is None or len(mask) < n:
-        mask = _scratch.mask = np.empty(n, np.bool_)
-    return mask[:n]
 
 
 def unsigned(bits: Tensor) -> NDArray[np.unsignedinteger]:
