@@ -299,7 +299,7 @@ class HostSnapshot(Snapshot):
     def add_lanes(self, table: Table, sums: NDArray[np.uint64]) -> None:
         """Account for the lanes in digests."""
         new, old = table.changes.values.numpy(), self.old_lanes(table)
-        table.pieces(self._elements).account(sums, new, old)
+        table.account(self._elements, sums, new, old)
 
     def copy_whole(self, table: Table, sums: NDArray[np.uint64]) -> None:
         """Fill the column of whole tiles from the source, and account for them in digests."""

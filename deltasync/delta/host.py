@@ -187,35 +187,34 @@ class Table:
         found += self.places
         return found
 
-    def pieces(self, begins: Ints) -> Pieces:
-        """The lanes cut where tiles and chunks end.
+    def account(self, begins: Ints, sums: NDArray[np.uint64], new: Bits, old: Bits) -> None:
+        """Add to uint64[chunks] by how much [N] bits instead of old ones change digests.
 
         Args:
             begins: int64[shares]: which element of all chunks the first one of each share is.
+            sums, new, old: Of all chunks, and of the lanes.
         """
-        sparse = self.counts > 0
+        space, sparse = self.space, self.counts > 0
         share, start, numel, ends = (
             column[sparse] for column in (self.share, self.start, self.numel, self.ends)
         )
-        low = begins[share] + start
-        chunk = low // CHUNK
-        border = (chunk + 1) * CHUNK - low
-        cuts = np.concatenate(([0], ends))
-        key = self.space.keys_of(share, start)
-        if not (border < numel).any():
-            return Pieces(self, share, cuts, key, chunk)
-        made = list[tuple[int, int, int]]()
-        for n in np.flatnonzero(border < numel).tolist():
-            lanes = self.places[cuts[n] : cuts[n + 1]]
-            made.append((n, int(cuts[n]) + int(lanes.searchsorted(border[n])), int(chunk[n]) + 1))
-        where, extra, later = (np.array(column) for column in zip(*made, strict=True))
-        cuts = np.insert(cuts, where + 1, extra)
-        share = np.insert(share, where + 1, share[where])
-        key = np.insert(key, where + 1, key[where])
-        chunk = np.insert(chunk, where + 1, later)
-        filled = np.flatnonzero(np.diff(cuts))
-        cuts = np.append(cuts[filled], cuts[-1])
-        return Pieces(self, share[filled], cuts, key[filled], chunk[filled])
+        left, cuts = CHUNK - (begins[share] + start) % CHUNK, np.append(0, ends)
+        inner = [  # tiles are cut where chunks end
+            cuts[n] + self.places[cuts[n] : cuts[n + 1]].searchsorted(left[n])
+            for n in np.flatnonzero(left < numel).tolist()
+        ]
+        if inner:
+            cuts = np.union1d(cuts, inner)
+            tile = ends.searchsorted(cuts[:-1], "right")
+            share, start = share[tile], start[tile]
+        chunk = (begins[share] + start + self.places[cuts[:-1]]) // CHUNK
+        where, keys = self.places, space.keys_of(share, start)
+        if space.gaps:
+            where, keys = self.positions(), space.seeds[share]
+            for number, lanes in self.by_share():
+                if (region := space.gaps.get(number)) is not None:
+                    where[lanes] = region.places(torch.from_numpy(where[lanes])).numpy()
+        np.add.at(sums, chunk, kernels.digest_pieces(where, new, keys, cuts, old))
 
     def by_share(self) -> Iterator[tuple[int, slice]]:
         """(share, lanes): of each share that has some."""
@@ -239,41 +238,6 @@ class Table:
         for low, high in pairwise([0, *breaks.tolist(), len(tiles)]):
             stop = int(start[high - 1] + numel[high - 1])
             yield WholeRun(int(share[low]), int(start[low]), stop, int(at[low]))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Pieces:
-    """Lanes cut where tiles and chunks end.
-
-    Attributes:
-        table: Whose lanes they are.
-        share: int64[n]: of each piece.
-        cuts: int64[n + 1]: where each begins, and N. None is empty.
-        key: uint64[n]: digest seeds of their tiles.
-        chunk: int64[n].
-    """
-
-    table: Table
-    share: Ints
-    cuts: Ints
-    key: NDArray[np.uint64]
-    chunk: Ints
-
-    def account(self, sums: NDArray[np.uint64], new: Bits, old: Bits) -> None:
-        """Add to uint64[chunks] by how much [N] bits instead of old ones change digests."""
-        np.add.at(sums, self.chunk, self._gains(new, old))
-
-    def _gains(self, new: Bits, old: Bits) -> NDArray[np.uint64]:
-        """uint64[n]: by piece."""
-        table, space = self.table, self.table.space
-        if not space.gaps:
-            return kernels.digest_pieces(table.places, new, self.key, self.cuts, old)
-        positions, share = table.positions(), self.share
-        for number, region in space.gaps.items():
-            for n in np.flatnonzero(share == number).tolist():
-                lanes = slice(self.cuts[n], self.cuts[n + 1])
-                positions[lanes] = region.places(torch.from_numpy(positions[lanes])).numpy()
-        return kernels.digest_pieces(positions, new, space.seeds[share], self.cuts, old)
 
 
 @dataclass(frozen=True, slots=True)

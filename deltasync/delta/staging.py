@@ -254,7 +254,7 @@ class Lane:
             return
         where, new = table.lanes(self._begins), kernels.unsigned(values).copy()
         old = where.read()
-        table.pieces(self._elements).account(sums, new, old)
+        table.account(self._elements, sums, new, old)
         yield HostLanes(where, new, old)
 
     def _by_parameter(
