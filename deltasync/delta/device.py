@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -27,45 +28,36 @@ from deltasync.delta.tiles import Ints, Section, Space
 from deltasync.wire.changes import ALIGNMENT, TILE, Sizes
 
 
+@dataclass(frozen=True, eq=False)
 class DeviceFound:
     """Where the tiles of a section differ: see `delta.detector.HostFound`.
 
-    Args:
+    Attributes:
         snapshot, source: What was compared.
         section: Whose tiles.
         group: How many of them are one group.
-        words, plan, ends, changed: As kernels have them.
-        sums: int64[4, groups + 1]: of the rows of `plan`, at the borders of groups.
-
-    Attributes:
-        section: The same.
+        words, plan, plan_ends, changed: As kernels have them.
         ends: int64[groups + 1, 3]: tiles, places and whole elements of all groups before.
+        num_whole: int64[groups + 1]: whole tiles of all groups before.
     """
 
-    def __init__(
-        self,
-        snapshot: DeviceSnapshot,
-        source: Source,
-        section: Section,
-        group: int,
-        words: Tensor,
-        plan: Tensor,
-        ends: Tensor,
-        changed: Tensor,
-        sums: Ints,
-    ) -> None:
-        self._snapshot, self._source, self.section, self._group = snapshot, source, section, group
-        self._words, self._plan, self._plan_ends, self._changed = words, plan, ends, changed
-        before = (sums - sums[:, :1]).T
-        self.ends: Ints = before[:, :3]
-        self._num_whole: Ints = before[:, 3]
+    snapshot: DeviceSnapshot
+    source: Source
+    section: Section
+    group: int
+    words: Tensor
+    plan: Tensor
+    plan_ends: Tensor
+    changed: Tensor
+    ends: Ints
+    num_whole: Ints
 
     @cached_property
     def counts(self) -> Ints:
         """int64[shares]: elements that differ."""
-        space, section = self._snapshot.space, self.section
-        with on(self._snapshot.device):
-            ends = summed(self._changed.to(torch.int64))
+        space, section = self.snapshot.space, self.section
+        with on(self.snapshot.device):
+            ends = summed(self.changed.to(torch.int64))
             first = np.clip(space.first, section.first, section.stop) - section.first
             return np.diff(ends[there(first, ends.device)].cpu().numpy())
 
@@ -86,18 +78,18 @@ class DeviceFound:
     def _emit(
         self, low: int, high: int, payload: Tensor, sums: Tensor, *, overwrites: bool
     ) -> Changes:
-        device, section = self._snapshot.device, self.section
+        device, section = self.snapshot.device, self.section
         sizes = Sizes(section.item_size, *(self.ends[high] - self.ends[low]).tolist())
-        num_whole = int(self._num_whole[high] - self._num_whole[low])
+        num_whole = int(self.num_whole[high] - self.num_whole[low])
         with on(device):
-            changes = Changes.of(self._snapshot.memory_for(payload), sizes)
+            changes = Changes.of(self.snapshot.memory_for(payload), sizes)
             changes.memory[: sizes.columns[-1][0]] = 0
             tile_of = torch.empty(sizes.places, dtype=torch.int32, device=device)
             whole = torch.empty(2 + 2 * num_whole, dtype=torch.int32, device=device)
-            stop = min(high * self._group, section.stop - section.first)
-            self._locate(low * self._group, stop, changes, tile_of, whole)
+            stop = min(high * self.group, section.stop - section.first)
+            self._locate(low * self.group, stop, changes, tile_of, whole)
             if overwrites:
-                self._snapshot.mark_ahead(changes)
+                self.snapshot.mark_ahead(changes)
             self._fill(changes, tile_of, whole, num_whole, sums, overwrites=overwrites)
             if changes.memory is not payload:
                 payload.copy_(changes.memory)
@@ -105,7 +97,7 @@ class DeviceFound:
 
     def warm_up(self) -> None:
         """Compile what `emit` launches."""
-        device, section = self._snapshot.device, self.section
+        device, section = self.snapshot.device, self.section
         sizes = Sizes(section.item_size, 1, TILE, TILE)  # enough, if something has changed
         with on(device):
             memory = torch.zeros(sizes.num_bytes, dtype=torch.uint8, device=device)
@@ -115,7 +107,7 @@ class DeviceFound:
             self._locate(0, 1, changes, tile_of, whole)
             changes.places.zero_()
             tile_of[:], whole[2:] = section.first, torch.tensor((section.first, 0), device="cpu")
-            sums = torch.zeros(self._snapshot.space.num_chunks, dtype=torch.int64, device=device)
+            sums = torch.zeros(self.snapshot.space.num_chunks, dtype=torch.int64, device=device)
             for overwrites in (False, True):  # with the bits that are there
                 self._fill(changes, tile_of, whole, 1, sums, overwrites=overwrites)
 
@@ -124,9 +116,9 @@ class DeviceFound:
     ) -> None:
         """Write the table of tiles [first, stop), and find where their changes are."""
         kernels.locate[(-(-(stop - first) // kernels.GROUP),)](
-            self._words,
-            self._plan,
-            self._plan_ends,
+            self.words,
+            self.plan,
+            self.plan_ends,
             changes.tiles,
             changes.counts,
             changes.places,
@@ -151,8 +143,8 @@ class DeviceFound:
         overwrites: bool,
     ) -> None:
         """Write values and whole tiles, to the copy too if it `overwrites` that."""
-        source, size, tiles = self._source, self.section.item_size, self._snapshot.tiles
-        count, reads = len(changes.places), self._source.reads(self.section.item_size)
+        source, size, tiles = self.source, self.section.item_size, self.snapshot.tiles
+        count, reads = len(changes.places), self.source.reads(self.section.item_size)
         for read in reads if count else ():
             kernels.collect[(-(-count // kernels.LANES),)](
                 tiles.table,
@@ -176,13 +168,7 @@ class DeviceFound:
                 **_EXACT,
             )
         if num_whole:
-            self._snapshot.copy_whole(source, changes, whole, num_whole, sums, overwrites)
-
-
-def _of(section: Section, words: Tensor, plan: Tensor, changed: Tensor) -> tuple[Tensor, ...]:
-    """Those of one section."""
-    tiles = slice(section.first, section.stop)
-    return words[tiles], plan[4 * section.first : 4 * section.stop], changed[tiles]
+            self.snapshot.copy_whole(source, changes, whole, num_whole, sums, overwrites)
 
 
 _EXACT = {"enable_fp_fusion": False}  # codes are computed as torch would
@@ -245,19 +231,31 @@ class DeviceSnapshot(Snapshot):
             if source.masks is not None:
                 source.masks.compare(words)
             for section in self.space.sections:
-                self._compare(source, section, *_of(section, words, plan, changed))
+                tiles = slice(section.first, section.stop)
+                own_plan = plan[4 * section.first : 4 * section.stop]
+                self._compare(source, section, words[tiles], own_plan, changed[tiles])
             ends = summed(plan)
             numbers = Numbers(ends[self._borders_of(groups)])
             meanwhile()
             sums, found, at = numbers.read(), list[DeviceFound](), 0
             for section, group in zip(self.space.sections, groups, strict=True):
-                own_words, own_plan, own_changed = _of(section, words, plan, changed)
-                own_ends = ends[4 * section.first : 4 * section.stop + 1]
-                here = own_words, own_plan, own_ends, own_changed
                 stop = at + 4 * (-(-(section.stop - section.first) // group) + 1)
-                sums_here = sums[at:stop].reshape(4, -1)
-                found.append(DeviceFound(self, source, section, group, *here, sums_here))
-                at = stop
+                own = sums[at:stop].reshape(4, -1)
+                before, at = (own - own[:, :1]).T, stop
+                tiles = slice(section.first, section.stop)
+                one = DeviceFound(
+                    self,
+                    source,
+                    section,
+                    group,
+                    words[tiles],
+                    plan[4 * section.first : 4 * section.stop],
+                    ends[4 * section.first : 4 * section.stop + 1],
+                    changed[tiles],
+                    before[:, :3],
+                    before[:, 3],
+                )
+                found.append(one)
         return found
 
     def memory_for(self, payload: Tensor) -> Tensor:

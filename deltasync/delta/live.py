@@ -43,39 +43,6 @@ _FLAG_AT = 4 * tiles_live.ACCUMULATORS  # among the numbers of a tally
 _SUMS_AT = _FLAG_AT + 2
 
 
-class DeviceWeights:
-    """Live weights as kernels find them.
-
-    Args:
-        live: The weights. They have this as a part.
-        device: Where they live.
-    """
-
-    def __init__(self, live: LiveWeights, device: torch.device) -> None:
-        self._live, self._device = live, device
-        self._tiles = self._tiles_of(live.space)
-
-    def lane(self, space: Space) -> DeviceLane:
-        """Where what a rank of a trainer sends is in them."""
-        tiles = self._tiles if space is self._live.space else self._tiles_of(space)
-        return DeviceLane(self._live, tiles)
-
-    def _tiles_of(self, space: Space) -> Tiles:
-        tiles = tiles_of(self._live, space, self._device)
-        if self._device.type == "cuda":
-            with on(self._device):
-                tiles.warm_up(is_live=True)
-        return tiles
-
-    def tally(self) -> DeviceTally:
-        """What a sync that begins now adds up."""
-        return DeviceTally(self._live.ledger, self._device)
-
-    def measure(self, chunks: Ints) -> NDArray[np.uint64]:
-        """uint64[n]: the digests of int64[n] chunks of the ledger, read from memory."""
-        return self._tiles.measure(chunks)
-
-
 def tiles_of(live: LiveWeights, space: Space, device: torch.device) -> Tiles:
     """Where the tiles of a space, whose shares are parts of parameters, are in live weights."""
     share, rows = space.share, Rows.of(space)
@@ -103,7 +70,7 @@ def tiles_of(live: LiveWeights, space: Space, device: torch.device) -> Tiles:
         )
         for one in space.sections
     }
-    return Tiles(
+    tiles = Tiles(
         space,
         there(np.stack(columns, axis=1).astype(np.int64), device),
         kernels.PARAMETERS if is_odd else 0,
@@ -111,6 +78,10 @@ def tiles_of(live: LiveWeights, space: Space, device: torch.device) -> Tiles:
         boxes,
         ways,
     )
+    if device.type == "cuda":
+        with on(device):
+            tiles.warm_up(is_live=True)
+    return tiles
 
 
 _ELSEWHERE, _RUN = -1, 0  # kinds of tiles beside `BOXES` and `CODES`
@@ -306,16 +277,14 @@ class DeviceTally:
     def ledger(self) -> Ledger:
         """The digests that everything that was staged leads to. Waits. Raises InvalidIndices."""
         if self._ledger is None:
-            numbers = Numbers(self._numbers).read()
-            fault, chunk, *_ = _flag_of(numbers)
+            (fault, chunk, *_), _, sums = self._read()
             if fault == kernels.MISPLACED:
                 space = self._before.space
                 name = space.shares[space.bounds(chunk)[0]].spec.name
                 raise InvalidIndices(f"{name}: places out of range, unsorted or repeated")
             if fault != kernels.CLEAR:
                 raise InvalidIndices(_FAULTS[fault])
-            sums = self._before.sums + numbers[_SUMS_AT:].view(np.uint64)
-            self._ledger = Ledger(self._before.space, sums)
+            self._ledger = Ledger(self._before.space, self._before.sums + sums)
         return self._ledger
 
     def add(self) -> None:
@@ -324,7 +293,7 @@ class DeviceTally:
 
     def check_written(self) -> None:
         """Raises DigestMismatch unless what was read back is what was staged."""
-        new, _, written, _, _ = self._totals()
+        _, (new, _, written, _), _ = self._read(_SUMS_AT)
         self.written.zero_()
         if written != new:
             raise DigestMismatch("the weights read back are not those that were written")
@@ -332,21 +301,18 @@ class DeviceTally:
     @property
     def is_restored(self) -> bool:
         """Whether the old bits were read back, if anything was written."""
-        _, old, _, restored, fault = self._totals()
+        (fault, *_), (_, old, _, restored), _ = self._read(_SUMS_AT)
         self.restored.zero_()
         return fault != kernels.CLEAR or restored == old
 
-    def _totals(self) -> list[int]:
-        """Digests of bits that are staged, replaced, written, restored; and the flag."""
-        numbers = Numbers(self._numbers[:_SUMS_AT]).read()
+    def _read(self, stop: int | None = None) -> tuple[list[int], list[int], NDArray[np.uint64]]:
+        """The flag; digests of bits that are staged, replaced, written, restored; and, unless the
+        numbers stop before, by how much chunks change. Waits.
+        """
+        numbers = Numbers(self._numbers[:stop]).read()
         digests = numbers[:_FLAG_AT].view(np.uint64).reshape(4, -1).sum(axis=1)
-        return [*digests.tolist(), _flag_of(numbers)[0]]
-
-
-def _flag_of(numbers: NDArray[np.int64]) -> list[int]:
-    """The flag of a tally."""
-    found: list[int] = numbers[_FLAG_AT:_SUMS_AT].view(np.int32).tolist()
-    return found
+        flag = numbers[_FLAG_AT:_SUMS_AT].view(np.int32)
+        return flag.tolist(), digests.tolist(), numbers[_SUMS_AT:].view(np.uint64)
 
 
 _FAULTS = {

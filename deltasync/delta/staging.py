@@ -27,7 +27,8 @@ from deltasync.errors import DigestMismatch, LimitExceeded, ProtocolViolation
 from deltasync.wire.changes import PLACE_BYTES
 from deltasync.wire.messages import ParameterSpec
 
-if TYPE_CHECKING:  # which imports Triton
+if TYPE_CHECKING:  # which import Triton
+    from deltasync.delta.launches import Tiles
     from deltasync.delta.live import DeviceChanges, DeviceTally
 
     Staged: TypeAlias = "HostLanes | Elements | DeviceChanges"
@@ -66,23 +67,30 @@ class LiveWeights:
         self._share_of = np.argsort(space.parameter)  # by number in the layout
         devices = {flat.line.device for flat in flats.values()}
         self.device = device_for(devices, self.num_bytes, kernels, flats.values())
-        self._device_weights = None
+        self._tiles: Tiles | None = None
         if self.device is not None:
-            from deltasync.delta.live import DeviceWeights
+            from deltasync.delta.live import tiles_of
 
-            self._device_weights = DeviceWeights(self, self.device)
+            self._tiles = tiles_of(self, space, self.device)
 
     def lane(self, space: Space | None = None) -> Lane:
         """Where what a rank of a trainer sends is in them; None for all of the layout."""
-        if self._device_weights is not None:
-            return self._device_weights.lane(self.space if space is None else space)
-        return Lane(self, self.space if space is None else space)
+        space = self.space if space is None else space
+        if self._tiles is None:
+            return Lane(self, space)
+        from deltasync.delta.live import DeviceLane, tiles_of
+
+        is_known = space is self.space
+        tiles = self._tiles if is_known else tiles_of(self, space, self._tiles.device)
+        return DeviceLane(self, tiles)
 
     def tally(self) -> Tally:
         """What a sync that begins now adds up."""
-        return (
-            HostTally(self.ledger) if self._device_weights is None else self._device_weights.tally()
-        )
+        if self._tiles is None:
+            return HostTally(self.ledger)
+        from deltasync.delta.live import DeviceTally
+
+        return DeviceTally(self.ledger, self._tiles.device)
 
     @property
     def specs(self) -> tuple[ParameterSpec, ...]:
@@ -95,8 +103,8 @@ class LiveWeights:
 
     def measure(self, chunks: Ints) -> NDArray[np.uint64]:
         """uint64[n]: the digests of int64[n] chunks of the ledger, read from memory."""
-        if self._device_weights is not None:
-            return self._device_weights.measure(chunks)
+        if self._tiles is not None:
+            return self._tiles.measure(chunks)
         found = np.zeros(len(chunks), np.uint64)
         for n, chunk in enumerate(chunks.tolist()):
             share, start, stop = self.space.bounds(chunk)
