@@ -17,7 +17,7 @@ import zstandard
 
 from benchmarks.codec.change import Change, Changed, Indices
 from deltasync.delta.host import Bits
-from deltasync.wire.compression import compress, decompress
+from deltasync.wire.compression import compress, inflate
 
 _TENSOR = struct.Struct("<IHHQ")  # number, widths of the two streams of positions, count
 _COUNT = struct.Struct("<Q")
@@ -101,7 +101,7 @@ class Shape:
         return compress(b"".join((_COUNT.pack(len(heads)), *heads, *indices, *values)))
 
     def decode(self, data: bytes, change: Change) -> Found:
-        data = bytes(decompress(data, compression="zstd", raw_bytes=_content_bytes(data)))
+        data = bytes(inflate(data, _content_bytes(data)))
         (count,), at = _COUNT.unpack_from(data), _COUNT.size
         heads = [_TENSOR.unpack_from(data, at + n * _TENSOR.size) for n in range(count)]
         take, found = partial(_take, data), []
@@ -140,7 +140,7 @@ class DenseXor:
 
     def decode(self, data: bytes, change: Change) -> list[Bits]:
         """unsigned[numel]: all new bits of each tensor that changed."""
-        data = bytes(decompress(data, compression="zstd", raw_bytes=_content_bytes(data)))
+        data = bytes(inflate(data, _content_bytes(data)))
         at, found = _COUNT.size + len(change.tensors) * _TENSOR.size, []
         for tensor in change.tensors:
             mixed = _take(data, at, tensor.old.dtype.str, len(tensor.old))

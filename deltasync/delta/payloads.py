@@ -14,7 +14,7 @@ from deltasync.delta.staging import LiveWeights, Received
 from deltasync.delta.tiles import Space, space_of
 from deltasync.errors import InvalidIndices, LimitExceeded
 from deltasync.wire.changes import ALIGNMENT
-from deltasync.wire.compression import decompress
+from deltasync.wire.compression import inflate
 from deltasync.wire.messages import Begin, Bucket
 
 _MOST_BYTES = 4 * ALIGNMENT  # of the payload of an element alone: all columns but `whole`
@@ -110,6 +110,5 @@ def inflated(bucket: Bucket, payload: Tensor) -> Tensor:
     """uint8[n]: a payload as it was packed. Raises WireError."""
     if bucket.compression == "none":
         return payload
-    sent, raw_bytes = payload.cpu().numpy().data, bucket.sizes.num_bytes
-    data = decompress(sent, compression=bucket.compression, raw_bytes=raw_bytes)
+    data = inflate(payload.cpu().numpy().data, bucket.sizes.num_bytes)
     return torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))

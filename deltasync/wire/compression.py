@@ -10,7 +10,7 @@ from typing import Literal
 
 import zstandard
 
-from deltasync.errors import LimitExceeded, TruncatedFrame, UnknownCodec, WireError
+from deltasync.errors import LimitExceeded, TruncatedFrame, WireError
 
 Compression = Literal["none", "zstd", "gap", "class"]
 """Of a payload that travels. Codecs of changes are in `delta`."""
@@ -21,28 +21,14 @@ def compress(data: bytes | memoryview) -> bytes:
     return zstandard.ZstdCompressor(level=1, write_checksum=True).compress(data)
 
 
-def decompress(data: bytes | memoryview, *, compression: str, raw_bytes: int) -> bytes | memoryview:
-    """Exactly `raw_bytes` bytes.
+def inflate(data: bytes | memoryview, raw_bytes: int) -> bytes:
+    """Exactly `raw_bytes` bytes, from a zstd frame.
 
     Raises:
-        UnknownCodec: `compression` is not in the table.
         LimitExceeded: The frame would inflate beyond `raw_bytes`, or does not say how far.
         TruncatedFrame: It inflates to less.
         WireError: `data` is damaged, or not one whole frame.
     """
-    match compression:
-        case "none":
-            inflated: bytes | memoryview = data
-        case "zstd":
-            inflated = _inflate(data, raw_bytes)
-        case _:
-            raise UnknownCodec(f"compression {compression!r} is not one of ['none', 'zstd']")
-    if len(inflated) != raw_bytes:
-        raise TruncatedFrame(f"payload of {len(inflated)} bytes, {raw_bytes} were declared")
-    return inflated
-
-
-def _inflate(data: bytes | memoryview, raw_bytes: int) -> bytes:
     try:
         declared = zstandard.frame_content_size(data)
         if declared < 0:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.errors import LimitExceeded, TruncatedFrame
-from deltasync.wire.compression import compress, decompress
+from deltasync.wire.compression import compress, inflate
 
 STREAMS = 4
 """Of a payload."""
@@ -40,9 +40,8 @@ def unpacked(data: memoryview, raw_bytes: int) -> list[NDArray[np.uint8]]:
         raise LimitExceeded(f"coded streams of over {_MOST} times the {raw_bytes} they stand for")
     found, at = list[NDArray[np.uint8]](), _HEADER.size
     for full, stored in zip(lengths[::2], lengths[1::2], strict=True):
-        kind = "none" if full == stored else "zstd"
-        stream = decompress(data[at : at + stored], compression=kind, raw_bytes=full)
-        found.append(np.frombuffer(stream, np.uint8))
+        stream = data[at : at + stored]
+        found.append(np.frombuffer(stream if full == stored else inflate(stream, full), np.uint8))
         at += stored
     return found
 
