@@ -8,13 +8,15 @@ floats of one sign it counts neighbours.
 from __future__ import annotations
 
 import struct
-from functools import lru_cache
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from deltasync.delta.changes import Changes
+from deltasync.delta.kernels.host import unsigned
 from deltasync.delta.tiles import Ints
 from deltasync.errors import InvalidIndices, LimitExceeded, TruncatedFrame, WireError
 from deltasync.wire.changes import TILE, Sizes
@@ -47,52 +49,48 @@ def encode(changes: Changes, old: Bits, old_whole: Bits) -> bytes | None:
         return None  # gaps could take over `_MOST_GAP`
     gaps = _encode_gaps(codes) if len(codes) else b""
     steps = (
-        _encode_steps(_unsigned(new.numpy()), before)
+        _encode_steps(unsigned(new), before)
         for new, before in ((changes.values, old), (changes.whole, old_whole))
     )
     return packed([whole, gaps, *steps])
 
 
-class Opened:
-    """A coded payload of which the table was decoded. Nothing of it was checked.
+def decode(data: memoryview, sizes: Sizes, old: Callable[[Changes], tuple[Bits, Bits]]) -> Changes:
+    """What `encode` made, over memory of their own.
 
     Args:
         data: As it came.
         sizes: Of what it stands for.
-        changes: Over memory of these sizes, zeroed: tiles, counts and places are written there.
+        old: Checks tiles, counts and places, and returns the bits that such changes replace, as
+            `encode` had them.
 
     Raises:
-        WireError: It is not what `encode` makes of any changes. Never another error.
+        WireError: It is not what `encode` makes of any changes. Never another error, unless `old`
+            raises one.
     """
-
-    def __init__(self, data: memoryview, sizes: Sizes, changes: Changes) -> None:
-        whole, gaps, self._steps, self._whole_steps = unpacked(data, sizes.num_bytes)
-        if len(whole) % 4 or len(whole) > 4 * sizes.tiles:
-            raise TruncatedFrame("numbers of whole tiles in an odd number of bytes, or too many")
-        goes_whole = whole.view("<u4").astype(np.int64)
-        if (goes_whole[1:] <= goes_whole[:-1]).any():
-            raise InvalidIndices("numbers of whole tiles are unsorted or repeated")
-        codes = _decode_gaps(gaps, sizes.places)
-        tiles, counts = np.unique(codes // TILE, return_counts=True)
-        if len(tiles) + len(goes_whole) != sizes.tiles:
-            raise InvalidIndices("a coded payload has not as many tiles as its bucket says")
-        both = np.concatenate((tiles, goes_whole))
-        order = np.argsort(both, kind="stable")
-        if both[order[-1]] >= 1 << 32:
-            raise InvalidIndices("a coded payload names a tile beyond any layout")
-        counts = np.concatenate((counts, np.zeros_like(goes_whole)))[order]
-        changes.tiles.numpy().view(np.uint32)[:] = both[order]
-        changes.counts.numpy().view(np.uint16)[:] = counts
-        changes.places.numpy().view(np.uint16)[:] = codes % TILE
-        self._changes = changes
-
-    def fill(self, old: Bits, old_whole: Bits) -> None:
-        """Write values and whole tiles, by the bits that they replace. Raises WireError."""
-        for steps, before, into in (
-            (self._steps, old, self._changes.values),
-            (self._whole_steps, old_whole, self._changes.whole),
-        ):
-            _unsigned(into.numpy())[:] = _decode_steps(steps, before)
+    changes = Changes.of(torch.zeros(sizes.num_bytes, dtype=torch.uint8, device="cpu"), sizes)
+    whole, gaps, *steps = unpacked(data, sizes.num_bytes)
+    if len(whole) % 4 or len(whole) > 4 * sizes.tiles:
+        raise TruncatedFrame("numbers of whole tiles in an odd number of bytes, or too many")
+    goes_whole = whole.view("<u4").astype(np.int64)
+    if (goes_whole[1:] <= goes_whole[:-1]).any():
+        raise InvalidIndices("numbers of whole tiles are unsorted or repeated")
+    codes = _decode_gaps(gaps, sizes.places)
+    tiles, counts = np.unique(codes // TILE, return_counts=True)
+    if len(tiles) + len(goes_whole) != sizes.tiles:
+        raise InvalidIndices("a coded payload has not as many tiles as its bucket says")
+    both = np.concatenate((tiles, goes_whole))
+    order = np.argsort(both, kind="stable")
+    if both[order[-1]] >= 1 << 32:
+        raise InvalidIndices("a coded payload names a tile beyond any layout")
+    unsigned(changes.tiles)[:] = both[order]
+    unsigned(changes.counts)[:] = np.concatenate((counts, np.zeros_like(goes_whole)))[order]
+    unsigned(changes.places)[:] = codes % TILE
+    for block, before, into in zip(
+        steps, old(changes), (changes.values, changes.whole), strict=True
+    ):
+        unsigned(into)[:] = _decode_steps(block, before)
+    return changes
 
 
 def _encode_gaps(codes: Ints) -> bytes:
@@ -172,7 +170,7 @@ def _encode_steps(new: Bits, old: Bits) -> bytes:
     codes, far = np.empty(len(new), np.uint8), list[bytes]()
     for begin in range(0, len(new), _BLOCK):
         block = slice(begin, begin + _BLOCK)
-        steps = _zigzag(new[block], old[block])
+        steps = zigzag(new[block], old[block])
         if new.itemsize > 1 and steps.max() >= _ESCAPE:
             far.append(new[block][steps >= _ESCAPE].tobytes())
             np.minimum(steps, _ESCAPE, out=steps)
@@ -190,38 +188,25 @@ def _decode_steps(block: Block, old: Bits) -> Bits:
     new = np.empty_like(old)
     for begin in range(0, len(old), _BLOCK):
         part = slice(begin, begin + _BLOCK)
-        new[part] = _stepped(codes[part].astype(old.dtype), old[part])
+        new[part] = stepped(codes[part].astype(old.dtype), old[part])
     new[far] = np.frombuffer(rest.tobytes(), old.dtype)
     return new
 
 
-def _zigzag(new: Bits, old: Bits) -> Bits:
+def zigzag(new: Bits, old: Bits) -> Bits:
     """unsigned[n]: distances 0, -1, 1, -2 ... become 0, 1, 2, 3 ..."""
     steps = new - old
     negative = (steps.view(f"i{steps.itemsize}") >> (8 * steps.itemsize - 1)).view(steps.dtype)
-    steps <<= _one(steps)
+    steps <<= steps.dtype.type(1)
     steps ^= negative
     return steps
 
 
-def _stepped(zigzagged: Bits, old: Bits) -> Bits:
-    """unsigned[n]: the inverse of `_zigzag`."""
-    steps: Bits = zigzagged & _one(old)
+def stepped(zigzagged: Bits, old: Bits) -> Bits:
+    """unsigned[n]: the inverse of `zigzag`."""
+    one = old.dtype.type(1)
+    steps: Bits = zigzagged & one
     np.negative(steps, out=steps)
-    steps ^= zigzagged >> _one(old)
+    steps ^= zigzagged >> one
     steps += old
     return steps
-
-
-@lru_cache
-def _number(dtype: np.dtype[Any]) -> Any:
-    return dtype.type(1)
-
-
-def _one(like: Bits) -> Any:
-    return _number(like.dtype)
-
-
-def _unsigned(bits: Bits) -> Bits:
-    unsigned: Bits = bits.view(f"u{bits.itemsize}")
-    return unsigned

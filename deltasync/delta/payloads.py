@@ -9,7 +9,6 @@ from torch import Tensor
 from deltasync.delta import gap
 from deltasync.delta.changes import Changes
 from deltasync.delta.codecs import codec_of
-from deltasync.delta.host import Table
 from deltasync.delta.staging import LiveWeights, Received
 from deltasync.delta.tiles import Space, space_of
 from deltasync.errors import InvalidIndices, LimitExceeded
@@ -84,13 +83,7 @@ class PayloadReader:
         if payload is None:
             payload = torch.empty(0, dtype=torch.uint8, device="cpu")
         if bucket.compression == "gap":
-            changes = Changes.of(
-                torch.zeros(sizes.num_bytes, dtype=torch.uint8, device="cpu"), sizes
-            )
-            opened = gap.Opened(payload.cpu().numpy().data, sizes, changes)
-            table = Table(place.space, changes)
-            table.check()
-            opened.fill(*place.old(table))
+            changes = gap.decode(payload.cpu().numpy().data, sizes, place.old)
         elif bucket.compression == "class":
             data = payload.cpu().numpy().data
             changes = codec_of(bucket.compression).decode(data, sizes, place)

@@ -203,11 +203,14 @@ class Lane:
         for run in table.runs():
             yield from self._whole_run(run.share, run.start, changes.whole[run.there], sums)
 
-    def old(self, table: Table) -> tuple[Bits, Bits]:
-        """(unsigned[N], unsigned[W]): live bits at lanes and whole tiles that were checked.
+    def old(self, changes: Changes) -> tuple[Bits, Bits]:
+        """(unsigned[N], unsigned[W]): live bits at lanes and whole tiles of changes.
 
-        Of what is not held they are 0.
+        Of what is not held they are 0. Raises InvalidIndices unless these are changes of this
+        space.
         """
+        table = Table(self.space, changes)
+        table.check()
         size = table.sizes.item_size
         lanes, whole = (np.zeros(n, f"u{size}") for n in (table.sizes.places, table.sizes.whole))
         is_simple = self._is_simple[table.share]

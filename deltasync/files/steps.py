@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from deltasync.delta import gap
 from deltasync.delta.host import Bits
 from deltasync.dtypes import Dtype
 
@@ -47,22 +48,12 @@ def zigzag(new: Bits, old: Bits, dtype: Dtype) -> Bits:
 
     Args: unsigned[n] bits of `dtype`. Memory of its own.
     """
-    steps = ordered(new, dtype)
-    steps -= ordered(old, dtype)
-    negative = _spread_sign(steps)
-    steps <<= _number(1, steps)
-    steps ^= negative
-    return steps
+    return gap.zigzag(ordered(new, dtype), ordered(old, dtype))
 
 
 def stepped(zigzagged: Bits, old: Bits, dtype: Dtype) -> Bits:
     """unsigned[n]: the bits that are so far from `old`: the inverse of `zigzag`."""
-    one = _number(1, zigzagged)
-    steps = zigzagged & one
-    np.negative(steps, out=steps)
-    steps ^= zigzagged >> one
-    steps += ordered(old, dtype)
-    return unordered(steps, dtype)
+    return unordered(gap.stepped(zigzagged, ordered(old, dtype)), dtype)
 
 
 def in_order(bits: Bits, dtype: Dtype) -> NDArray[np.signedinteger[Any]]:

@@ -47,8 +47,7 @@ def test_any_gap_comes_back(first: int, gaps: list[int]) -> None:
     assert (coded is None) == is_far
     if coded is None:
         return
-    found = Changes.of(torch.zeros(changes.num_bytes, dtype=torch.uint8), changes.sizes)
-    gap.Opened(memoryview(coded), changes.sizes, found).fill(*old_of(changes))
+    found = gap.decode(memoryview(coded), changes.sizes, old_of)
     assert torch.equal(found.memory, changes.memory)
 
 

@@ -15,7 +15,6 @@ from deltasync import dtypes
 from deltasync.delta import gap
 from deltasync.delta.bits import Flat, integer_dtype, torch_dtype
 from deltasync.delta.changes import Changes
-from deltasync.delta.host import Table
 from deltasync.delta.payloads import PayloadReader
 from deltasync.delta.shard import whole
 from deltasync.delta.staging import Lane, LiveWeights
@@ -152,7 +151,7 @@ def test_w27_coded_bucket_decodes_to_its_changes_and_encodes_to_its_bytes(name: 
         return
     sent = Changes.of(tensor(reference.payload(tiles, size)), changes.sizes)
     lane = Lane(LiveWeights(old_weights(), SPACE), SPACE)
-    assert gap.encode(sent, *lane.old(Table(SPACE, sent))) == payload.numpy().tobytes()
+    assert gap.encode(sent, *lane.old(sent)) == payload.numpy().tobytes()
 
 
 def test_w17_shares_are_read_and_made_again() -> None:

@@ -211,14 +211,11 @@ def _anywhere(first: int, last: int, count: int, others: Changes) -> Ints:
 
 def _rest(data: Bytes, sizes: Sizes, lane: Lane) -> Changes:
     """What no row has, checked. Raises WireError."""
-    changes = Changes.of(torch.zeros(sizes.num_bytes, dtype=torch.uint8, device="cpu"), sizes)
     if sizes.tiles:
-        opened, table = gap.Opened(data.data, sizes, changes), Table(lane.space, changes)
-        table.check()
-        opened.fill(*lane.old(table))
-    elif len(data) or sizes.places or sizes.whole:
+        return gap.decode(data.data, sizes, lane.old)
+    if len(data) or sizes.places or sizes.whole:
         raise TruncatedFrame("tiles that no row has are missing, or are none")
-    return changes
+    return Changes.of(torch.zeros(sizes.num_bytes, dtype=torch.uint8, device="cpu"), sizes)
 
 
 def _joined(found: list[tuple[Ints, Bits]], rest: Changes) -> Changes:
