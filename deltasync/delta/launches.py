@@ -349,8 +349,8 @@ class Tiles:
 
 
 def _span(codes: int) -> int:
-    """Elements that one program looks for: in boxes each takes many registers."""
-    return kernels.SPAN if codes == IN_RUNS else 256
+    """Elements that one program looks for."""
+    return kernels.SPAN if codes == IN_RUNS else kernels.BOX_SPAN
 
 
 def aligned_by_size(space: Space, address: Ints) -> dict[int, bool]:

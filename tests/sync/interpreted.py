@@ -9,6 +9,8 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
+from deltasync.delta.kernels import tiles
+
 INTERPRETED_S = 240.0
 """Seconds for a wait in which kernels are interpreted: seconds alone, minutes on a busy machine."""
 
@@ -28,3 +30,5 @@ def one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
             run(*args, **kwargs)
 
     monkeypatch.setattr(InterpretedFunction, "run", in_turn)
+    for span in ("SPAN", "BOX_SPAN"):  # few programs: each takes long
+        monkeypatch.setattr(tiles, span, tiles.TILE.value)

@@ -39,8 +39,10 @@ GROUP = 4
 LANES = 1024
 """Changed elements that one program goes over."""
 
-SPAN = 1024
-"""Elements of a whole tile that one program goes over: more would not fit into registers."""
+SPAN, BOX_SPAN = 1024, 256
+"""Elements of a whole tile that one program goes over, and of one in boxes: more would not fit into
+registers.
+"""
 
 SHARES, PARAMETERS = 1, 2
 """What ODD may be."""
