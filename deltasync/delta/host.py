@@ -208,7 +208,8 @@ class Table:
             tile = ends.searchsorted(cuts[:-1], "right")
             share, start = share[tile], start[tile]
         chunk = (begins[share] + start + self.places[cuts[:-1]]) // CHUNK
-        where, keys = self.places, space.keys_of(share, start)
+        where: NDArray[np.integer] = self.places
+        keys = space.keys_of(share, start)
         if space.gaps:
             where, keys = self.positions(), space.seeds[share]
             for number, lanes in self.by_share():
