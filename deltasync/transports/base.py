@@ -183,7 +183,8 @@ class ReceiveTransport(Closing, Protocol):
     def progress(self) -> None:
         """Let the next payload arrive while the last frame, which stays valid, is read.
 
-        Never blocks. Call it on a connected end that will soon receive again. Raises PeerLost.
+        Takes a moment at most. Call it often, if ever, on a connected end that will soon receive
+        again: others may wait for this one. Raises PeerLost.
         """
         ...
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import struct
 
 DEFAULT_MAX_PAYLOAD_BYTES = 4 << 30
-# Ticket, payload bytes, timeout. Without a payload to come (ticket 0) the header follows; with one
-# it follows START.
-FRAME = struct.Struct("<Qqd")
-NO_PAYLOAD = -1
-# Ticket, rank, size, store port, timeout; the back end follows, a space and the group's name.
-GROUP = struct.Struct("<QIIHxd")
-# Of START, after which a frame's header follows; of READY, where what is wrong follows; of PACKED
-# and ABANDON.
+# Of everything but FRAME, first. READY repeats that of what it answers; what is wrong follows.
 TICKET = struct.Struct("<Q")
+# Rank, size, store port, timeout; the back end follows, a space and the group's name.
+GROUP = struct.Struct("<IIHxd")
+# The longest payload that is to come.
+ROOM = struct.Struct("<Q")
+# Payload bytes, how long it may be in flight; the frame's header follows.
+START = struct.Struct("<Qd")
+# Of a frame without a payload, or with one of no bytes: which of these; the header follows.
+FRAME = struct.Struct("<?")
 MAX_COMPLAINT_BYTES = 2000
 # How long ABANDON, or the loss that made a group fail, may take to show.
 GRACE_S = 1.0

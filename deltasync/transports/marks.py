@@ -27,10 +27,10 @@ class Mark:
             self._event.record(torch.cuda.current_stream(self._device))
         return self
 
-    def wait(self) -> None:
-        """Let the calling thread's current stream go on only from there."""
+    def wait(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Let a stream, by default the calling thread's current one, go on only from there."""
         if self._event is not None:
-            self._event.wait(torch.cuda.current_stream(self._device))
+            self._event.wait(stream or torch.cuda.current_stream(self._device))
 
     def is_done(self) -> bool:
         """Whether everything that was enqueued before it is done. Never blocks."""

@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from deltasync.errors import TransportUnavailable
 from deltasync.transports.control.connection import Pace, busy_s, deadline_in
+from deltasync.transports.marks import Mark
 
 _SUCCESS, _IN_PROGRESS = 0, 7
 _UINT8 = 1
@@ -51,7 +51,7 @@ def warm_up(device: torch.device) -> None:
     Raises TransportUnavailable.
     """
     try:
-        alone = Communicator(unique_id(), 0, 1, device)
+        alone = Communicator(unique_id(), 0, 1, torch.cuda.current_stream(device))
         while alone.is_busy():
             time.sleep(0.001)
         alone.abort()
@@ -60,18 +60,19 @@ def warm_up(device: torch.device) -> None:
 
 
 class Communicator:
-    """Moves bytes from rank 0. It connects by itself.
+    """Moves bytes from rank 0, on a stream on which nothing else runs. It connects by itself.
 
     Raises RuntimeError if it cannot begin to connect.
     """
 
-    def __init__(self, unique: bytes, rank: int, size: int, device: torch.device) -> None:
+    def __init__(self, unique: bytes, rank: int, size: int, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
         self._lock = threading.Lock()  # while NCCL is called: nothing may be called after an abort
         self._comm: ctypes.c_void_p | None = ctypes.c_void_p()
         self._why_aborted = ""
         self._last: Flight | None = None
         of, config = _UniqueId.from_buffer_copy(unique), (ctypes.c_uint * len(_CONFIG))(*_CONFIG)
-        with torch.cuda.device(device):
+        with torch.cuda.device(stream.device):
             self._call(
                 lambda comm: _library().ncclCommInitRankConfig(
                     ctypes.byref(comm), size, of, rank, ctypes.byref(config)
@@ -84,25 +85,26 @@ class Communicator:
         self._call(lambda comm: _library().ncclCommGetAsyncError(comm, ctypes.byref(state)))
         return _check(state.value) == _IN_PROGRESS
 
-    def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions, /) -> Flight:
-        """Wait until it is connected, and begin to broadcast a tensor on the current stream.
+    def broadcast(self, tensor: Tensor, timeout_s: float, after: Mark | None = None) -> Flight:
+        """Wait until it is connected, and begin to broadcast a tensor, but not before `after`.
 
         The one before it need not be over, nor known to be.
-        Raises RuntimeError if it fails, is aborted, or does not connect within `opts.timeout`.
+        Raises RuntimeError if it fails, is aborted, or does not connect within `timeout_s`.
         """
-        (tensor,) = tensors
-        deadline, pace = deadline_in(opts.timeout.total_seconds()), Pace(busy_s("cuda"))
+        deadline, pace = deadline_in(timeout_s), Pace(busy_s("cuda"))
         while self.is_busy():
             if time.monotonic() >= deadline:
                 raise RuntimeError("NCCL did not connect in time")
             time.sleep(pace.pause_s(deadline))
         if self._last is not None:
             self._last.mark()
-        stream = torch.cuda.current_stream(tensor.device)
         at, count = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.numel())
-        on = ctypes.c_void_p(stream.cuda_stream)
-        self._call(lambda comm: _library().ncclBroadcast(at, at, count, _UINT8, 0, comm, on))
-        self._last = Flight(self, stream)
+        on = ctypes.c_void_p(self.stream.cuda_stream)
+        with torch.cuda.device(self.stream.device):
+            if after is not None:
+                after.wait(self.stream)
+            self._call(lambda comm: _library().ncclBroadcast(at, at, count, _UINT8, 0, comm, on))
+        self._last = Flight(self)
         return self._last
 
     def abort(self, why: str = "was aborted") -> None:
@@ -121,18 +123,19 @@ class Communicator:
 
 
 class Flight:
-    """A broadcast on a stream, which NCCL launches on a thread of its own."""
+    """A broadcast that NCCL launches on a thread of its own."""
 
-    def __init__(self, communicator: Communicator, stream: torch.cuda.Stream) -> None:
-        self._communicator, self._stream = communicator, stream
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
         self._event: torch.cuda.Event | None = None
+        self._error: RuntimeError | None = None
 
     def mark(self) -> torch.cuda.Event:
         """When it is done: all that the stream was given before the first call of this.
 
         That is once the broadcast is launched, and before anything else is.
         """
-        self._event = self._event or self._stream.record_event()
+        self._event = self._event or self._communicator.stream.record_event()
         return self._event
 
     def is_completed(self) -> bool:
@@ -141,13 +144,14 @@ class Flight:
             if self._communicator.is_busy():
                 return False
         except RuntimeError as error:
+            self._error = error
             self._communicator.abort(str(error))
         return bool(self.mark().query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        """Let the current stream come after it. Raises RuntimeError if it failed."""
-        self._communicator.is_busy()
-        torch.cuda.current_stream(self._stream.device).wait_event(self.mark())
+        """Raise RuntimeError if it has failed."""
+        if self._error is not None:
+            raise self._error
 
 
 def _check(result: int) -> int:

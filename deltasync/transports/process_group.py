@@ -11,10 +11,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol, cast
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -27,20 +25,13 @@ from deltasync.transports.control.connection import deadline_in, left_s
 from deltasync.transports.control.tcp import listen_tcp
 from deltasync.transports.marks import Mark
 
-Work = dist.Work | nccl.Flight
-
-
-class Group(Protocol):
-    """What is used of a process group."""
-
-    def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions, /) -> Work: ...
-
-    def abort(self) -> None: ...
-
+# A string: there are builds of torch without gloo.
+Group: TypeAlias = "dist.ProcessGroupGloo | nccl.Communicator"
 
 _MAX_TIMEOUT_S = 24 * 3600.0
 _MIN_TIMEOUT_S = 0.01
 _POLL_S = 0.0005
+_MEET_S = 0.0005  # times the number of members, which all ask the store of one
 _ABORT_S = 1.0  # a GPU may still write where an aborted broadcast was to go
 _GROWTH_BITS = 5  # lengths of slots are rounded up to so many leading bits
 _WAY_OUT = {"nccl": "; NCCL wants a GPU of its own for every member: on one GPU use cuda_ipc"}
@@ -134,76 +125,6 @@ class PayloadBuffer:
         self.flight = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupSpec:
-    """Which group to form, and as whom.
-
-    Attributes:
-        backend: "gloo" or "nccl".
-        stream: See `Membership`.
-        store_host: Where the sender serves the rendezvous store.
-        store_port: Its port.
-        name: Of the group; prefixes its keys.
-        rank: Our own; the sender is 0.
-        size: Number of members.
-        timeout_s: After which forming the group gives up.
-        own_host: Our address on the network that leads to the sender.
-    """
-
-    backend: str
-    stream: torch.cuda.Stream | None
-    store_host: str
-    store_port: int
-    name: str
-    rank: int
-    size: int
-    timeout_s: float
-    own_host: str
-
-    def form(self, is_left: Callable[[], bool]) -> Group | None:
-        """Form the group and prove it by a first broadcast. Blocks; raises RuntimeError.
-
-        None if it `is_left` before it begins. Of a communicator that loses a member as it begins,
-        NCCL closes nothing in the others. So rank 0, which hears of losses, does not let it begin
-        once it knows of one.
-        """
-        deadline, timeout = deadline_in(self.timeout_s), timedelta(seconds=self.timeout_s)
-        # A connection of its own: one that waits for keys in vain would block the next plan.
-        tcp = TCPStore(
-            self.store_host,
-            self.store_port,
-            None,
-            is_master=False,
-            timeout=timeout,
-            wait_for_workers=False,
-        )
-        store = PrefixStore(self.name, tcp)
-        group: Group
-        if self.backend == "nccl":
-            # NCCL waits for ever for a member that never comes, and nothing can abort that.
-            store.set(f"here/{self.rank}", "")
-            store.wait([f"here/{rank}" for rank in range(self.size)], timeout)
-            if is_left():
-                return None
-            group = _nccl_group(self, store)
-        else:  # whose members meet as it is made
-            group = _gloo_group(self, store, timeout)
-        if is_left():
-            _abort(group)
-            return None
-        with _current(self.stream):
-            device = self.stream.device if self.stream else torch.device("cpu")
-            byte = torch.zeros(1, dtype=torch.uint8, device=device)
-            first = Broadcast(group, byte, self.stream, bounded(left_s(deadline)))
-        if not _ends_within(left_s(deadline), [first]) or first.error is not None:
-            error = first.error or "the first broadcast did not end in time"
-            groups = [group]
-            del group
-            _release(groups, None, [first])
-            raise RuntimeError(error)
-        return group
-
-
 class Join:
     """Forms a group on a thread of its own, since back ends block while they connect.
 
@@ -212,11 +133,37 @@ class Join:
         error: Why there is none.
     """
 
-    def __init__(self, plan: GroupSpec) -> None:
+    def __init__(
+        self,
+        backend: str,
+        stream: torch.cuda.Stream | None,
+        store: tuple[str, int],
+        name: str,
+        *,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        own_host: str,
+    ) -> None:
+        """Begin.
+
+        Args:
+            backend: "gloo" or "nccl".
+            stream: See `Membership`.
+            store: Host and port of the rendezvous store.
+            name: Of the group; prefixes its keys.
+            rank: Our own; the sender is 0.
+            size: Number of members.
+            timeout_s: After which forming the group gives up.
+            own_host: Our address on the network that leads to the sender.
+        """
         self.group: Group | None = None
         self.error: str | None = None
+        self._backend, self._stream, self._store, self._name = backend, stream, store, name
+        self._rank, self._size, self._timeout_s = rank, size, timeout_s
+        self._own_host = own_host
         self._is_left = False
-        self._thread = threading.Thread(target=self._run, args=(plan,))
+        self._thread = threading.Thread(target=self._run)
         try:
             self._thread.start()
         except RuntimeError as error:  # none is left, or the interpreter shuts down
@@ -230,19 +177,74 @@ class Join:
         self._is_left = True
 
     def wait(self) -> None:
-        """Until done: at most for the plan's timeout."""
+        """Until done: at most for the timeout."""
         if self._thread.ident is not None:
             self._thread.join()
 
-    def _run(self, plan: GroupSpec) -> None:
+    def _run(self) -> None:
         error: str | None = "the group could not be formed"
         try:
-            self.group = plan.form(lambda: self._is_left)
+            self.group = self._form()
             error = None
         except RuntimeError as raised:
-            error = f"{raised}{_WAY_OUT.get(plan.backend, '')}"
+            error = f"{raised}{_WAY_OUT.get(self._backend, '')}"
         finally:
             self.error = error
+
+    def _form(self) -> Group | None:
+        """Form the group and prove it by a first broadcast; None if it is left meanwhile.
+
+        Blocks; raises RuntimeError.
+        """
+        deadline, timeout = deadline_in(self._timeout_s), timedelta(seconds=self._timeout_s)
+        # A connection of its own: one that waits for keys in vain would block the next one.
+        tcp = TCPStore(*self._store, None, is_master=False, timeout=timeout, wait_for_workers=False)
+        store = PrefixStore(self._name, tcp)
+        if not self._meets(store, deadline):
+            return None
+        group: Group
+        if self._stream is not None:
+            group = nccl.Communicator(store.get("go"), self._rank, self._size, self._stream)
+        else:
+            group = self._gloo_group(store, timeout)
+        if self._is_left:
+            _abort(group)
+            return None
+        device = self._stream.device if self._stream else torch.device("cpu")
+        first = Broadcast(torch.empty(1, dtype=torch.uint8, device=device))
+        first.start(group, bounded(left_s(deadline)))
+        if not _ends_within(left_s(deadline), [first]) or first.error is not None:
+            error = first.error or "the first broadcast did not end in time"
+            groups = [group]
+            del group
+            _release(groups, None, [first])
+            raise RuntimeError(error)
+        return group
+
+    def _meets(self, store: Store, deadline: float) -> bool:
+        """Whether all members have come, and rank 0 let them begin, before this is left.
+
+        Back ends wait long for a member that does not come, and NCCL for ever. Of a communicator
+        that loses a member as it begins, NCCL closes nothing in the others. So rank 0, which hears
+        of losses, does not let it begin once it knows of one.
+        """
+        awaited = ["go"] if self._rank else [f"here/{rank}" for rank in range(1, self._size)]
+        store.set(f"here/{self._rank}", "")
+        while not self._is_left and not store.check(awaited):
+            if time.monotonic() >= deadline:
+                raise RuntimeError("not all members came in time")
+            time.sleep(_MEET_S * self._size)
+        if not self._is_left and self._rank == 0:  # bytes are taken as they are
+            store.set("go", nccl.unique_id() if self._stream is not None else "")  # type: ignore[arg-type]
+        return not self._is_left
+
+    def _gloo_group(self, store: Store, timeout: timedelta) -> dist.ProcessGroupGloo:
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = timeout
+        options._threads = 1
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._own_host)]
+        group = dist.ProcessGroupGloo(store, self._rank, self._size, options)
+        return forks.kept_in_children(group)
 
 
 class Broadcast:
@@ -252,82 +254,95 @@ class Broadcast:
         error: Why it failed, once it is done.
     """
 
-    def __init__(
-        self, group: Group, tensor: Tensor, stream: torch.cuda.Stream | None, timeout_s: float
-    ) -> None:
-        """Start to broadcast uint8[n]; `tensor` stays in use until done, or for good if left."""
+    def __init__(self, tensor: Tensor) -> None:
+        """Of uint8[n], which stays in use until done, or for good if left."""
         self.error: str | None = None
         self._tensor: Tensor | None = tensor
-        self._work: Work | None = None
-        forks.inert_in_children(self._forked)
-        options = dist.BroadcastOptions()  # from rank 0, and not waited for
-        options.timeout = timedelta(seconds=timeout_s)
-        try:
-            with _current(stream):
-                self._work = group.broadcast([tensor], options)
-        except RuntimeError as error:
-            self.error = str(error)
+        self._work: dist.Work | nccl.Flight | None = None
 
-    def _forked(self) -> None:
+    def start(self, group: Group, timeout_s: float, after: Mark | None = None) -> None:
+        """Launch it, to run on a GPU not before `after`. If that is interrupted, it never ends."""
+        tensor = self._tensor
+        assert tensor is not None
+        try:
+            if isinstance(group, nccl.Communicator):
+                self._work = group.broadcast(tensor, timeout_s, after)
+            else:
+                options = dist.BroadcastOptions()  # from rank 0, and not waited for
+                options.timeout = timedelta(seconds=timeout_s)
+                self._work = group.broadcast([tensor], options)  # type: ignore[attr-defined]
+        except RuntimeError as error:
+            self._end(str(error))
+
+    def forked(self) -> None:
         """What it waits for runs in the parent, and its end would wait for a thread of there."""
-        if self._work is not None:
-            forks.keep(self._work)
-            self._work, self.error = None, forks.PARENTS_OWN
+        forks.keep(self._work)
+        self._end(forks.PARENTS_OWN)
 
     def is_done(self) -> bool:
-        """Whether it has ended. If so the caller's current stream comes after it."""
+        """Whether it has ended: whatever is launched from now on comes after it."""
         if self._work is not None and self._work.is_completed():
             try:
-                # Complete, so this does not block; on GPUs it orders the current stream.
-                self._work.wait()
+                self._work.wait()  # complete, so this does not block
+                self._end()
             except RuntimeError as error:
-                self.error = str(error)
-            self._work = self._tensor = None
-        return self._work is None
+                self._end(str(error))
+        return self._tensor is None
+
+    def _end(self, error: str | None = None) -> None:
+        self.error, self._work, self._tensor = error, None, None
 
 
 class Membership:
-    """The group an end is in, and what runs inside the back end.
+    """The group an end is in, its buffers, and what runs inside the back end.
 
     Attributes:
+        slots: The buffers.
         group: The group, or None. Hold no other reference: dropping the last one can block.
         join: The group that is being formed.
         stream: Where broadcasts are launched: on a GPU one of their own, on which nothing else
-            runs. NCCL orders a broadcast after what the stream that is current at the launch has
-            been given: on the caller's, the next payload would wait for the kernels that read the
-            one before.
+            runs. On the caller's, the next payload would wait for the kernels that read the one
+            before.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, num_slots: int) -> None:
         is_gpu = device.type == "cuda"
         self.stream = torch.cuda.Stream(device) if is_gpu else None  # type: ignore[no-untyped-call]
+        self.slots = tuple(PayloadBuffer(device) for _ in range(num_slots))
         self.group: Group | None = None
         self.join: Join | None = None
-        self._flights: list[Broadcast] = []
         forks.inert_in_children(self._forked)
 
     def _forked(self) -> None:
-        self.group = self.join = None  # groups are kept: see below
-        self._flights = []
+        self.group = self.join = None  # groups are kept
+        for flight in self.flights:
+            flight.forked()
 
-    def broadcast(self, tensor: Tensor, timeout_s: float) -> Broadcast:
-        """Launch a broadcast of `tensor`, uint8[n], over the group."""
+    @property
+    def flights(self) -> list[Broadcast]:
+        """Broadcasts that are not known to have ended well."""
+        return [slot.flight for slot in self.slots if slot.flight is not None]
+
+    def broadcast(
+        self, slot: PayloadBuffer, payload: Tensor, timeout_s: float, after: Mark | None = None
+    ) -> None:
+        """Launch the broadcast of a payload, which lies in `slot`, over the group."""
         assert self.group is not None
-        flight = Broadcast(self.group, tensor, self.stream, timeout_s)
-        self._flights = [other for other in self._flights if not other.is_done()] + [flight]
-        return flight
+        slot.flight = Broadcast(payload)
+        slot.flight.start(self.group, timeout_s, after)
 
     def finish(self, limit_s: float) -> None:
         """Let broadcasts under way end, for at most `limit_s`."""
-        _ends_within(limit_s, self._flights)
+        _ends_within(limit_s, self.flights)
 
     def leave(self) -> None:
         """Be in no group. What takes its time ends on another thread, if one can start."""
-        cut_off = [flight for flight in self._flights if not flight.is_done()]
+        cut_off = [flight for flight in self.flights if not flight.is_done()]
         groups = [] if self.group is None else [self.group]
         join = self.join
         self.group = self.join = None
-        self._flights = []
+        for slot in self.slots:
+            slot.abandon()
         if cut_off or join is not None or (groups and self.stream is not None):
             thread = threading.Thread(target=_release, args=(groups, join, cut_off))
             try:
@@ -336,11 +351,6 @@ class Membership:
             except RuntimeError:  # none is left, or the interpreter shuts down
                 pass
         _release(groups, join, cut_off)
-
-
-def _current(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
-    """Makes the stream of a GPU current."""
-    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def _ends_within(limit_s: float, flights: list[Broadcast]) -> bool:
@@ -373,19 +383,3 @@ def _release(groups: list[Group], join: Join | None, cut_off: list[Broadcast]) -
 def _abort(group: Group) -> None:
     with contextlib.suppress(RuntimeError):
         group.abort()
-
-
-def _gloo_group(plan: GroupSpec, store: Store, timeout: timedelta) -> Group:
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = timeout
-    options._threads = 1
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=plan.own_host)]
-    group = dist.ProcessGroupGloo(store, plan.rank, plan.size, options)
-    return cast("Group", forks.kept_in_children(group))
-
-
-def _nccl_group(plan: GroupSpec, store: Store) -> Group:
-    if plan.rank == 0:
-        store.set("id", nccl.unique_id())  # type: ignore[arg-type]  # bytes are taken as they are
-    assert plan.stream is not None
-    return nccl.Communicator(store.get("id"), plan.rank, plan.size, plan.stream.device)

@@ -353,7 +353,7 @@ def test_who_is_sent_to_by_way_of_one_that_dies_has_the_version(
     receive, doomed = collective.Receiver._on_start, list[object]()
 
     def start(receiver: collective.Receiver, data: bytes) -> None:
-        if receiver in doomed and receiver._announced is not None:
+        if receiver in doomed and receiver._granted is not None:
             doomed.clear()
             receiver._forget()
             raise PeerLost("planted")

@@ -26,7 +26,7 @@ class End(collective.Receiver):
     dies_at = 0
 
     def _on_start(self, data: bytes) -> None:
-        if self.dies_at and self._announced is not None:
+        if self.dies_at and self._granted is not None:
             self.dies_at -= 1
             if self.dies_at == 0:
                 self._forget()

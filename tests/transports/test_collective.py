@@ -6,7 +6,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,8 @@ from deltasync.testing.processes import Child
 from deltasync.testing.transport import TransportContract
 from deltasync.transports.base import Frame
 from deltasync.transports.collective import DEFAULT_MAX_PAYLOAD_BYTES, Receiver, Sender
-from deltasync.transports.control.connection import Connection, Kind
+from deltasync.transports.control.connection import BrokenProtocol, Connection, Kind, Message
+from deltasync.transports.process_group import Broadcast, Join, serve_store
 from tests.worlds.programs import run
 from tests.worlds.ranks import free_port, free_ports
 
@@ -152,15 +153,19 @@ def test_receivers_refuse_payloads_beyond_their_limit() -> None:
 @pytest.mark.parametrize(
     ("kind", "data"),
     [
-        (Kind.FRAME, b"short"),
-        (Kind.FRAME, struct.pack("<Qqd", 1, 1 << 62, 1.0) + b"header"),
+        (Kind.FRAME, b""),
+        (Kind.FRAME, b"\0"),
+        (Kind.ROOM, b"short"),
+        (Kind.ROOM, struct.pack("<QI", 1, 1)),
+        (Kind.ROOM, struct.pack("<QQ", 1, 0)),
+        (Kind.ROOM, struct.pack("<QQ", 1, 1 << 62)),
         (Kind.GROUP, b"short"),
         (Kind.GROUP, struct.pack("<QIIHxd", 1, 2, 2, 1, 1.0) + b"gloo name"),
         (Kind.GROUP, struct.pack("<QIIHxd", 1, 1, 2, 1, 1.0) + b"gloo"),
+        (Kind.START, b"short"),
         (Kind.START, bytes(8)),
-        (Kind.START, struct.pack("<Q", 7)),
+        (Kind.START, struct.pack("<QQd", 1, 10, 1.0) + b"header"),
         (Kind.ABANDON, b"short"),
-        (Kind.PACKED, b"short"),
     ],
 )
 def test_a_sender_that_lies_is_lost(
@@ -183,6 +188,65 @@ def liar() -> Iterator[tuple[Connection, Receiver]]:
         connection = Connection(sock, is_server=True, kinds=set(Kind), max_message_bytes=1 << 20)
         yield connection, receiver
         connection.close()
+
+
+ROOM, FRAME = (Kind.ROOM, struct.pack("<QQ", 2, 100)), (Kind.FRAME, b"\0header")
+
+
+def start(num_bytes: int) -> tuple[Kind, bytes]:
+    return Kind.START, struct.pack("<QQd", 3, num_bytes, 1.0) + b"header"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        [start(100)],
+        [ROOM, start(0)],
+        [ROOM, start(101)],
+        [ROOM, (Kind.START, struct.pack("<QQd", 3, 100, 1.0))],
+        [ROOM, FRAME, start(100)],
+        [ROOM, start(100), start(100)],
+    ],
+)
+def test_a_sender_that_starts_what_was_not_granted_is_lost(
+    liar: tuple[Connection, Receiver], said: Sequence[tuple[Kind, bytes]]
+) -> None:
+    connection, receiver = liar
+    ended = background(lambda: receive_for_ever(receiver))
+    assert next_message(connection).kind is Kind.GREETING
+    port, store = serve_store("127.0.0.1", 0)
+    connection.write(Kind.GROUP, struct.pack("<QIIHxd", 1, 1, 2, port, 60.0) + b"gloo name")
+    join = joined(port, "name", rank=0, size=2)
+    assert next_message(connection).data == struct.pack("<Q", 1)
+    for kind, data in said:
+        connection.write(kind, data)
+        if kind is Kind.ROOM:
+            assert next_message(connection).data == struct.pack("<Q", 2)
+    assert isinstance(ended.exception(PATIENCE_S), BrokenProtocol)
+    del join, store
+
+
+def receive_for_ever(receiver: Receiver) -> None:
+    while True:
+        receiver.receive(timeout_s=PATIENCE_S)
+
+
+def joined(port: int, name: str, *, rank: int, size: int) -> Join:
+    """Of a group, by hand."""
+    options: dict[str, Any] = {"rank": rank, "size": size, "timeout_s": 60.0}
+    join = Join("gloo", None, ("127.0.0.1", port), name, own_host="127.0.0.1", **options)
+    join.wait()
+    assert join.group is not None
+    return join
+
+
+def next_message(connection: Connection, *, timeout_s: float = PATIENCE_S) -> Message:
+    deadline = time.monotonic() + timeout_s
+    while (message := connection.take()) is None:
+        assert time.monotonic() < deadline
+        connection.read()
+        time.sleep(0.001)
+    return message
 
 
 def test_a_sender_of_another_back_end_is_told_so(liar: tuple[Connection, Receiver]) -> None:
@@ -229,6 +293,108 @@ def complain(connection: Connection) -> None:
         time.sleep(0.001)
 
 
+def test_payloads_start_when_all_have_granted_room_since_the_last_header(link: Link) -> None:
+    good, (peer, late) = link.add_echo(), by_hand(link)
+    frames = [Frame(b"%d" % number, payload_of(1000, number)) for number in range(3)]
+    answering = background(lambda: take_late(late, len(frames)))
+    assert link.sender.open_epoch([good, peer], timeout_s=PATIENCE_S) == {}
+    for frame in frames:
+        assert frame.payload is not None
+        link.sender.send(frame, timeout_s=PATIENCE_S)
+        link.sender.send(Frame(b"header"), timeout_s=PATIENCE_S)
+        for expected in (answer_to(frame), b"header"):
+            assert link.sender.collect_replies(timeout_s=PATIENCE_S)[good] == expected
+    for frame, got in zip(frames, answering.result(PATIENCE_S), strict=True):
+        assert same_frame(Frame(frame.header, got), frame)
+    late.close()
+
+
+def take_late(connection: Connection, count: int) -> list[Tensor]:
+    """Join, and take payloads; room is granted late, and once more for nothing."""
+    plan = next_message(connection)
+    assert plan.kind is Kind.GROUP
+    ticket, rank, size, port, _ = struct.unpack_from("<QIIHxd", plan.data)
+    join = joined(port, plan.data[27:].decode().partition(" ")[2], rank=rank, size=size)
+    assert join.group is not None
+    connection.write(Kind.READY, struct.pack("<Q", ticket))
+    taken = []
+    for _ in range(count):
+        room = next_message(connection)
+        assert room.kind is Kind.ROOM
+        time.sleep(0.3)
+        connection.read()
+        assert connection.take() is None, "it did not wait"
+        connection.write(Kind.READY, room.data[:8])
+        started = next_message(connection)
+        assert started.kind is Kind.START
+        payload = torch.empty(struct.unpack_from("<QQ", started.data)[1], dtype=torch.uint8)
+        flight = Broadcast(payload)
+        flight.start(join.group, 60.0)
+        connection.write(Kind.READY, started.data[:8])
+        while not flight.is_done():
+            time.sleep(0.001)
+        taken.append(payload)
+        assert next_message(connection).kind is Kind.FRAME
+        for _ in range(2):
+            connection.write(Kind.REPLY, b"")
+    return taken
+
+
+def test_readers_grant_ahead_once_they_have_called_progress_for_a_payload(
+    link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever starts a payload beside others waits for them on its GPU."""
+    link.add(3)
+    link.open()
+    started, on_start = list[Receiver](), Receiver._on_start
+
+    def note(receiver: Receiver, data: bytes) -> None:
+        started.append(receiver)
+        on_start(receiver, data)
+
+    monkeypatch.setattr(Receiver, "_on_start", note)
+    frames = [Frame(b"%d" % number, payload_of(1000, number)) for number in range(4)]
+    last = link.receivers.pop()
+
+    def nothing_starts(count: int, *, calls: bool) -> None:
+        for _ in range(30):
+            if calls:
+                last.progress()
+            time.sleep(0.01)
+        assert len(started) == count
+
+    def receive() -> Frame:
+        return last.receive(timeout_s=PATIENCE_S)
+
+    def send(frame: Frame) -> None:
+        """Others receive it, and the `last` one is to grant room for it."""
+        received.extend(link.receive_later())
+        sent.append(background(lambda: link.sender.send(frame, timeout_s=PATIENCE_S)))
+
+    received, sent = link.receive_later(), list[Any]()
+    first = background(receive)
+    link.sender.send(frames[0], timeout_s=PATIENCE_S)
+    assert same_frame(first.result(PATIENCE_S), frames[0])
+    send(frames[1])
+    nothing_starts(3, calls=False)
+    nothing_starts(3, calls=True)
+    assert same_frame(receive(), frames[1])
+    send(frames[2])
+    while len(started) < 9:  # while the one before is read
+        last.progress()
+    assert same_frame(receive(), frames[2])
+    sent[-1].result(PATIENCE_S)
+    received.extend(link.receive_later())
+    link.sender.send(Frame(b"header"), timeout_s=PATIENCE_S)
+    send(frames[3])
+    nothing_starts(9, calls=True)  # who knows what is done when the header is read
+    assert receive().header == b"header"
+    nothing_starts(9, calls=False)
+    assert same_frame(receive(), frames[3])
+    assert [one.result(PATIENCE_S) for one in sent] == [None] * 3
+    assert len([one.result(PATIENCE_S) for one in received]) == 10
+
+
 @pytest.mark.promise("Errors", "`TransportUnavailable` says what to use instead.")
 @pytest.mark.parametrize(
     ("options", "error", "why"),
@@ -265,7 +431,7 @@ def die_in(make: Callable[[], Receiver], phase: str) -> None:
     echo(receiver, b"doomed")
 
 
-PHASES = {"before ready": "_on_frame", "after ready": "_on_start", "on its way": "_land"}
+PHASES = {"before ready": "_on_room", "after ready": "_on_start", "on its way": "_has_landed"}
 every_phase = pytest.mark.parametrize("phase", PHASES.values(), ids=PHASES)
 
 
@@ -340,7 +506,7 @@ def lost_on_gpu(sender: Sender) -> dict[int, object]:
     return {peer: reply for peer, reply in replies.items() if isinstance(reply, PeerLost)}
 
 
-def add_up_on_gpu(port: int, count: int) -> None:
+def add_up_on_gpu(port: int, count: int, calls_progress: bool) -> None:
     """Reply once, with the sums of `count` payloads; they are read on a stream of our own."""
     receiver = gpu_receiver(port)
     receiver.connect(b"sums", timeout_s=PATIENCE_S)
@@ -351,6 +517,8 @@ def add_up_on_gpu(port: int, count: int) -> None:
             assert payload is not None
             occupy_gpu(CYCLES)  # reading begins late
             sums.append(payload.sum(dtype=torch.int64))
+            for _ in range(50 if calls_progress else 0):
+                receiver.progress()
         text = b",".join(b"%d" % int(total) for total in sums)
     receiver.reply(text, timeout_s=PATIENCE_S)
     answer_frames(receiver)
@@ -358,11 +526,14 @@ def add_up_on_gpu(port: int, count: int) -> None:
 
 @pytest.mark.multigpu
 @two_gpus
-def test_nccl_orders_payloads_in_flight_after_packing_and_before_reading() -> None:
+@pytest.mark.parametrize("calls_progress", [False, True])
+def test_nccl_orders_payloads_in_flight_after_packing_and_before_reading(
+    calls_progress: bool,
+) -> None:
     count, num_bytes = 8, 32 * MIB
     with (
         closing(Sender(backend="nccl", device="cuda:0")) as sender,
-        Child(add_up_on_gpu, sender.address[1], count),
+        Child(add_up_on_gpu, sender.address[1], count, calls_progress),
     ):
         (peer,) = greeted(sender, 1)
         assert sender.open_epoch([peer], timeout_s=60) == {}
@@ -380,6 +551,54 @@ def test_nccl_orders_payloads_in_flight_after_packing_and_before_reading() -> No
         replies = sender.collect_replies(timeout_s=60)
         expected = b",".join(b"%d" % (n * num_bytes) for n in range(1, count + 1))
         assert replies == {peer: expected}
+
+
+def watch_gpu(port: int) -> None:
+    """Receive two payloads; reply with how long a call waited for our GPU beside the second."""
+    receiver = gpu_receiver(port)
+    receiver.connect(b"watch", timeout_s=PATIENCE_S)
+    receiver.receive(timeout_s=60)
+    receiver.reply(b"first", timeout_s=PATIENCE_S)
+    waits, is_over = [0.0], threading.Event()
+
+    def watch() -> None:
+        torch.cuda.set_device("cuda:1")
+        while not is_over.is_set():
+            began = time.monotonic()
+            torch.cuda.synchronize()
+            waits.append(time.monotonic() - began)
+
+    watching = background(watch)
+    receiver.receive(timeout_s=60)
+    is_over.set()
+    watching.result(PATIENCE_S)
+    receiver.reply(b"%f" % max(waits), timeout_s=PATIENCE_S)
+    answer_frames(receiver)
+
+
+@pytest.mark.multigpu
+@two_gpus
+def test_a_trainer_that_is_busy_before_it_packs_occupies_no_gpu_of_a_receiver() -> None:
+    with (
+        closing(Sender(backend="nccl", device="cuda:0")) as sender,
+        Child(watch_gpu, sender.address[1]),
+    ):
+        (peer,) = greeted(sender, 1)
+        assert sender.open_epoch([peer], timeout_s=60) == {}
+        replies = []
+        with torch.cuda.device(0), torch.cuda.stream(new_stream()):
+            for cycles in (CYCLES, 300 * CYCLES):
+                began = time.monotonic()
+                occupy_gpu(cycles)
+                buffer = sender.buffer(MIB, timeout_s=PATIENCE_S)
+                buffer.fill_(1)
+                sender.send(Frame(b"x", buffer), timeout_s=60)
+                took_s = time.monotonic() - began
+                replies.append(sender.collect_replies(timeout_s=60)[peer])
+        assert replies[0] == b"first"
+        assert isinstance(replies[1], bytes)
+        assert took_s > 1  # it was busy for some 3 s
+        assert float(replies[1]) < 0.5
 
 
 def echo_on_the_same_gpu(port: int) -> None:

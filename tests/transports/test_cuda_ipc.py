@@ -56,7 +56,7 @@ class HostMark(Mark):
         self.flag.fill_(0 if HostMark.is_stuck else 1)
         return self
 
-    def wait(self) -> None:
+    def wait(self, stream: torch.cuda.Stream | None = None) -> None:
         pass
 
     def is_done(self) -> bool:

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from deltasync.transports.process_group import GroupSpec, Join, serve_store
+from deltasync.transports.process_group import Join, serve_store
 from tests.worlds.programs import Program
 from tests.worlds.ranks import free_port
 
@@ -46,7 +46,7 @@ DIES_AS_IT_JOINS = f"""
 import os, signal
 from deltasync.transports import collective_receiver
 
-collective_receiver.Join = lambda plan: os.kill(os.getpid(), signal.SIGKILL)
+collective_receiver.Join = lambda *plan, **options: os.kill(os.getpid(), signal.SIGKILL)
 {RECEIVER}
 """
 KILLS = 2
@@ -100,18 +100,16 @@ def test_nccl_gives_up_a_member_that_dies_as_it_begins_to_connect() -> None:
     """The interpreter waits for the thread that connects: it would never exit."""
     port, store = serve_store("127.0.0.1", 0)
     store.set("group/here/1", "")  # it came, and will not connect
-    spec = GroupSpec(
-        backend="nccl",
-        stream=torch.cuda.Stream("cuda:0"),  # type: ignore[no-untyped-call]
-        store_host="127.0.0.1",
-        store_port=port,
-        name="group",
+    join = Join(
+        "nccl",
+        torch.cuda.Stream("cuda:0"),  # type: ignore[no-untyped-call]
+        ("127.0.0.1", port),
+        "group",
         rank=0,
         size=2,
         timeout_s=5.0,
         own_host="127.0.0.1",
     )
-    join = Join(spec)
     join.wait()
     assert join.group is None
     assert join.error is not None

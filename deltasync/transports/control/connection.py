@@ -72,9 +72,9 @@ class Kind(IntEnum):
     GROUP = 7
     READY = 8
     START = 9
-    ABANDON = 11  # 10 was in use once
-    PACKED = 12
+    ABANDON = 11  # 10 and 12 were in use once
     MEMORY = 13
+    ROOM = 14
 
 
 def deadline_in(timeout_s: float) -> float:

@@ -537,8 +537,11 @@ class Client:
         return self._connection
 
     def _run(self, connection: Connection, timeout_s: float) -> None:
-        self._gate.watch(connection)
-        if self._gate.wait(timeout_s):
+        if timeout_s <= 0:  # who looks again and again asks the socket alone
+            self._gate.check()
+        else:
+            self._gate.watch(connection)
+        if timeout_s <= 0 or self._gate.wait(timeout_s):
             connection.flush()
             connection.read()
 
