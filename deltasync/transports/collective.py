@@ -273,6 +273,7 @@ class Sender(SocketSender):
             return failures
         self._invite(payload.numel())
         failures = self._wait(deadline, self._lent, answered=True)
+        self._server.pump(0)  # who granted room and has died since would keep others' GPUs waiting
         if failures := failures or self._server.losses(self._members):
             return failures
         # Longer than it may take, so that it is we who find out who is late.
