@@ -36,7 +36,7 @@ from deltasync.store.routes import Route, Step
 from deltasync.store.scratch import ScratchFolder
 from deltasync.sync.protocol.one_way import one_way_frames
 from deltasync.transports.base import Frame
-from deltasync.wire.frame import MAX_PAYLOAD_BYTES, decode
+from deltasync.wire.frame import decode
 from deltasync.wire.messages import ParameterSpec
 
 logger = logging.getLogger(__name__)
@@ -334,7 +334,7 @@ def frames_of(step: Step, folder: Path) -> Iterator[Frame]:
     if base is not None:
         expected["layout"]["digest"] = base.manifest.digest
     for number, frame in enumerate(FrameFile(folder / Path(file.key).name)):
-        message, _ = decode(frame.header, max_payload_bytes=MAX_PAYLOAD_BYTES)
+        message, _ = decode(frame.header)
         if not number and message.kind != "layout":
             raise ProtocolViolation(f"{file.key}: begins with {message.kind}, not with a layout")
         for name, value in expected.get(message.kind, {}).items():

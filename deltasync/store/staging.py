@@ -13,7 +13,7 @@ from deltasync.sync.protocol.receiver_session import ReceiverSession
 from deltasync.sync.target.bound import BoundWeights
 from deltasync.transports.base import Frame
 from deltasync.wire import messages
-from deltasync.wire.frame import MAX_PAYLOAD_BYTES, decode
+from deltasync.wire.frame import decode
 
 
 def is_version(weights: BoundWeights, published: Published) -> bool:
@@ -41,9 +41,7 @@ class StoredSync:
     def take(self, frame: Frame, session: ReceiverSession, weights: BoundWeights) -> None:
         """Stage one frame, which agrees with the manifests. Raises WireError, SyncError."""
         arrived = 0 if frame.payload is None else len(frame.payload)
-        message, _ = decode(
-            frame.header, max_payload_bytes=MAX_PAYLOAD_BYTES, arrived_bytes=arrived
-        )
+        message, _ = decode(frame.header, arrived_bytes=arrived)
         match message:
             case messages.Layout():
                 pass  # what the manifests say too

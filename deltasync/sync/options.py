@@ -12,12 +12,9 @@ from deltasync.delta.choice import Kernels
 from deltasync.delta.coding import Coding
 from deltasync.delta.options import OptionsModel
 from deltasync.delta.snapshot import MIN_BUCKET_BYTES
-from deltasync.errors import ConfigError
 from deltasync.transports.control.connection import LONGEST_S
 from deltasync.wire.frame import MAX_PAYLOAD_BYTES
 from deltasync.wire.messages import StreamId
-
-_TOO_LARGE = 1 << 31  # for a payload: kernels count its elements in 32 bits
 
 
 class SenderOptions(OptionsModel):
@@ -26,7 +23,7 @@ class SenderOptions(OptionsModel):
     bucket_bytes: int | None = Field(
         default=None,
         ge=MIN_BUCKET_BYTES,
-        lt=_TOO_LARGE,
+        le=MAX_PAYLOAD_BYTES,
         description="largest payload, if one tile takes no more; None for 64 MiB, on GPUs 256 MiB: "
         "there each one costs about a millisecond of waiting for each other",
     )
@@ -79,16 +76,6 @@ class SenderOptions(OptionsModel):
     )
 
 
-_FIXED = ("kernels", "leave_out", "snapshot_device", "stream_id", "wire_dtypes")
-
-
-def check_replaceable(old: SenderOptions, new: SenderOptions) -> None:
-    """Raise ConfigError, by name, for what takes effect in a new sender alone."""
-    fixed = [name for name in _FIXED if getattr(old, name) != getattr(new, name)]
-    if fixed:
-        raise ConfigError(f"{', '.join(fixed)} cannot change now: make a new WeightSender with it")
-
-
 def leaves_out(options: SenderOptions, name: str) -> bool:
     """Whether a tensor of this name is not sent."""
     return any(fnmatchcase(name, pattern) for pattern in options.leave_out)
@@ -102,9 +89,6 @@ class ReceiverOptions(OptionsModel):
         ge=0,
         description="staged payload and undo log; None for a quarter of the weights, at least "
         "64 MiB. A sync that needs more is written in place: see `WeightReceiver.stage`",
-    )
-    max_payload_bytes: int = Field(
-        default=MAX_PAYLOAD_BYTES, ge=1, lt=_TOO_LARGE, description="largest bucket accepted"
     )
     stall_timeout_s: float = Field(
         default=60.0,

@@ -78,7 +78,7 @@ class WeightReceiver(BaseReceiver):
             engine, world, 1 + len(lanes), dirty=half_written, half_written=half_written
         )
         super().__init__(target, session, f"{engine}[{rank}/{world}]", options)
-        self._links = ReceiverLinks([transport, *lanes], self._options.max_payload_bytes)
+        self._links = ReceiverLinks([transport, *lanes])
         self._engine, self._rank, self._world = engine, rank, world
         self._deadline = 0.0  # of a call, for a sync to begin
         self._silence_s = 0.0  # how long the sender of a sync may be silent
@@ -258,8 +258,6 @@ class WeightReceiver(BaseReceiver):
             rank=self._rank,
             world=self._world,
             format_versions=(FORMAT_VERSION,),
-            stream_id=self._session.stream_id,
-            version=self._session.version,
             connection=None,  # the links say which, if there are lanes
             lanes=0,
         )

@@ -305,12 +305,6 @@ class BaseReceiver(Closing):
             self._synchronize()
             yield Held(session.stream_id, session.version, weights.live)
 
-    def digests(self) -> dict[str, int]:
-        """Return the digest of each parameter held, by each of its names. Raises DirtyReceiver."""
-        with self._lock:
-            self.check_serving()
-            return self._weights.digests()
-
     def invalidate(self) -> None:
         """Report that something else released, reloaded or wrote the weights.
 

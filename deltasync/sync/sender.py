@@ -28,7 +28,7 @@ from deltasync.sync.arguments import (
 from deltasync.sync.events import report, subscriptions
 from deltasync.sync.group.group import TrainerGroup
 from deltasync.sync.group.weights import GroupWeights
-from deltasync.sync.options import SenderOptions, check_replaceable
+from deltasync.sync.options import SenderOptions
 from deltasync.sync.protocol.links import (
     CallTimeout,
     OneCaller,
@@ -149,20 +149,8 @@ class WeightSender(Closing):
 
     @property
     def options(self) -> SenderOptions:
-        """May be replaced between two syncs, by options that keep the snapshot and the stream.
-
-        Setting them raises ConfigError if `kernels`, `leave_out`, `snapshot_device`, `stream_id` or
-        `wire_dtypes` differ: changing these requires a new sender. It raises ConfigError too for a
-        `compression` that a new sender refuses.
-        """
+        """How it sends."""
         return self._own.options
-
-    @options.setter
-    def options(self, options: SenderOptions) -> None:
-        check_options(options, SenderOptions)
-        check_replaceable(self._own.options, options)
-        check_coding(self._own, options)
-        self._own.options = options
 
     @property
     def version(self) -> int:

@@ -165,8 +165,6 @@ class Hello(_Parameters):
     rank: Count
     world: Annotated[int, Field(ge=1, le=MAX_WORLD)]
     format_versions: Annotated[tuple[int, ...], FailFast()]
-    stream_id: StreamId | None
-    version: Version | None
     connection: ConnectionId | None
     lanes: Annotated[int, Field(ge=0, lt=MAX_WORLD)]
 

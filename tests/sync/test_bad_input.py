@@ -86,7 +86,10 @@ CASES: dict[str, tuple[list[Said], type[DeltaSyncError]]] = {
     "abort of another version": ([*STAGED, Abort(version=99, reason="")], ProtocolViolation),
     "a sync that stops": ([*STAGED, prepare()], TransportTimeout),
     # Memory.
-    "payload over the limit": ([*JOINED, begin(), bucket(data=bytes(4097))], LimitExceeded),
+    "payload over the limit": (
+        [*JOINED, begin(), bucket(SPARSE, whole=1 << 29, compression="zstd")],
+        LimitExceeded,
+    ),
     "begin of less than its buckets": (
         [*JOINED, begin(payload_bytes=127), bucket(SPARSE, DENSE)],
         LimitExceeded,

@@ -111,10 +111,6 @@ def test_codecs_are_refused_where_they_cannot_be_made_or_read(
             WeightSender(source, link, options=options)
         with pytest.raises(ConfigError, match=reason):
             TrainerRank(source, link, link.receiver(), rank=1, world=2, options=options)
-        sender = WeightSender(source, link)
-        with pytest.raises(ConfigError, match=reason):
-            sender.options = options
-        assert sender.options.compression != options.compression
     with pytest.raises(ConfigError, match="made on hosts"):
         StoreSender(on_gpu(), tmp_path, options=CLASS)
 

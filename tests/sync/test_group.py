@@ -108,7 +108,7 @@ def test_each_rank_sends_its_rows(world: int) -> None:
             assert bits_equal(source, target)
         stats = here.send()
         assert (stats.nnz, stats.num_buckets) == (0, 0)
-        assert here.calls.exchanged_bytes < 4096
+        assert here.hub.exchanged_bytes < 4096
 
 
 STEPS = st.sampled_from(["step", "nothing", "rank", "lane", "receiver", "order"])
@@ -174,7 +174,7 @@ def test_any_history_of_steps_and_failures_ends_bit_equal(
         for rank, part in enumerate(parts):
             assert bits_equal(part, rank_of(source, rank))
         assert here.send().nnz == 0
-        assert here.calls.exchanged_bytes < 4096 * len(boxes)
+        assert here.hub.exchanged_bytes < 4096 * len(boxes)
 
 
 def joined(here: Split, target: Model, count: int = 1) -> None:

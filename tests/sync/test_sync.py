@@ -204,7 +204,9 @@ def test_one_rank_that_cannot_commit_undoes_its_whole_engine_and_no_other() -> N
         here.add(stubborn, rank=1, world=2)
         here.join({"single": single})
         until(lambda: first.receiver.version == 1)
-        before, digests = [p.clone() for p in halves[0].parameters()], first.receiver.digests()
+        before = [p.clone() for p in halves[0].parameters()]
+        with first.receiver.hold() as held:
+            digests = held.live.ledger.by_share().tolist()
         nudge(source)
         stubborn.fails = True
         stats = here.sender.send_weights(timeout_s=60)
@@ -214,7 +216,8 @@ def test_one_rank_that_cannot_commit_undoes_its_whole_engine_and_no_other() -> N
         until(lambda: bool(first.errors))
         assert isinstance(first.errors[0], SyncAborted)
         assert all(map(torch.equal, before, halves[0].parameters()))
-        assert first.receiver.digests() == digests
+        with first.receiver.hold() as held:
+            assert held.live.ledger.by_share().tolist() == digests
         assert not first.receiver.is_dirty
         here.wait(3)
         assert here.sender.send_weights(timeout_s=60).receivers == 3

@@ -70,7 +70,7 @@ class Rank:
 @contextmanager
 def connected(world: int) -> Iterator[tuple[list[Rank], ReceiverLinks]]:
     ranks = [Rank() for _ in range(world)]
-    lanes = ReceiverLinks([rank.link.receiver() for rank in ranks], max_payload_bytes=100)
+    lanes = ReceiverLinks([rank.link.receiver() for rank in ranks])
     lanes.connect(HELLO, timeout_s=60)
     greetings = [rank.greeted() for rank in ranks]
     hello = greetings[0]

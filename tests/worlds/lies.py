@@ -34,8 +34,6 @@ from tests.wire import reference
 from tests.wire.reference import Tile, padded
 from tests.worlds.peers import DENSE, SPARSE, bucket, model, tensor, zipped
 
-MAX_PAYLOAD_BYTES = 4096  # of the receivers that are lied to
-
 
 @dataclass(frozen=True)
 class Lie:

@@ -51,7 +51,7 @@ SPECS = (
 
 HASH = layout_hash(SPECS)
 STREAM, BASE, NEXT = "run", 5, 6
-OPTIONS = ReceiverOptions(stall_timeout_s=0.02, max_payload_bytes=4096)
+OPTIONS = ReceiverOptions(stall_timeout_s=0.02)
 
 
 def model(seed: int = 0) -> Model:
@@ -69,8 +69,6 @@ def hello(engine: str = "engine", rank: int = 0, world: int = 1, **fields: Any) 
     """A greeting of a receiver that holds what `SPECS` says."""
     legal: dict[str, Any] = {
         "format_versions": (FORMAT_VERSION,),
-        "stream_id": None,
-        "version": None,
         "parameters": entries(SPECS),
         "connection": None,
         "lanes": 0,

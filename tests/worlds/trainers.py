@@ -19,7 +19,7 @@ from deltasync import (
     WeightSource,
 )
 from deltasync.delta.shard import ShardSpec, placed
-from deltasync.errors import TransportTimeout
+from deltasync.errors import TransportError, TransportTimeout
 from deltasync.quant.fp8 import Fp8
 from deltasync.sync.group import orders
 from deltasync.sync.group.group import TrainerGroup
@@ -84,15 +84,34 @@ def by_expert(name: str, shape: tuple[int, ...]) -> dict[str, Index] | None:
 
 
 class Hub(ThroughSender):
-    """Rank 0's link to the others; `before` is told of each order before it is sent."""
+    """Rank 0's link to the others; `before` is told of each order before it is sent.
+
+    Attributes:
+        exchanged_bytes: Of the messages among ranks in the call under way, both ways.
+    """
 
     def __init__(self, inner: SendTransport) -> None:
         super().__init__(inner)
         self.before: Callable[[orders.Said], object] = lambda order: None
+        self.exchanged_bytes, self._others, self._call = 0, 0, 0
+
+    def open_epoch(self, peers: Sequence[int], *, timeout_s: float) -> dict[int, TransportError]:
+        self._others = len(peers)
+        return super().open_epoch(peers, timeout_s=timeout_s)
 
     def send(self, frame: Frame, *, timeout_s: float) -> None:
-        self.before(orders.decode(frame.header))
+        order = orders.decode(frame.header)
+        assert isinstance(order, orders.Order)
+        if order.call != self._call:
+            self.exchanged_bytes, self._call = 0, order.call
+        self.exchanged_bytes += len(frame.header) * self._others
+        self.before(order)
         super().send(frame, timeout_s=timeout_s)
+
+    def collect_replies(self, *, timeout_s: float) -> dict[int, bytes | TransportError]:
+        replies = super().collect_replies(timeout_s=timeout_s)
+        self.exchanged_bytes += sum(len(one) for one in replies.values() if isinstance(one, bytes))
+        return replies
 
 
 class Trainer(Receivers):

@@ -31,13 +31,12 @@ class TrainerGroup(Closing):
     Attributes:
         world: The same.
         version: Returns the version that receivers hold; the sender sets it.
-        exchanged_bytes: Bytes of the messages among ranks in the last call, both ways.
         captures: By rank, the capture that its snapshot comes from.
         addresses: By rank, the address that it sends from, if its transport has one.
     """
 
     def __init__(self, link: SendTransport, world: int) -> None:
-        self._link, self.world, self.exchanged_bytes = link, world, 0
+        self._link, self.world = link, world
         self.version: Callable[[], int] = lambda: 0
         self._limit = CallTimeout(60.0)
         self.captures: dict[int, str | None] = {}
@@ -66,7 +65,6 @@ class TrainerGroup(Closing):
         if self._is_called:
             yield
             return
-        self.exchanged_bytes = 0
         try:
             self.gather(limit)
         except DeltaSyncError:  # the call has ended
@@ -117,11 +115,9 @@ class TrainerGroup(Closing):
             self._answers()
         stamp = {"call": self._call, "version": self.version()}
         order = order.model_copy(update=stamp)
-        header = encode(order)
-        self.exchanged_bytes += len(header) * (self.world - 1)
         self._is_owed = not isinstance(order, orders.Done)
         try:
-            self._link.send(Frame(header), timeout_s=self._limit.wait_s)
+            self._link.send(Frame(encode(order)), timeout_s=self._limit.wait_s)
         except TransportError as error:
             self._send_away()  # ranks that received the order would answer it
             raise SyncAborted(f"a rank of the trainer is gone: {error}") from error
@@ -192,7 +188,6 @@ class TrainerGroup(Closing):
             if isinstance(reply, TransportError):
                 found[rank] = reply
                 continue
-            self.exchanged_bytes += len(reply)
             try:
                 found[rank] = orders.decode(reply)
             except WireError as error:

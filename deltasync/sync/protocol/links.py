@@ -278,7 +278,6 @@ class ReceiverLinks:
 
     Args:
         links: The first of them for all that is said. Owned: `close` closes them.
-        max_payload_bytes: Largest payload accepted.
 
     Attributes:
         progress: `ReceiveTransport.progress` of all that is awaited.
@@ -286,11 +285,10 @@ class ReceiverLinks:
         are_private: Whether nobody else can write to payloads, see `Capabilities`.
     """
 
-    def __init__(self, links: Sequence[ReceiveTransport], max_payload_bytes: int) -> None:
+    def __init__(self, links: Sequence[ReceiveTransport]) -> None:
         self._links = list(links)
         self.are_private = all(link.capabilities.is_private for link in links)
         self.progress = links[0].progress if len(links) == 1 else self._progress
-        self._max_payload_bytes = max_payload_bytes
         self._attempts = [0] * len(links)  # that lanes are at; the first, that has begun
         self._ended = [True] * len(links)
         self._is_aborted = False
@@ -324,11 +322,8 @@ class ReceiverLinks:
         while num_late <= _MAX_LATE:
             num_late += time.monotonic() >= deadline
             lane, frame = self._next(deadline)
-            message, _ = decode(
-                frame.header,
-                max_payload_bytes=self._max_payload_bytes,
-                arrived_bytes=0 if frame.payload is None else len(frame.payload),
-            )
+            arrived_bytes = 0 if frame.payload is None else len(frame.payload)
+            message, _ = decode(frame.header, arrived_bytes=arrived_bytes)
             if isinstance(message, messages.Refused):
                 raise Refused(kind=message.error, message=message.reason)
             if self._counts(lane, message):

@@ -24,7 +24,7 @@ from deltasync.errors import ProtocolViolation, TruncatedFrame
 from deltasync.sync.protocol.receiver_session import ReceiverSession
 from deltasync.sync.protocol.round import Emitter
 from deltasync.transports.base import Frame
-from deltasync.wire.frame import MAX_PAYLOAD_BYTES, decode, encode
+from deltasync.wire.frame import decode, encode
 from deltasync.wire.messages import (
     Begin,
     Bucket,
@@ -82,7 +82,6 @@ class OneWayReader:
     """Takes the frames of one sync in order; checks all that can be checked without weights.
 
     Args:
-        max_payload_bytes: The largest payload accepted.
         flats_of: Returns the weights that a layout of the sync speaks of, by their number there:
             what a coded payload says depends on them. Without weights its values mean nothing.
 
@@ -97,10 +96,9 @@ class OneWayReader:
     def __init__(
         self,
         *,
-        max_payload_bytes: int = MAX_PAYLOAD_BYTES,
         flats_of: Callable[[tuple[ParameterSpec, ...]], Mapping[int, Live]] = lambda specs: {},
     ) -> None:
-        self._max_payload_bytes, self._flats_of = max_payload_bytes, flats_of
+        self._flats_of = flats_of
         self._session = ReceiverSession("file")
         self._session.on("greeted")
         self.live = LiveWeights({}, Space(()))
@@ -117,11 +115,8 @@ class OneWayReader:
             WireError: The frame is damaged.
             SyncError: It is none that may come now.
         """
-        message, _ = decode(
-            frame.header,
-            max_payload_bytes=self._max_payload_bytes,
-            arrived_bytes=0 if frame.payload is None else len(frame.payload),
-        )
+        arrived_bytes = 0 if frame.payload is None else len(frame.payload)
+        message, _ = decode(frame.header, arrived_bytes=arrived_bytes)
         session = self._session
         match message:
             case Layout():

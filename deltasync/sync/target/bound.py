@@ -133,11 +133,6 @@ class BoundWeights:
             max_staged_bytes=self._max_staged_bytes,
         )
 
-    def digests(self) -> dict[str, int]:
-        """The digest of each parameter held, by each of its names."""
-        shares, found = self.live.space.given, self.live.ledger.by_share()
-        return {name: int(found[n]) for n in self.live.flats for name in shares[n].spec.names}
-
     def are_kept(self) -> bool:
         """Whether weights that `may_differ` are where they were and have the ledger's digests.
 
