@@ -80,6 +80,7 @@ class StoreReceiver(BaseReceiver):
 
     _cure, _heal = "fetch one", "fetch to heal"
     _refusal = "a version is being fetched; a StoreReceiver is for one thread"
+    resumes = True
 
     def __init__(
         self,

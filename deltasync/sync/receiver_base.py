@@ -214,6 +214,7 @@ class BaseReceiver(Closing):
     _cure: ClassVar[str]  # what to do if the weights are dirty, for a message
     _heal: ClassVar[str]  # what to do if they were corrupted
     _refusal: ClassVar[str]  # of a call while another one is under way
+    resumes: ClassVar[bool] = False  # whether `stage` goes on where another one has ended
 
     def __init__(
         self,
@@ -241,6 +242,9 @@ class BaseReceiver(Closing):
     def commit(self) -> int:
         """Write what `stage` brought, in the engine's pause. Returns the version held now."""
         raise NotImplementedError
+
+    def break_off(self) -> None:
+        """End the `stage` under way, if there is one, and if another one can go on with it."""
 
     def _recover(self) -> None:
         """Put in order what a call has left that an interrupt has ended."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Protocol, Self, TypeAlias, runtime_checkable
+from typing import Self, TypeAlias
 
 from deltasync.delta.memory import is_lack_of_memory
 from deltasync.delta.modes import plain_mode
@@ -31,15 +31,6 @@ Pause: TypeAlias = Callable[[], AbstractContextManager[object]]
 
 _TURN_S = 1.0  # how long one wait for a frame may last before the thread looks whether to stop
 _RETRY_S = 0.2  # between a failed sync and rejoining
-
-
-@runtime_checkable
-class Resumable(Protocol):
-    """A receiver whose `stage` goes on from where an earlier one was broken off."""
-
-    def break_off(self) -> None:
-        """End the `stage` under way, if there is one."""
-        ...
 
 
 class StagingThread:
@@ -105,10 +96,9 @@ class StagingThread:
             self._is_stopping = True
             self._turn.notify_all()
         if self._thread.ident is not None:
-            while isinstance(self._receiver, Resumable) and self._thread.is_alive():
+            while self._thread.is_alive():
                 self._receiver.break_off()  # again: the thread may just have been about to begin
                 self._thread.join(_RETRY_S)
-            self._thread.join()
 
     def is_staged(self) -> bool:
         """Return whether a decided version waits for `commit`. Never blocks.
@@ -222,7 +212,7 @@ class StagingThread:
 
         Over a link, with a version to serve, it may be of use: another trainer may come.
         """
-        is_alone = self._receiver.version is None or isinstance(self._receiver, Resumable)
+        is_alone = self._receiver.version is None or self._receiver.resumes
         is_final = is_alone and is_permanent(error)
         is_new = not (is_final or self._has_joined)
         what = "ends" if is_final else "rejoins"
