@@ -29,7 +29,6 @@ from deltasync.sync.events import Phase, SyncEvent, SyncFailed, report, reportin
 from deltasync.sync.options import SenderOptions
 from deltasync.sync.protocol.links import OneCaller
 from deltasync.sync.protocol.one_way import one_way_frames
-from deltasync.sync.source.layout import SentLayout
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.source.weights import LocalWeights, OwnWeights
 from deltasync.sync.stats import DeltaWatch
@@ -231,7 +230,7 @@ class StoreSender:
         version = self._writer.next_version
         frames = one_way_frames(
             delta,
-            self._layout.specs,
+            self._weights.layout.specs,
             stream_id=self.run,
             version=version,
             digest=self._weights.digests.total,
@@ -247,7 +246,7 @@ class StoreSender:
                     "a folder with space"
                 ) from error
             self._weights.release()
-            self._writer.put_layout(self._layout)
+            self._writer.put_layout(self._weights.layout)
 
             def pieces() -> Iterator[bytes]:  # once more, if the store fails
                 spool.seek(0)
@@ -271,13 +270,14 @@ class StoreSender:
         if self._is_damaged:
             snapshot.measure_again()
         way = self._write_anchor(self._writer.next_version, snapshot.ledger.total)
-        changed = _digests_of(snapshot.ledger, range(len(self._layout.specs)))
-        published = self._commit(way, delta=None, nnz=self._layout.numel, changed=changed)
+        changed = _digests_of(snapshot.ledger, range(len(self._weights.layout.specs)))
+        published = self._commit(way, delta=None, nnz=self._weights.layout.numel, changed=changed)
         return self._stats(published, "anchor", began, compared, anchor_bytes=way.num_bytes)
 
     def _commit(self, way: Way, *, delta: Plan | None, nnz: int, changed: Changed) -> Published:
         digest = self._weights.digests.total if delta is None else delta.ledger.total
-        manifest = self._writer.manifest(self._layout, way, digest=digest, nnz=nnz, changed=changed)
+        layout = self._weights.layout
+        manifest = self._writer.manifest(layout, way, digest=digest, nnz=nnz, changed=changed)
         self._pending = _Pending(manifest, delta)
         return self._finish(self._pending)
 
@@ -297,7 +297,7 @@ class StoreSender:
             pending.delta.decided()
             self._delta_bytes += pending.manifest.way.num_bytes
             is_its_turn = (published.version - 1) % self.publishing.anchor_every == 0
-            self._anchor_is_due |= is_its_turn or self._delta_bytes > self._layout.num_bytes
+            self._anchor_is_due |= is_its_turn or self._delta_bytes > self._weights.layout.num_bytes
         self._pending, self._holds_head = None, True
         return published
 
@@ -314,7 +314,7 @@ class StoreSender:
 
     def _is_same(self, head: Published) -> bool:
         """Whether the version of the store is what was captured."""
-        is_layout = head.manifest.layout_hash == self._layout.hash
+        is_layout = head.manifest.layout_hash == self._weights.layout.hash
         return is_layout and int(head.manifest.digest, 16) == self._weights.digests.total
 
     def _write_due_anchor(self, head: Published) -> tuple[Way | None, str]:
@@ -337,21 +337,15 @@ class StoreSender:
 
     def _write_anchor(self, version: int, digest: int) -> Way:
         """Write the objects of an anchor. Raises as `write_anchor`."""
-        self._writer.put_layout(self._layout)
+        self._writer.put_layout(self._weights.layout)
         return write_anchor(
             self._writer.run.objects,
             version,
-            self._layout.specs,
+            self._weights.layout.specs,
             self._weights.snapshot.read,
             max_file_bytes=self.publishing.anchor_file_bytes,
             digest=digest,
         )
-
-    @property
-    def _layout(self) -> SentLayout:
-        layout = self._weights.layout
-        assert layout is not None
-        return layout
 
     def _stats(
         self,
@@ -377,7 +371,7 @@ class StoreSender:
             nnz=0 if kind == "unchanged" else manifest.nnz,
             delta_bytes=delta_bytes,
             anchor_bytes=anchor_bytes,
-            dense_bytes=self._layout.num_bytes,
+            dense_bytes=self._weights.layout.num_bytes,
             compression=self._weights.options.compression,
             diff_s=compared - began,
             upload_s=now - compared,
@@ -392,8 +386,9 @@ class StoreSender:
 
     def _hint(self, delta: Plan | None) -> tuple[str, ...]:
         """Say once that of a narrower dtype less would change."""
-        numels = (s.numel for s in self._layout.specs if s.dtype.name in ("float32", "float64"))
-        numel = self._layout.numel
+        layout = self._weights.layout
+        numels = (s.numel for s in layout.specs if s.dtype.name in ("float32", "float64"))
+        numel = layout.numel
         if delta is None or self._is_hinted or min(delta.nnz, sum(numels)) <= numel / 2:
             return ()
         self._is_hinted = True

@@ -378,11 +378,11 @@ class WeightSender(Closing):
 
     def _join(self, engines: list[dict[int, Hello]], timeout_s: float | None) -> Joined:
         """Let in who has greeted: by digest alone, or by a full sync from the snapshot."""
-        done, layout = Joined(), self._weights.layout
+        done = Joined()
         if not engines:
             return done
-        assert layout is not None
         try:
+            layout = self._weights.layout
             joiners = [m for hellos in engines for m in self._lobby.take(hellos, layout)]
             self._lost |= self._lobby.refused()
             agreed, differ, lost = join(
@@ -428,16 +428,13 @@ class WeightSender(Closing):
         self, plan: Plan, participants: list[Member], besides: Collection[str], version: int
     ) -> RoundResult:
         """One round; remembers who was lost in it. Arguments as of `Round`."""
-        layout, is_free = self._weights.layout, self._turns is all_at_once
-        assert layout is not None
+        is_free = self._turns is all_at_once
         work = Round(
             self._link,
             self._session,
             plan,
-            layout,
-            compression=self._own.options.compression,
+            self._own,
             on_phase=self._on_phase,
-            packed=self._own.release,
             peer_ranks=self._peer_ranks,
             turns=all_at_once if is_free else lambda engines: self._turns(engines, besides),
         )

@@ -215,7 +215,6 @@ def stats_of(
         watch: What notices anything unusual of it.
     """
     layout, found = weights.layout, synced.delta if synced else None
-    assert layout is not None
     result = (synced or joined).result
     density_by, warnings = watch.look(weights, found, options, version=session.version)
     return SyncStats(
@@ -304,13 +303,12 @@ class DeltaWatch:
             options: What to report, and when to warn.
             version: What it has brought.
         """
-        layout = weights.layout
-        if delta is None or layout is None:
+        if delta is None:
             return {}, ()
-        self._fit(layout.specs)
+        self._fit(weights.layout.specs)
         limit, factor = options.warn_unchanged_syncs, options.warn_density_factor
         if nnz := delta.nnz:
-            density = nnz / layout.numel
+            density = nnz / weights.layout.numel
             found = [self._unchanged(weights, delta, limit), self._jump(density, factor)]
         else:
             found = [self._silence(limit)]

@@ -76,7 +76,6 @@ class GroupDelta(GroupPlan):
         super().__init__(own, weights, found)
         self._nnz = sum(one.nnz for one in found)
         self.held_bytes = max(one.held_bytes for one in found)
-        assert weights.layout is not None
         each = (orders.copies_of(one.changed, len(weights.layout.specs)) for one in found)
         self.counts = np.sum([one.astype(np.int64) for one in each], axis=0)
 
@@ -105,7 +104,7 @@ class GroupWeights:
         if not isinstance(own, OwnWeights):
             raise ConfigError("a rank of a group needs a source of what it holds")
         self._own, self._group, self._work = own, group, RankWork(own, 0, group.world)
-        self.layout: SentLayout | None = None
+        self.layout = SentLayout(())
         self._declared: list[Declaration] = []
         self._positions: list[NDArray[np.int64]] = []
         self._capture = ""
@@ -120,7 +119,7 @@ class GroupWeights:
     @property
     def is_lost(self) -> bool:
         is_known = all(known == self._capture for known in self._group.captures.values())
-        return self.layout is not None and not is_known
+        return bool(self.layout.specs) and not is_known
 
     @property
     def digests(self) -> Digests:
@@ -143,7 +142,7 @@ class GroupWeights:
         if self.is_lost:
             self._declared = []
         specs = specs_of(self.declared(), held, self._own.options.wire_dtypes)
-        self.layout, self._capture = None, uuid.uuid4().hex
+        self.layout, self._capture = SentLayout(()), uuid.uuid4().hex
         try:
             self._take(specs)
         except (SourceChanged, SyncAborted):  # a rank may have been replaced since it declared
@@ -217,8 +216,7 @@ class GroupWeights:
         with_shares: bool,
         timeout_s: float,
     ) -> None:
-        """See `round.PeerRanks`."""
-        assert self.layout is not None
+        """Let the other ranks send to these, which they know by their connections."""
         checks = digest_checks(members, len(self.layout.specs))
         self._asked = list({key(one): one for _, one in checks if one is not None}.values())
         self._group.order(
@@ -233,7 +231,7 @@ class GroupWeights:
         )
 
     def sent(self) -> SentBuckets:
-        """See `round.PeerRanks`."""
+        """What the other ranks have sent, when it is everything. Raises SyncAborted."""
         said, total = self._group.answers(orders.Sent), SentBuckets()
         for rank, one in said.items():
             lost = one.buckets.lost

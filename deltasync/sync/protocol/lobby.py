@@ -247,7 +247,6 @@ def join(
         are gone, by member.
     """
     layout, lost = weights.layout, dict[str, str]()
-    assert layout is not None
     here = _reached(link, joiners, lost)
     if not here:
         return [], [], lost

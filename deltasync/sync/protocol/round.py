@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from deltasync.sync.events import Phase
 from deltasync.sync.protocol.links import SenderLink, reason_of
 from deltasync.sync.protocol.receiver_session import DETACHED, INCOMPLETE
 from deltasync.sync.protocol.sender_session import Member, SenderPhase, SenderSession, judge
-from deltasync.sync.source.layout import SentLayout
+from deltasync.sync.source.weights import LocalWeights
 from deltasync.wire.compression import Compression
 from deltasync.wire.frame import encode
 from deltasync.wire.messages import (
@@ -38,6 +38,9 @@ from deltasync.wire.messages import (
     Shares,
     as_text,
 )
+
+if TYPE_CHECKING:  # which knows what a round has sent
+    from deltasync.sync.group.weights import GroupWeights
 
 
 @dataclass(slots=True)
@@ -236,33 +239,14 @@ def all_at_once(
     return [engines]
 
 
-class PeerRanks(Protocol):
-    """The other ranks of a trainer, which send to the same receivers what they hold."""
-
-    def start(
-        self,
-        members: Collection[Member],
-        attempt: int,
-        *,
-        is_delta: bool,
-        with_shares: bool,
-        timeout_s: float,
-    ) -> None:
-        """Let them send to these, which they know by their connections."""
-        ...
-
-    def sent(self) -> SentBuckets:
-        """Wait until they have sent everything. Raises SyncAborted if one has failed."""
-        ...
-
-
 class Round:
     """Takes members from one version to the next, all or nothing for each engine.
 
     Use it once: `run`. Whoever fails leaves alone, and the others go on; but if payloads may not
     have reached the others either, the version is aborted before it is decided. In both cases the
-    session then knows why, and those that failed have been dropped. `packed` is called when nothing
-    of the plan is read from the source any more, and returns whether that may change now.
+    session then knows why, and those that failed have been dropped. This rank's `own` weights are
+    released when nothing of the plan is read from the source any more; `peer_ranks` are the
+    trainer's other ranks.
 
     Attributes:
         phases: "send", "wait" and "commit", by `time.perf_counter`.
@@ -273,18 +257,15 @@ class Round:
         link: SenderLink,
         session: SenderSession,
         plan: Plan,
-        layout: SentLayout,
+        own: LocalWeights,
         *,
-        compression: Coding,
-        packed: Callable[[], bool],
         on_phase: Callable[[SyncPhase], None] | None = None,
-        peer_ranks: PeerRanks | None = None,
+        peer_ranks: GroupWeights | None = None,
         turns: Callable[[Collection[str]], Sequence[Collection[str]]] = all_at_once,
     ) -> None:
         self._turns = turns
         self._link, self._session, self._plan = link, session, plan
-        self._on_phase, self._packed, self._peer_ranks = on_phase, packed, peer_ranks
-        self._layout, self._compression = layout, compression
+        self._own, self._on_phase, self._peer_ranks = own, on_phase, peer_ranks
         self._result, self.phases = RoundResult(), list[Phase]()
         self._digests: dict[int, int] = {}  # that receivers would arrive at, by peer
         self._finished: set[str] = set()  # engines
@@ -324,13 +305,11 @@ class Round:
             session.failed(peer, reason_of(error))
         if session.failures:
             return
-        self._result.coding = self._compression
-        emitter = Emitter(
-            self._plan, self._version, compression=self._compression, buffer=self._buffer
-        )
+        self._result.coding = coding = self._own.options.compression
+        emitter = Emitter(self._plan, self._version, compression=coding, buffer=self._buffer)
         begin = emitter.begin(
             stream_id=stream_id,
-            layout_hash=self._layout.hash,
+            layout_hash=self._own.layout.hash,
             timeout_s=self._link.timeout_s,
             attempt=session.attempt,
         )
@@ -373,7 +352,7 @@ class Round:
                 if session.failures and not (went and self._goes_on()):
                     break
             else:
-                self._has_sent_all, self._is_released = True, self._packed()
+                self._has_sent_all, self._is_released = True, self._own.release()
                 is_delta = plan.base_version is not None
                 self._is_unchanged = ranks is None and is_delta and not emitter.sent.num_buckets
                 self._report_begun()
@@ -441,7 +420,7 @@ class Round:
             is_sure = self._link.transport.capabilities.outlives_losses or self._is_released
             may_repeat = not (is_sure or self._writes_as_it_arrives())  # an abort is dirty then
             self._is_repeated = session.spare(incomplete, asleep, may_repeat=may_repeat)
-        judge(session, self._digests, self._plan.ledger, len(self._layout.specs))
+        judge(session, self._digests, self._plan.ledger, len(self._own.layout.specs))
 
     def _commit(self, turns: Sequence[frozenset[str]]) -> None:
         began = time.perf_counter()

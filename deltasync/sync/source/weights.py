@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from math import prod
 from operator import attrgetter
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -45,77 +45,25 @@ from deltasync.sync.source.tensors import (
 )
 from deltasync.wire.messages import ParameterSpec
 
+if TYPE_CHECKING:  # which orders what is here
+    from deltasync.sync.group.weights import GroupWeights
+
 _NAMES, _IS_TRAINED = attrgetter("names"), attrgetter("tensor.requires_grad")
 
 
-class Weights(Protocol):
-    """The model of a trainer, wherever its parts are.
-
-    Attributes:
-        layout: What travels; None before the first capture.
-        snapshot_bytes: The largest copy that a rank keeps.
-    """
-
-    layout: SentLayout | None
-    snapshot_bytes: int
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether a part of the snapshot is gone: another capture has to come first."""
-        ...
-
-    @property
-    def digests(self) -> Digests:
-        """Of the version that the snapshot holds."""
-        ...
-
-    def declared(self, *, timeout_s: float = 60.0) -> tuple[ParameterSpec, ...]:
-        """What the source holds, in the dtypes that it has. Raises SyncAborted, ConfigError."""
-        ...
-
-    def capture(self, held: Sequence[ParameterSpec]) -> None:
-        """Start from the source as it is, in the dtypes that a receiver holds.
-
-        Raises ConfigError or WireError where the two do not fit; then nothing has changed.
-        """
-        ...
-
-    def learn_digests(self, kinds: Collection[Copies | None]) -> None:
-        """Let `digests` include these too. Raises SyncAborted. By default, it has all."""
-        return
-
-    def delta(self, base_version: int) -> Plan:
-        """How the source differs from the snapshot, as `Snapshot.compare`. Raises SourceChanged."""
-        ...
-
-    def full(self) -> Plan:
-        """All of the snapshot."""
-        ...
-
-    @property
-    def trained(self) -> NDArray[np.bool_]:
-        """bool[parameters], which of the layout the optimizer changes; all if that is not known."""
-        assert self.layout is not None
-        return np.ones(len(self.layout.specs), np.bool_)
-
-    def masters(self, number: int) -> tuple[bool, int] | None:
-        """Whether a parameter is rounded for members, and the sum of its bits here.
-
-        None if not every step shows in it: it has less than 32 bits, is computed, or not held here.
-        """
-        return None
-
-
-class LocalWeights(Weights):
-    """Those that this process compares and sends: one layout, and one snapshot.
+class LocalWeights:
+    """The weights that this process compares and sends: one layout, and one snapshot.
 
     Attributes:
         options: Sizes, codec, dtypes.
+        layout: What travels; nothing before the first capture.
+        snapshot_bytes: The largest copy that a rank keeps.
+        is_lost: Whether a part of the snapshot is gone: another capture has to come first.
         stream: On a GPU, what compares and packs; None elsewhere.
         is_released: Whether the source may have changed since the call under way has begun.
     """
 
-    layout: SentLayout | None = None
+    layout: SentLayout = SentLayout(())
     is_lost: bool = False
     snapshot_bytes: int = 0
 
@@ -128,6 +76,7 @@ class LocalWeights(Weights):
 
     @property
     def digests(self) -> Digests:
+        """Of the version that the snapshot holds."""
         return self.snapshot.ledger
 
     @property
@@ -169,14 +118,48 @@ class LocalWeights(Weights):
     def refresh_source(self) -> None:
         """Look the source up, which the next `delta` then need not. Raises SourceChanged."""
 
+    def declared(self, *, timeout_s: float = 60.0) -> tuple[ParameterSpec, ...]:
+        """What the source holds, in the dtypes that it has. Raises SyncAborted, ConfigError."""
+        raise NotImplementedError
+
+    def capture(self, held: Sequence[ParameterSpec]) -> None:
+        """Start from the source as it is, in the dtypes that a receiver holds.
+
+        Raises ConfigError or WireError where the two do not fit; then nothing has changed.
+        """
+        raise NotImplementedError
+
+    def learn_digests(self, kinds: Collection[Copies | None]) -> None:
+        """Let `digests` include these too, if it does not have all. Raises SyncAborted."""
+
+    def delta(self, base_version: int) -> Plan:
+        """How the source differs from the snapshot, as `Snapshot.compare`. Raises SourceChanged."""
+        raise NotImplementedError
+
     def full(self, *, ways: int = 1) -> Plan:
         """All of the snapshot; in smaller payloads, if receivers get them from so many ranks."""
         snapshot = self.snapshot
         bucket_bytes = max(self._bucket_bytes(snapshot) // ways, MIN_BUCKET_BYTES)
         return snapshot.full(bucket_bytes=bucket_bytes)
 
+    @property
+    def trained(self) -> NDArray[np.bool_]:
+        """bool[parameters], which of the layout the optimizer changes; all if that is not known."""
+        return np.ones(len(self.layout.specs), np.bool_)
+
+    def masters(self, number: int) -> tuple[bool, int] | None:
+        """Whether a parameter is rounded for members, and the sum of its bits here.
+
+        None if not every step shows in it: it has less than 32 bits, is computed, or not held here.
+        """
+        return None
+
     def _bucket_bytes(self, snapshot: Snapshot) -> int:
         return self.options.bucket_bytes or snapshot.bucket_bytes
+
+
+Weights: TypeAlias = "LocalWeights | GroupWeights"
+"""The model of a trainer, wherever its parts are."""
 
 
 class OwnWeights(LocalWeights):
@@ -187,11 +170,12 @@ class OwnWeights(LocalWeights):
         options: Sizes, codec, dtypes.
     """
 
-    layout: SourceLayout | None = None
+    layout: SourceLayout
 
     def __init__(self, source: WeightSource, options: SenderOptions) -> None:
         super().__init__(options)
         self.source = _Kept(source, options) if options.leave_out else source
+        self._nothing = self.layout = SourceLayout(self.source, (), [])
         self._devices: list[torch.device] = []  # of what was captured
         self._trained: NDArray[np.bool_] | None = None
 
@@ -218,7 +202,6 @@ class OwnWeights(LocalWeights):
 
         Raises SourceChanged.
         """
-        assert self.layout is not None
         if not self._is_looked_up:
             self.refresh_source()
         return maxima_of(self.layout.tensors)
@@ -233,7 +216,7 @@ class OwnWeights(LocalWeights):
         self._is_looked_up, self._trained = False, None
         tensors = self.source.tensors() if tensors is None else tensors
         layout = SourceLayout(self.source, specs, tensors, boxes)
-        last, self._snapshot, self.layout = self._snapshot, None, None
+        last, self._snapshot, self.layout = self._snapshot, None, self._nothing
         devices = [reader.device for reader in layout.readers]
         if last is not None and (last.space.given, self._devices) == (layout.sent, devices):
             last.capture(layout.readers)
@@ -248,13 +231,12 @@ class OwnWeights(LocalWeights):
         return layout
 
     def refresh_source(self) -> None:
-        if self.layout is not None:
+        if self.layout.specs:
             self.layout.refresh()
             self._is_looked_up = True
 
     def delta(self, base_version: int) -> Plan:
         layout, snapshot, held = self.layout, self.snapshot, self.options.max_inflight_bytes
-        assert layout is not None
         self._trained = None
         compare = partial(
             snapshot.compare,
@@ -275,7 +257,6 @@ class OwnWeights(LocalWeights):
 
     def counts_by(self, delta: Plan) -> Ints:
         """int64[parameters]: elements of each parameter of the layout that differ here."""
-        assert self.layout is not None
         counts = np.zeros(len(self.layout.specs), np.int64)
         np.add.at(counts, self._numbers, delta.counts)
         return counts
@@ -283,13 +264,11 @@ class OwnWeights(LocalWeights):
     @property
     def trained(self) -> NDArray[np.bool_]:
         if self._trained is None:  # once a sync
-            assert self.layout is not None
             self._trained = np.array([*map(_IS_TRAINED, self.layout.tensors)], np.bool_)
         return self._trained
 
     def masters(self, number: int) -> tuple[bool, int] | None:
         layout, sums, is_rounded = self.layout, list[int](), False
-        assert layout is not None
         for share in np.flatnonzero(self._numbers == number).tolist():
             flat = layout.readers[share].flat
             if flat is None or not flat.dtype.is_floating or flat.dtype.item_size < 4:
