@@ -20,7 +20,7 @@ from deltasync.errors import (
     WireError,
 )
 from deltasync.files.frame_file import FrameFile
-from deltasync.sync.protocol.one_way import OneWayReader
+from deltasync.files.one_way import OneWayReader
 
 # Of docs/wire-format.md: those that an error of each type may stand for.
 _RULES: dict[type[Exception], str] = {

@@ -29,8 +29,8 @@ from deltasync.files.comparing import (
     no_phase,
 )
 from deltasync.files.frame_file import FrameFile, write_frames
+from deltasync.files.one_way import OneWayReader, one_way_frames
 from deltasync.files.output import appearing
-from deltasync.sync.protocol.one_way import OneWayReader, one_way_frames
 from deltasync.transports.base import Frame
 from deltasync.wire.messages import ParameterSpec
 

@@ -29,12 +29,12 @@ from deltasync.errors import (
 )
 from deltasync.files.checkpoint import Checkpoint
 from deltasync.files.frame_file import FrameFile
+from deltasync.files.one_way import one_way_frames
 from deltasync.store.manifest import StoredFile, Way
 from deltasync.store.merged import Merged, of_anchor, plan_of_anchor, plan_of_deltas
 from deltasync.store.objects import ObjectFacts, Objects, started
 from deltasync.store.routes import Route, Step
 from deltasync.store.scratch import ScratchFolder
-from deltasync.sync.protocol.one_way import one_way_frames
 from deltasync.transports.base import Frame
 from deltasync.wire.frame import decode
 from deltasync.wire.messages import ParameterSpec

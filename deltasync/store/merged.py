@@ -22,8 +22,8 @@ from deltasync.delta.tiles import Ints, Space
 from deltasync.dtypes import Dtype
 from deltasync.errors import LayoutMismatch
 from deltasync.files.checkpoint import Checkpoint
+from deltasync.files.one_way import OneWayReader
 from deltasync.files.patch_file import flats_of
-from deltasync.sync.protocol.one_way import OneWayReader
 from deltasync.transports.base import Frame
 from deltasync.wire.changes import ALIGNMENT, TILE, Sizes
 from deltasync.wire.messages import ParameterSpec

@@ -18,6 +18,7 @@ from deltasync.delta.modes import plain_mode
 from deltasync.delta.snapshot import Plan
 from deltasync.errors import DigestMismatch, ObjectDamaged, StoreError, StoreRefused
 from deltasync.files.frame_file import put_frames
+from deltasync.files.one_way import one_way_frames
 from deltasync.store import keys
 from deltasync.store.anchors import PublishOptions, write_anchor
 from deltasync.store.catalogue import Published
@@ -28,7 +29,6 @@ from deltasync.sync.arguments import check_options, local_weights
 from deltasync.sync.events import Phase, SyncEvent, SyncFailed, report, reporting
 from deltasync.sync.options import SenderOptions
 from deltasync.sync.protocol.links import OneCaller
-from deltasync.sync.protocol.one_way import one_way_frames
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.source.weights import LocalWeights, OwnWeights
 from deltasync.sync.stats import DeltaWatch
