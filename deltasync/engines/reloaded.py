@@ -10,12 +10,18 @@ from torch import Tensor, nn
 from deltasync.delta.bits import Flat, dtype_of
 from deltasync.delta.modes import in_plain_mode
 from deltasync.engines.proof.cold import FAILURES, refusing_failures
-from deltasync.engines.proof.proved import in_place, matches, prove_reload, refuse_unsent
+from deltasync.engines.proof.proved import (
+    in_place,
+    matches,
+    prove_reload,
+    refuse_missing,
+    refuse_unsent,
+)
 from deltasync.engines.proof.proving import Proof, same_bits, under
 from deltasync.engines.routes.recorder import CheckpointTensor
 from deltasync.engines.running import as_made, raise_lack_of_memory
 from deltasync.errors import ConfigError, DirtyReceiver, LayoutMismatch
-from deltasync.sync.target.base import WeightTarget, match_parameters, refuse_missing
+from deltasync.sync.target.base import WeightTarget, match_parameters
 from deltasync.wire.messages import ParameterSpec
 
 _SAMPLED = 16  # elements

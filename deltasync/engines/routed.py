@@ -18,6 +18,7 @@ from deltasync.engines.proof.proved import (
     matches,
     prove_routes,
     read_whole,
+    refuse_missing,
     refuse_unfilled,
     refuse_unsent,
 )
@@ -33,7 +34,6 @@ from deltasync.sync.module import ModuleWatch, named_tensors
 from deltasync.sync.target.base import (
     WeightTarget,
     match_parameters,
-    refuse_missing,
     refuse_overlap,
     some_of,
 )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from deltasync.delta.bits import Live, as_bits, storage_of, torch_dtype
+from deltasync.delta.naming import suggested
 from deltasync.engines.proof.cold import FAILURES
 from deltasync.engines.proof.other_weights import other_bits
 from deltasync.engines.proof.proving import (
@@ -31,6 +32,7 @@ from deltasync.engines.routes.operations import Alone
 from deltasync.engines.routes.recorder import CheckpointTensor, Recording, record
 from deltasync.engines.running import raise_lack_of_memory
 from deltasync.errors import ConfigError, DirtyReceiver, EngineFailed
+from deltasync.sync.target.base import some_of
 from deltasync.wire.messages import ParameterSpec
 
 _SHOWN = 3
@@ -265,6 +267,21 @@ def recorded(
     with putting_back(Reach([("", model)])):
         return record(
             lambda given: proof.startup.load(model, given), checkpoint, live, may_raise=may_raise
+        )
+
+
+def refuse_missing(missing: Iterable[str], others: Sequence[str]) -> None:
+    """Raise ConfigError, by name, if the engine's own checkpoint lacks tensors that are sent.
+
+    Args:
+        missing: Names that it does not have.
+        others: Names that it has and that are not sent.
+    """
+    if names := sorted(missing):
+        raise ConfigError(
+            f"the checkpoint that the engine was started on has no {some_of(names)}"
+            f"{suggested(names, others, are_sent=True)}: start the engine on a checkpoint that "
+            "has it, as the trainer's model is saved"
         )
 
 

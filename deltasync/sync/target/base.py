@@ -8,7 +8,7 @@ from typing import Protocol
 
 from deltasync.delta.bits import Live, overlapping
 from deltasync.delta.naming import suggested
-from deltasync.errors import ConfigError, LayoutMismatch
+from deltasync.errors import LayoutMismatch
 from deltasync.wire.messages import ParameterSpec
 
 
@@ -105,21 +105,6 @@ def refuse_overlap(specs: Sequence[ParameterSpec], live: Iterable[Live]) -> None
     if found := overlapping(zip(names, live, strict=True)):
         both = some_of(sorted(set(found)))
         raise LayoutMismatch(f"{both} share memory without being tied; give each its own")
-
-
-def refuse_missing(missing: Iterable[str], others: Sequence[str]) -> None:
-    """Raise ConfigError, by name, if the engine's own checkpoint lacks tensors that are sent.
-
-    Args:
-        missing: Names that it does not have.
-        others: Names that it has and that are not sent.
-    """
-    if names := sorted(missing):
-        raise ConfigError(
-            f"the checkpoint that the engine was started on has no {some_of(names)}"
-            f"{suggested(names, others, are_sent=True)}: start the engine on a checkpoint that "
-            "has it, as the trainer's model is saved"
-        )
 
 
 def some_of(names: Sequence[str]) -> str:
