@@ -13,13 +13,8 @@ from deltasync.delta.modes import in_plain_mode
 from deltasync.delta.naming import unwrapped
 from deltasync.delta.shard import is_sharded
 from deltasync.errors import ConfigError
-from deltasync.sync.module import (
-    ModuleWatch,
-    named_tensors,
-    renamed,
-    tied_tensors,
-    unwrapped_module,
-)
+from deltasync.integrations.transformers import unwrapped_module
+from deltasync.sync.module import ModuleWatch, named_tensors, renamed, tied_tensors
 from deltasync.sync.source.tensors import NamedTensor
 
 _PREFIX = "base_model.model."

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from deltasync.delta.modes import in_plain_mode, writable
-from deltasync.delta.naming import unwrapped
+from deltasync.delta.naming import is_wrapper, unwrapped
 from deltasync.delta.region import Region
 from deltasync.delta.shard import is_sharded
 from deltasync.engines.routed import RoutedTarget
@@ -21,14 +21,21 @@ from deltasync.engines.routes.recorder import CheckpointTensor, Recording, recor
 from deltasync.engines.routes.regions import ordered
 from deltasync.engines.routes.route import Piece
 from deltasync.errors import ConfigError
-from deltasync.sync.module import (
-    ModuleSource,
-    named_tensors,
-    renamed,
-    tied_tensors,
-    unwrapped_module,
-)
+from deltasync.sync.module import ModuleSource, named_tensors, renamed, tied_tensors
 from deltasync.sync.source.tensors import NamedTensor
+
+
+def unwrapped_module(module: object, *kinds: type[nn.Module], of: str) -> nn.Module:
+    """The first of `kinds` inside what torch.compile or DDP makes of it. Raises ConfigError."""
+    inside = module
+    while not isinstance(inside, kinds):
+        children = inside._modules if isinstance(inside, nn.Module) else {}
+        inside = next((child for name, child in children.items() if is_wrapper(name)), None)
+        if inside is None:
+            raise ConfigError(
+                f"{of} takes a {kinds[0].__name__}, and this is a {type(module).__name__}"
+            )
+    return inside
 
 
 class TransformersSource(ModuleSource):

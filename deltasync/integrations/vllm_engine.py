@@ -39,7 +39,6 @@ from deltasync.errors import ConfigError, DeltaSyncError
 from deltasync.integrations.trainer_info import SentTensors, TrainerInfo, Work
 from deltasync.integrations.vllm_core import TRY, WRITE, attempt, write
 from deltasync.integrations.worker import Worker
-from deltasync.sync.module import Registered
 from deltasync.sync.target.base import WeightTarget
 
 logger = init_logger(__name__)
@@ -199,7 +198,7 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _reload(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load weights as vLLM's own backends load whole checkpoints, and do what they omit."""
-        packing, registered = _Packing(self.model), Registered(self.model)
+        packing, registered = _Packing(self.model), _Registered(self.model)
         packing.forget()
         try:
             initialize_layerwise_reload(self.model)
@@ -317,6 +316,24 @@ def _wrapped(method: Callable[..., object], around: _Around) -> Callable[..., ob
 
     call.is_wrapped = True  # type: ignore[attr-defined]
     return call
+
+
+class _Registered:
+    """The parameters and buffers that a module and its submodules have now."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._owners = [
+            (m, dict(m._parameters), dict(m._buffers), set(m._non_persistent_buffers_set))
+            for m in module.modules()
+        ]
+
+    def put_back(self) -> None:
+        """Restore them in the module."""
+        for owner, parameters, buffers, transient in self._owners:
+            for held, before in ((owner._parameters, parameters), (owner._buffers, buffers)):
+                held.clear()
+                held.update(before)  # type: ignore[arg-type]
+            owner._non_persistent_buffers_set = set(transient)
 
 
 class _Packing:

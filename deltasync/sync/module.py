@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from deltasync.delta.bits import Flat, check_plain, has_storage, identity, refuse_part
-from deltasync.delta.naming import is_wrapper
 from deltasync.delta.shard import is_sharded
 from deltasync.errors import ConfigError, TargetMoved
 from deltasync.sync.source.layout import source_specs
@@ -177,24 +176,6 @@ class ModuleWatch:
         return lambda: all(part.is_as_it_was() for part in self._parts)
 
 
-class Registered:
-    """The parameters and buffers that a module and its submodules have now."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._owners = [
-            (m, dict(m._parameters), dict(m._buffers), set(m._non_persistent_buffers_set))
-            for m in module.modules()
-        ]
-
-    def put_back(self) -> None:
-        """Restore them in the module."""
-        for owner, parameters, buffers, transient in self._owners:
-            for held, before in ((owner._parameters, parameters), (owner._buffers, buffers)):
-                held.clear()
-                held.update(before)  # type: ignore[arg-type]
-            owner._non_persistent_buffers_set = set(transient)
-
-
 class _Part:
     """What a watch records of some modules, without their submodules."""
 
@@ -297,19 +278,6 @@ def renamed(
         given = name if rename is None else rename(name)
         if given is not None:
             yield given, tensor
-
-
-def unwrapped_module(module: object, *kinds: type[nn.Module], of: str) -> nn.Module:
-    """The first of `kinds` inside what torch.compile or DDP makes of it. Raises ConfigError."""
-    inside = module
-    while not isinstance(inside, kinds):
-        children = inside._modules if isinstance(inside, nn.Module) else {}
-        inside = next((child for name, child in children.items() if is_wrapper(name)), None)
-        if inside is None:
-            raise ConfigError(
-                f"{of} takes a {kinds[0].__name__}, and this is a {type(module).__name__}"
-            )
-    return inside
 
 
 def _gathered(module: nn.Module) -> set[int]:
