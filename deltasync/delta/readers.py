@@ -142,38 +142,6 @@ class WireReader:
         return _rounded(bits.view(self.flat.tensor.dtype), torch_dtype(self.dtype))
 
 
-@dataclass(frozen=True, slots=True)
-class DerivedReader:
-    """Reads a run of what another one computes; bfloat16 as float32, which has all of its values.
-
-    Attributes:
-        whole: The other one.
-        dtype: What is sent, float32 or the same.
-        begin: Where the run begins in it.
-        numel: Its elements.
-    """
-
-    whole: Reader
-    dtype: Dtype
-    begin: int
-    numel: int
-    flat: None = None
-
-    @property
-    def computation(self) -> Computation | None:
-        """That of the other one, if this is all of it: kernels keep scales as float32."""
-        return self.whole.computation if self.numel == self.whole.numel else None
-
-    @property
-    def device(self) -> torch.device:
-        return self.whole.device
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """int[stop - start]: bits of the wire dtype there; read only."""
-        bits = self.whole.read(self.begin + start, self.begin + stop)
-        return bits if self.dtype == self.whole.dtype else bits.to(torch.int32) << 16
-
-
 def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
     """int[n]: the bits of floating `values` in another floating dtype, and one NaN for all NaNs.
 

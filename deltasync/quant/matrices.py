@@ -10,16 +10,18 @@ import torch
 from torch import Tensor
 
 from deltasync import dtypes
+from deltasync.delta import readers
 from deltasync.delta.bits import Flat, as_bits, integer_dtype, torch_dtype
-from deltasync.delta.readers import WireReader
-from deltasync.delta.shard import ShardSpec
+from deltasync.delta.readers import Reader, WireReader
+from deltasync.delta.shard import ShardSpec, rows_of
 from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError
 from deltasync.quant.computation import Computation
 from deltasync.quant.cuts import Cut, Line
 from deltasync.quant.form import Form, Part
 from deltasync.quant.sharing import Shared
-from deltasync.sync.source.tensors import Maxima, Place
+from deltasync.sync.source.tensors import Index, Maxima, Place
+from deltasync.wire.messages import ParameterSpec
 
 WEIGHT = ".weight"
 
@@ -255,6 +257,22 @@ class ServedReader:
             rows, begin = self.matrix.rows_of(self.suffix, first, last), first * length
         return as_bits(rows.contiguous()).view(-1)[start - begin : stop - begin]
 
+    def sent(
+        self, spec: ParameterSpec, part: tuple[ShardSpec, ShardSpec] | None = None
+    ) -> list[Reader]:
+        """See `Computed`: bfloat16 is sent as float32 too, as scales of checkpoints are."""
+        whole: Reader = self
+        if (self.dtype.name, spec.dtype.name) == ("bfloat16", "float32"):
+            whole = _DerivedReader(self, spec.dtype, 0, self.numel)
+        elif self.dtype != spec.dtype:
+            raise ConfigError(
+                f"{spec.name}: computed as {self.dtype.name}, the engine holds {spec.dtype.name}: "
+                "let the trainer compute the form that the engine serves"
+            )
+        if part is None:
+            return [whole]
+        return [_rows(whole, *part, index) for index, _ in rows_of(part[1])]
+
     def maxima(self) -> Sequence[Maxima]:
         """What the matrix takes of other ranks: its first part says so."""
         return self.matrix.maxima() if self.suffix == next(iter(self.matrix.parts)) else ()
@@ -263,3 +281,51 @@ class ServedReader:
         """Raise ConfigError, by name, if the matrix is not finite: its first part says so."""
         if self.suffix == next(iter(self.matrix.parts)):
             self.matrix.check()
+
+
+@dataclass(frozen=True, slots=True)
+class _DerivedReader:
+    """Reads a run of what another one computes; bfloat16 as float32, which has all of its values.
+
+    Attributes:
+        whole: The other one.
+        dtype: What is sent, float32 or the same.
+        begin: Where the run begins in it.
+        numel: Its elements.
+    """
+
+    whole: Reader
+    dtype: Dtype
+    begin: int
+    numel: int
+    flat: None = None
+
+    @property
+    def computation(self) -> readers.Computation | None:
+        """That of the other one, if this is all of it: kernels keep scales as float32."""
+        return self.whole.computation if self.numel == self.whole.numel else None
+
+    @property
+    def device(self) -> torch.device:
+        return self.whole.device
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """int[stop - start]: bits of the wire dtype there; read only."""
+        bits = self.whole.read(self.begin + start, self.begin + stop)
+        return bits if self.dtype == self.whole.dtype else bits.to(torch.int32) << 16
+
+
+def _rows(whole: Reader, held: ShardSpec, box: ShardSpec, index: Index) -> Reader:
+    """What is computed of `box[index]`, see `rows_of`: rows of what is held.
+
+    Raises ConfigError for a part of rows.
+    """
+    if box == held and not index:
+        return whole
+    if box.size[1:] != held.size[1:]:
+        raise ConfigError("computed rows are sent whole: let fewer ranks hold the same rows")
+    rows = range(box.size[0])[index[0]] if index else range(box.size[0])
+    rows = range(rows, rows + 1) if isinstance(rows, int) else rows
+    length, first = prod(held.size[1:]), box.offset[0] - held.offset[0]
+    begin = (first + rows.start) * length
+    return _DerivedReader(whole, whole.dtype, begin, len(rows) * length)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from deltasync.delta.bits import check_plain, dtype_of
-from deltasync.delta.readers import DerivedReader, Reader
+from deltasync.delta.readers import Reader
 from deltasync.delta.shard import ShardSpec, is_sharded, local_of, narrowed, overlap, shard_of
 from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError
@@ -67,6 +67,19 @@ class Computed(Reader, Protocol):
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the checkpoint tensor, or of the part of it that is computed here."""
+        ...
+
+    def sent(
+        self, spec: ParameterSpec, part: tuple[ShardSpec, ShardSpec] | None = None
+    ) -> list[Reader]:
+        """Readers of it in the dtype of `spec`: one of all, or one for each of `rows_of(box)`.
+
+        Raises ConfigError for a dtype that has not all its values, and for parts of rows.
+
+        Args:
+            spec: What it is sent as.
+            part: (what is computed here, the `box` that is sent of that).
+        """
         ...
 
     def maxima(self) -> Sequence[Maxima]:
@@ -196,37 +209,6 @@ def parts_of(entry: NamedTensor, places: Mapping[str, Index]) -> Iterator[NamedT
             view.requires_grad_(entry.tensor.requires_grad)
             inside = tuple(map(int.__sub__, here.offset, box.offset))
             yield NamedTensor((name,), view, ShardSpec(box.size, inside, here.size), shape)
-
-
-def computed_reader(entry: NamedTensor, spec: ParameterSpec) -> Reader:
-    """Its reader. Raises ConfigError if it is to be sent in a dtype that has not all its values."""
-    assert entry.computed is not None
-    if (entry.dtype.name, spec.dtype.name) == ("bfloat16", "float32"):  # scales of checkpoints
-        return DerivedReader(entry.computed, spec.dtype, 0, entry.computed.numel)
-    if entry.dtype != spec.dtype:
-        raise ConfigError(
-            f"{spec.name}: computed as {entry.dtype.name}, the engine holds {spec.dtype.name}: let "
-            "the trainer compute the form that the engine serves"
-        )
-    return entry.computed
-
-
-def part_reader(
-    computed: Reader, held: ShardSpec, box: ShardSpec, index: tuple[int | slice, ...]
-) -> Reader:
-    """What is computed here of `box[index]`, see `rows_of`: rows of what is held.
-
-    Raises ConfigError for a part of rows.
-    """
-    if box == held and not index:
-        return computed
-    if box.size[1:] != held.size[1:]:
-        raise ConfigError("computed rows are sent whole: let fewer ranks hold the same rows")
-    rows = range(box.size[0])[index[0]] if index else range(box.size[0])
-    rows = range(rows, rows + 1) if isinstance(rows, int) else rows
-    length, first = prod(held.size[1:]), box.offset[0] - held.offset[0]
-    begin = (first + rows.start) * length
-    return DerivedReader(computed, computed.dtype, begin, len(rows) * length)
 
 
 class WeightSource(Protocol):

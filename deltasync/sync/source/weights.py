@@ -37,11 +37,9 @@ from deltasync.sync.source.tensors import (
     Maxima,
     NamedTensor,
     WeightSource,
-    computed_reader,
     facts_of,
     held_of,
     maxima_of,
-    part_reader,
 )
 from deltasync.wire.messages import ParameterSpec
 
@@ -402,7 +400,7 @@ class SourceLayout(SentLayout):
             )
         if self._boxes is None:
             if entry.computed is not None:
-                return [computed_reader(entry, spec)]
+                return entry.computed.sent(spec)
             return [WireReader.of(local_of(entry.tensor), spec.dtype, name=spec.name)]
         (held, local), box = held_of(entry), self._boxes[entry.name]
         if held.shape != box.shape or overlap(held, box) != box:
@@ -410,8 +408,7 @@ class SourceLayout(SentLayout):
                 f"{spec.name}: its sharding has changed; make new senders on all ranks"
             )
         if entry.computed is not None:
-            computed = computed_reader(entry, spec)
-            return [part_reader(computed, held, box, index) for index, _ in rows_of(box)]
+            return entry.computed.sent(spec, (held, box))
         local = narrowed(local, held, box)
         return [
             WireReader.of(local[index], spec.dtype, name=spec.name) for index, _ in rows_of(box)
