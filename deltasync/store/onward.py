@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from deltasync.sync.source.tensors import NamedTensor, WeightSource
@@ -16,11 +18,15 @@ class CopiedSource(WeightSource):
     """
 
     def __init__(self, target: CopiedTarget) -> None:
-        self._target = target
+        self._target, self._tensors = target, list[NamedTensor]()
+        self._listed: Mapping[str, Tensor] = {}
 
     def tensors(self) -> list[NamedTensor]:
         """The tensors, tied ones once, under all of their names."""
-        found: dict[int, tuple[list[str], Tensor]] = {}
-        for name, tensor in self._target.tensors.items():
-            found.setdefault(id(tensor), ([], tensor))[0].append(name)
-        return [NamedTensor(tuple(names), tensor) for names, tensor in found.values()]
+        if self._listed is not self._target.tensors:
+            found: dict[int, tuple[list[str], Tensor]] = {}
+            for name, tensor in self._target.tensors.items():
+                found.setdefault(id(tensor), ([], tensor))[0].append(name)
+            self._tensors = [NamedTensor(tuple(names), one) for names, one in found.values()]
+            self._listed = self._target.tensors
+        return self._tensors

@@ -37,7 +37,6 @@ from deltasync.sync.source.tensors import (
     Maxima,
     NamedTensor,
     WeightSource,
-    facts_of,
     held_of,
     maxima_of,
 )
@@ -286,7 +285,7 @@ class SourceLayout(SentLayout):
 
     Attributes:
         sent: What is compared and sent here: all of `specs`, or what a rank has of them.
-        readers: The live source in that order; rebuilt where storage was replaced.
+        readers: The live source in that order; another list after storage was replaced.
         tensors: What the source has returned last.
     """
 
@@ -310,8 +309,6 @@ class SourceLayout(SentLayout):
         self._numbers = {spec.name: number for number, spec in enumerate(self.specs)}
         self.tensors: list[NamedTensor] = []
         self._rest: Callable[[], bool] | None = None  # of a look that has begun
-        self._facts: list[list[object]] = []
-        self._known: dict[str, tuple[tuple[object, ...], list[Reader]]] = {}
         self.readers: list[Reader] = []
         self._names = list(map(_NAMES, tensors))
         self.sent = self._shares(tensors)
@@ -374,23 +371,10 @@ class SourceLayout(SentLayout):
 
     def read(self, tensors: list[NamedTensor]) -> None:
         """Have `readers` of what the source has returned last. Raises SourceChanged."""
-        if tensors is self.tensors:
-            return
-        facts = facts_of(tensors)
-        if facts != self._facts:
-            now_of = dict(zip(map(id, tensors), zip(*facts, strict=True), strict=True))
-            known: dict[str, tuple[tuple[object, ...], list[Reader]]] = {}
-            for entry in self._in_order(tensors):
-                now = now_of[id(entry)]
-                before, readers = self._known.get(entry.name, ((), []))
-                if before != now:
-                    readers = self._readers_of(entry)
-                known[entry.name] = now, readers
-            self._known = known
-            readers = [reader for _, readers in known.values() for reader in readers]
-            if [*map(id, readers)] != [*map(id, self.readers)]:
-                self.readers = readers  # detectors look up what is another list
-        self._facts, self.tensors = facts, tensors  # if all of it can be read
+        if tensors is not self.tensors:
+            entries = self._in_order(tensors)
+            self.readers = [reader for entry in entries for reader in self._readers_of(entry)]
+            self.tensors = tensors
 
     def _readers_of(self, entry: NamedTensor) -> list[Reader]:
         spec = self.specs[self._numbers[entry.name]]
