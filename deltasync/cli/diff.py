@@ -57,17 +57,21 @@ def diff(
 
 
 def _by_layer(tensors: Mapping[str, Sparsity]) -> Table:
-    from deltasync.sync.stats import layer_of
-
     layers: dict[str, Sparsity] = {}
     for name, one in tensors.items():
-        layer = layer_of(name)
+        layer = _layer_of(name)
         layers[layer] = layers[layer] + one if layer in layers else one
     table = make_table("layer", "elements", "changed", "density")
     for layer in sorted(layers, key=_natural):
         one = layers[layer]
         table.add_row(layer, f"{one.numel:,}", f"{one.changed:,}", percent(one.density))
     return table
+
+
+def _layer_of(name: str) -> str:
+    """The layer that a tensor belongs to: its name up to the first number, or to the last dot."""
+    found = re.match(r".*?\.\d+(?=\.)", name)
+    return found[0] if found else name.rpartition(".")[0] or name
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
@@ -58,7 +58,7 @@ class PublishStats(SyncEvent):
         run: The run's id.
         ended_at: When the call ended, in seconds since the Unix epoch.
         phases: Parts of the call: "compare", "upload".
-        density_by, warnings: As of `SyncStats`.
+        warnings: As of `SyncStats`.
         postponed: Why an anchor that was due could not be written. The next call tries it again;
             the version itself is complete.
     """
@@ -80,7 +80,6 @@ class PublishStats(SyncEvent):
     run: str = ""
     ended_at: float = 0.0
     phases: tuple[Phase, ...] = ()
-    density_by: dict[str, float] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
     @property
@@ -360,7 +359,7 @@ class StoreSender:
         postponed: str = "",
     ) -> PublishStats:
         version, manifest, options = published.version, published.manifest, self._weights.options
-        density_by, warnings = self._watch.look(self._weights, delta, options, version=version)
+        warnings = self._watch.look(self._weights, delta, options, version=version)
         now = time.perf_counter()
         return PublishStats(
             version=version,
@@ -380,7 +379,6 @@ class StoreSender:
             run=self.run,
             ended_at=time.time(),
             phases=(("compare", 0.0, compared - began), ("upload", compared - began, now - began)),
-            density_by=density_by,
             warnings=(*warnings, *self._hint(delta)),
         )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import Literal
 
 from pydantic import Field
 
@@ -56,11 +55,6 @@ class SenderOptions(OptionsModel):
     )
     stream_id: StreamId | None = Field(
         default=None, description="names the training run; None for a new one"
-    )
-    report_density: Literal["layer", "parameter"] | None = Field(
-        default=None,
-        description="what stats have the density of, besides that of the model; on all ranks of a "
-        "group. A layer is what names have in common up to the first number",
     )
     warn_unchanged_syncs: int | None = Field(
         default=50,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +27,6 @@ from deltasync.wire.messages import ParameterSpec
 
 logger = logging.getLogger(__name__)
 
-_LAYER = re.compile(r"(?P<layer>.*?\.\d+)\.")
 _REMEMBERED, _LEAST = 50, 8  # densities that are compared with, and from how many on
 
 
@@ -75,8 +73,6 @@ class SyncStats(SyncEvent):
         engines: Names of the engines that hold the version, in order.
         ended_at: When the call ended, in seconds since the Unix epoch.
         phases: Parts of the call, of each attempt: "capture", "compare", "send", "wait", "commit".
-        density_by: Share of the elements that changed, by layer or by parameter, of a delta, if
-            `SenderOptions.report_density` asks for it.
         warnings: What an operator should look at, see `SenderOptions.warn_unchanged_syncs` and
             `warn_density_factor`. Each is logged too.
     """
@@ -111,7 +107,6 @@ class SyncStats(SyncEvent):
     engines: tuple[str, ...] = ()
     ended_at: float = 0.0
     phases: tuple[Phase, ...] = ()
-    density_by: dict[str, float] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
     @property
@@ -216,7 +211,7 @@ def stats_of(
     """
     layout, found = weights.layout, synced.delta if synced else None
     result = (synced or joined).result
-    density_by, warnings = watch.look(weights, found, options, version=session.version)
+    warnings = watch.look(weights, found, options, version=session.version)
     return SyncStats(
         version=session.version,
         base_version=found.base_version if found else None,
@@ -248,7 +243,6 @@ def stats_of(
         engines=tuple(sorted({member.engine for member in session.members.values()})),
         ended_at=time.time(),
         phases=call.parts(),
-        density_by=density_by,
         warnings=warnings,
     )
 
@@ -269,12 +263,6 @@ def _coverage(trained: NDArray[np.bool_], delta: Plan | None) -> dict[str, int]:
     return {"changed": int(count), "unchanged": int(unchanged), "frozen": int(frozen)}
 
 
-def layer_of(name: str) -> str:
-    """The layer that a tensor belongs to: its name up to the first number, or to the last dot."""
-    found = _LAYER.match(name)
-    return found["layer"] if found else name.rpartition(".")[0] or name
-
-
 class DeltaWatch:
     """Looks at each delta of one sender that was decided.
 
@@ -284,7 +272,6 @@ class DeltaWatch:
 
     def __init__(self) -> None:
         self._specs: Sequence[ParameterSpec] = ()
-        self._groups: tuple[str, list[str], Ints, NDArray[np.float64]] | None = None
         self._deltas = self._silent = 0  # in which something has changed; in which nothing has
         self._changed_in: Ints = np.zeros(0, np.int64)  # or frozen: the last of these, by parameter
         self._is_named = np.zeros(0, np.bool_)
@@ -294,17 +281,17 @@ class DeltaWatch:
 
     def look(
         self, weights: Weights, delta: Plan | None, options: SenderOptions, *, version: int
-    ) -> tuple[dict[str, float], tuple[str, ...]]:
-        """`density_by` and `warnings` of `SyncStats`; the latter are logged too.
+    ) -> tuple[str, ...]:
+        """`warnings` of `SyncStats`; they are logged too.
 
         Args:
             weights: Whose delta it is.
             delta: What was sent, all of it; None for a full sync.
-            options: What to report, and when to warn.
+            options: When to warn.
             version: What it has brought.
         """
         if delta is None:
-            return {}, ()
+            return ()
         self._fit(weights.layout.specs)
         limit, factor = options.warn_unchanged_syncs, options.warn_density_factor
         if nnz := delta.nnz:
@@ -315,19 +302,7 @@ class DeltaWatch:
         warnings = tuple(filter(None, found))
         for text in warnings:
             logger.warning("v%d: %s", version, text)
-        return self._densities_by(delta, options.report_density), warnings
-
-    def _densities_by(
-        self, delta: Plan, kind: Literal["layer", "parameter"] | None
-    ) -> dict[str, float]:
-        """Shares that changed, by layer or parameter."""
-        if kind is None:
-            return {}
-        if self._groups is None or self._groups[0] != kind:
-            self._groups = _groups(self._specs, kind)
-        _, names, group, numel = self._groups
-        counts = np.bincount(group, delta.counts, len(names))
-        return dict(zip(names, (counts / numel).tolist(), strict=True))
+        return warnings
 
     def _fit(self, specs: Sequence[ParameterSpec]) -> None:
         """Start over if this is another model."""
@@ -339,7 +314,7 @@ class DeltaWatch:
             self._masters.clear()
             self._densities.clear()
             self._warned_of = 0.0
-        self._specs, self._groups = specs, None
+        self._specs = specs
 
     def _silence(self, limit: int | None) -> str:
         """Say once that nothing at all has changed in so many deltas in a row."""
@@ -394,14 +369,3 @@ class DeltaWatch:
             f"{density:.3%} of the elements changed, the median of the deltas before is "
             f"{usual:.3%}: check the learning rate, and whether something loaded other weights"
         )
-
-
-def _groups(
-    specs: Sequence[ParameterSpec], kind: str
-) -> tuple[str, list[str], Ints, NDArray[np.float64]]:
-    """(kind, names, int64[parameters] group of each, float64[groups] elements, at least 1)."""
-    names = [layer_of(spec.name) if kind == "layer" else spec.name for spec in specs]
-    order = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    group = np.array([order[name] for name in names], np.int64)
-    numel = np.bincount(group, [spec.numel for spec in specs], len(order))
-    return kind, list(order), group, np.maximum(numel, 1)

@@ -146,8 +146,13 @@ def test_ids_are_those_that_are_documented() -> None:
 
 
 def test_events_are_flat_numbers_under_names_that_stay() -> None:
-    found = flat(sync(density_by={"a b\n": 0.5}, lost={"a": "b"}))
-    for name, number in {"commit_s": 0.001, "density_by/a_b_": 0.5, "lost": 1, "failed": 0}.items():
+    found = flat(sync(bytes_by_codec={"a b\n": 5}, lost={"a": "b"}))
+    for name, number in {
+        "commit_s": 0.001,
+        "bytes_by_codec/a_b_": 5,
+        "lost": 1,
+        "failed": 0,
+    }.items():
         assert found[f"deltasync/{name}"] == number
     for event in (sync(), received(), published(), failed(), SyncAborted("x")):
         for name, value in flat(event, prefix="sync/").items():

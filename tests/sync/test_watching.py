@@ -1,4 +1,4 @@
-"""What a sender notices: densities by layer, parameters that never change, densities that jump."""
+"""What a sender notices: parameters that change, that never do, and densities that jump."""
 
 from __future__ import annotations
 
@@ -70,21 +70,22 @@ def test_a_density_that_jumps_is_warned_of_once_and_again_when_it_is_worse() -> 
 
 
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
-def test_densities_are_those_of_what_changed(kernels: Kernels) -> None:
+def test_parameters_that_changed_are_counted(kernels: Kernels) -> None:
     layers = [nn.ParameterDict({"a": torch.zeros(7), "b": torch.zeros(4)})]
     layers.append(nn.ParameterDict({"a": torch.zeros(3)}))
     source = nn.Module()
     source.layers, source.head = nn.ModuleList(layers), nn.Parameter(torch.zeros(2))
-    expected = {"layers.0": 5 / 11, "layers.1": 0.0, "head": 0.5}
-    with one(source, SenderOptions(report_density="layer", kernels=kernels)) as here:
+    with one(source, SenderOptions(kernels=kernels)) as here:
         for name, count in {"layers.0.a": 2, "layers.0.b": 3, "head": 1}.items():
             source.get_parameter(name).data[:count] += 1
-        assert here.sender.send_weights(timeout_s=60).density_by == pytest.approx(expected)
+        stats = here.sender.send_weights(timeout_s=60)
+        assert stats.nnz == 6
+        assert stats.parameters == {"changed": 3, "unchanged": 1, "frozen": 0}
 
 
 def test_trainers_of_several_ranks_are_watched_by_what_all_hold() -> None:
     source = nn.ParameterDict({n: nn.Parameter(torch.zeros(8, 32)) for n in "ab"})
-    options = SenderOptions(warn_unchanged_syncs=3, report_density="parameter")
+    options = SenderOptions(warn_unchanged_syncs=3)
     told: list[str] = []
     with trainer_of(source, rows_of(source, 2), options=options) as here:
         for rank in here.sources:
@@ -92,12 +93,12 @@ def test_trainers_of_several_ranks_are_watched_by_what_all_hold() -> None:
                 tensor.requires_grad_()
         here.add(CopiedTarget())
         here.wait(1)
-        assert here.send().density_by == {}
+        assert here.send().kind == "full"
         for _ in range(4):
             with torch.no_grad():
                 source["a"][-2:] += 1  # which the last rank holds
                 here.step()
             stats = here.send()
-            assert stats.density_by == {"a": 0.25, "b": 0.0}
+            assert stats.parameters == {"changed": 1, "unchanged": 1, "frozen": 0}
             told += stats.warnings
     assert [warning.partition(" require")[0] for warning in told] == ["'b'"]

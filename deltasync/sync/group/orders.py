@@ -152,8 +152,9 @@ class Compare(_Order):
 
 
 class Compared(_Said):
-    """What differs. A parameter has a copy in `changed` if it does; with `report_density`, one for
-    each element that does. `alike` has a part of what others hold too.
+    """What differs. A parameter has a copy in `changed` if it does.
+
+    `alike` has a part of what others hold too.
     """
 
     kind: Literal["compared"] = "compared"

@@ -67,7 +67,7 @@ class GroupPlan(Plan):
 class GroupDelta(GroupPlan):
     """What differs on all ranks.
 
-    A parameter counts once for each rank where it does, unless `report_density` asks for more.
+    A parameter counts once for each rank where it does.
     """
 
     def __init__(

@@ -128,15 +128,13 @@ class RankWork:
             raise VersionGap(held=self._base, base=version, offered=version + 1)
         delta = self.weights.delta(version)
         self.undecided = version + 1, delta
-        counts = self.weights.counts_by(delta).astype(np.uint64)
-        if self.weights.options.report_density is None:
-            counts = np.minimum(counts, 1)
+        is_changed = self.weights.counts_by(delta) > 0
         return orders.Compared(
             payload_bytes=delta.payload_bytes,
             places=delta.places,
             held_bytes=delta.held_bytes,
             nnz=delta.nnz,
-            changed=orders.runs_of(counts),
+            changed=orders.runs_of(is_changed.astype(np.uint64)),
             alike=self._digests(order.call),
         )
 
