@@ -118,7 +118,7 @@ class StoreSender:
             their own options.
         url: Where the store of this run is, see `Objects`: a trainer that is started again goes on
             with what is there.
-        options: As of a `WeightSender`; `compression` is "gap" by default, on GPUs "zstd". With a
+        options: As of a `WeightSender`; `compression` is "gap" by default. With a
             `stream_id` the store of a run of another name is refused.
         store: How the store is reached.
         publishing: When anchors are written.
@@ -400,14 +400,11 @@ class StoreSender:
 
 
 def _weights_of(source: WeightSource | LocalWeights, options: SenderOptions | None) -> LocalWeights:
-    if isinstance(source, LocalWeights):
-        return local_weights(source, options)
-    options = options or SenderOptions()
-    if "compression" not in options.model_fields_set:  # on a GPU, where there is none, it is zstd
-        return local_weights(source, options.model_copy(update={"compression": "gap"}))
-    weights = local_weights(source, options)
-    weights.check_coding(options)
-    return weights
+    if not isinstance(source, LocalWeights):
+        options = options or SenderOptions()
+        if "compression" not in options.model_fields_set:
+            options = options.model_copy(update={"compression": "gap"})
+    return local_weights(source, options)
 
 
 def _digests_of(ledger: Ledger, numbers: Iterable[int]) -> Changed:

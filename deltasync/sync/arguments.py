@@ -51,14 +51,13 @@ def check_options(options: object, kind: type) -> None:
         raise ConfigError(f"options is a {_kind(options)}; give {kind.__name__}(...)")
 
 
-def check_coding(weights: LocalWeights, options: SenderOptions) -> None:
-    """Raises ConfigError for a codec that links do not take, or that is not made of these."""
+def check_coding(options: SenderOptions) -> None:
+    """Raises ConfigError for a codec that links do not take."""
     if options.compression == "class":
         raise ConfigError(
             "compression='class' is for stores and patch files: it is coded in host memory, and "
             "receivers of parts cannot read it; for a link use 'gap'"
         )
-    weights.check_coding(options)
 
 
 def _kind(value: object) -> str:

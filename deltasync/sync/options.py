@@ -34,8 +34,8 @@ class SenderOptions(OptionsModel):
     )
     compression: Coding = Field(
         default="none",
-        description="of payloads: none, zstd, or, of weights in host memory, a codec of changes, "
-        "which needs fewer bytes and more time: gap; for stores also class, by old weights",
+        description="of payloads: none, zstd, or a codec of changes, which needs fewer bytes and "
+        "more time: gap; for stores also class, by old weights. Of weights on GPUs codecs are zstd",
     )
     wire_dtypes: dict[str, str] = Field(
         default_factory=dict,

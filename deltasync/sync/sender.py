@@ -107,7 +107,7 @@ class WeightSender(Closing):
         self.source: WeightSource | None = getattr(own, "source", None)
         self.stream_id = self.options.stream_id or uuid.uuid4().hex
         self._link = SenderLink(transport)
-        check_coding(own, self.options)
+        check_coding(self.options)
         self._lobby = Lobby(self._link, admits, num_lanes=group.world - 1 if group else 0)
         self._session, self._group = SenderSession(), group
         if group is not None:

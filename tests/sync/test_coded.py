@@ -3,10 +3,6 @@ wrong bases do. Kernels are interpreted where there is no GPU."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 
@@ -14,7 +10,6 @@ from deltasync import (
     ModuleSource,
     ReceiverOptions,
     SenderOptions,
-    StoreSender,
     TrainerRank,
     WeightSender,
 )
@@ -88,31 +83,24 @@ def test_a_wrong_base_is_found_before_anything_is_written(
         assert bits_equal(source, target)
 
 
-CLASS, GAP = (SenderOptions(compression=coding) for coding in ("class", "gap"))
-
-
-def on_gpu() -> Any:
-    there = SimpleNamespace(device=torch.device("cuda", 0), numel=lambda: 4)
-    return SimpleNamespace(tensors=lambda: [SimpleNamespace(tensor=there)])
-
-
-@pytest.mark.parametrize(
-    ("source", "options", "reason"),
-    [
-        (ModuleSource(model(1)), CLASS, "for stores and patch files"),
-        (on_gpu(), GAP, "made on hosts"),
-    ],
-)
-def test_codecs_are_refused_where_they_cannot_be_made_or_read(
-    source: Any, options: SenderOptions, reason: str, tmp_path: Path
-) -> None:
+def test_a_codec_that_links_do_not_take_is_refused() -> None:
+    source, options = ModuleSource(model(1)), SenderOptions(compression="class")
     with inprocess.Sender() as link:
-        with pytest.raises(ConfigError, match=reason):
+        with pytest.raises(ConfigError, match="for stores and patch files"):
             WeightSender(source, link, options=options)
-        with pytest.raises(ConfigError, match=reason):
+        with pytest.raises(ConfigError, match="for stores and patch files"):
             TrainerRank(source, link, link.receiver(), rank=1, world=2, options=options)
-    with pytest.raises(ConfigError, match="made on hosts"):
-        StoreSender(on_gpu(), tmp_path, options=CLASS)
+
+
+@interpreted
+def test_payloads_are_zstd_where_weights_have_no_codec() -> None:
+    source, target = model(1), model(1)
+    options = GAPS.model_copy(update={"kernels": "triton"})
+    with joined(source, target, options=options) as here:
+        source.get_parameter("a").data.view(torch.int16)[:] += 1
+        stats = here.sender.send_weights()
+        assert bits_equal(source, target)
+        assert stats.bytes_by_codec == {"zstd": stats.payload_bytes}
 
 
 @interpreted

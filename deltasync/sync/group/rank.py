@@ -79,8 +79,8 @@ class TrainerRank(Closing):
         self.version = 0
         self.world, options = world, options or SenderOptions()
         self._rank = rank
+        check_coding(options)
         self._weights = OwnWeights(source, options)
-        check_coding(self._weights, options)
         self._work = RankWork(self._weights, rank, world)
         self.source = self._weights.source
         self._lanes = LaneSender(transport)

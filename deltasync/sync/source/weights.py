@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deltasync.delta.choice import device_for, snapshot_of
+from deltasync.delta.choice import snapshot_of
 from deltasync.delta.readers import Reader, WireReader
 from deltasync.delta.shard import (
     ShardSpec,
@@ -109,9 +109,6 @@ class LocalWeights:
             self._on_source_read()
         return self.is_released
 
-    def check_coding(self, options: SenderOptions) -> None:
-        """Raises ConfigError unless payloads can be coded so where the weights are."""
-
     def refresh_source(self) -> None:
         """Look the source up, which the next `delta` then need not. Raises SourceChanged."""
 
@@ -175,18 +172,6 @@ class OwnWeights(LocalWeights):
         self._nothing = self.layout = SourceLayout(self.source, (), [])
         self._devices: list[torch.device] = []  # of what was captured
         self._trained: NDArray[np.bool_] | None = None
-
-    def check_coding(self, options: SenderOptions) -> None:
-        if options.compression in ("none", "zstd"):
-            return
-        tensors = [entry.tensor for entry in self.source.tensors()]
-        numel = sum(tensor.numel() for tensor in tensors)
-        device = device_for({tensor.device for tensor in tensors}, numel, options.kernels)
-        if device is not None and device.type == "cuda":
-            raise ConfigError(
-                f"compression={options.compression!r} is made on hosts, and these weights are on a "
-                "GPU: use 'zstd' or 'none'"
-            )
 
     def declared(self, *, timeout_s: float = 60.0) -> tuple[ParameterSpec, ...]:
         return with_elements(source_specs(self.source.tensors()))
