@@ -14,7 +14,7 @@ from deltasync.sync.stats import SyncStats
 from deltasync.transports.address import Address
 from deltasync.transports.base import Closing, Frame, SendTransport
 from deltasync.wire.frame import encode
-from deltasync.wire.messages import as_text
+from deltasync.wire.messages import Failed, as_text
 
 A = TypeVar("A", bound=orders.Answer)
 
@@ -130,7 +130,7 @@ class TrainerGroup(Closing):
         for rank, answer in self._answers().items():
             if isinstance(answer, kind):
                 found[rank] = answer
-            elif isinstance(answer, orders.Failed):
+            elif isinstance(answer, Failed):
                 problems.append(f"rank {rank}: {answer.error}: {answer.reason}")
             else:
                 problems.append(f"rank {rank}: {answer}")

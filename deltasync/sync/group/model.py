@@ -166,7 +166,7 @@ def key(copies: Copies | None) -> bytes:
 
 def digests_added(
     asked: Sequence[Copies],
-    answers: Collection[orders.SnapshotState] | Collection[orders.Sent],
+    answers: Collection[orders.Found] | Collection[orders.Sent],
 ) -> dict[bytes, int]:
     """The sums of the digests that ranks have reported of all, and of these copies, by `key`.
 

@@ -25,7 +25,16 @@ from deltasync.sync.protocol.round import SentBuckets
 from deltasync.sync.stats import SyncStats
 from deltasync.transports.address import Address
 from deltasync.wire import frame
-from deltasync.wire.messages import ConnectionId, Count, Digest, Entry, Seconds, Text, Version
+from deltasync.wire.messages import (
+    ConnectionId,
+    Count,
+    Digest,
+    Entry,
+    Failed,
+    Seconds,
+    Text,
+    Version,
+)
 
 Dims = Annotated[tuple[Count, ...], FailFast()]
 CopyRuns = Annotated[tuple[tuple[Count, Count], ...], FailFast()]
@@ -130,18 +139,23 @@ class Ask(_Order):
     copies: Annotated[tuple[CopyRuns, ...], FailFast()]
 
 
-class SnapshotState(_Said):
-    """Digests of the snapshot, the bytes that sending all of it takes, and its size.
+class Found(_Said):
+    """What a rank has to send: all of the snapshot, or what differs from it.
 
-    After a capture, `alike` has what others hold too.
+    `digests` are those of the snapshot, with the copies that were asked for; `snapshot_bytes` is
+    its size. Of what differs, a parameter has a copy in `changed` if it does. `alike` has what
+    others hold too, or a part of it.
     """
 
-    kind: Literal["snapshot"] = "snapshot"
-    digests: tuple[Digest, ...]
+    kind: Literal["found"] = "found"
     payload_bytes: Count
     places: Count
-    snapshot_bytes: Count
     alike: Alike = ()
+    digests: tuple[Digest, ...] = ()
+    snapshot_bytes: Count = 0
+    held_bytes: Count = 0
+    nnz: Count = 0
+    changed: CopyRuns = ()
 
 
 class Compare(_Order):
@@ -149,21 +163,6 @@ class Compare(_Order):
 
     kind: Literal["compare"] = "compare"
     agreed: str
-
-
-class Compared(_Said):
-    """What differs. A parameter has a copy in `changed` if it does.
-
-    `alike` has a part of what others hold too.
-    """
-
-    kind: Literal["compared"] = "compared"
-    payload_bytes: Count
-    places: Count
-    held_bytes: Count
-    nnz: Count
-    changed: CopyRuns
-    alike: Alike
 
 
 class Send(_Order):
@@ -201,16 +200,8 @@ class Done(_Order):
     error: Text
 
 
-class Failed(_Said):
-    """A rank could not carry out an order."""
-
-    kind: Literal["failed"] = "failed"
-    error: Text
-    reason: Text
-
-
 Order = Declare | Measure | Capture | Ask | Compare | Send | Done
-Answer = Declared | Measured | SnapshotState | Compared | Sent | Failed
+Answer = Declared | Measured | Found | Sent | Failed
 Said = Here | Order | Answer
 _SAID: TypeAdapter[Said] = TypeAdapter(Annotated[Said, Field(discriminator="kind")])
 

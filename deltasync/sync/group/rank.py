@@ -33,7 +33,7 @@ from deltasync.transports.address import Address
 from deltasync.transports.base import Closing, ReceiveTransport, SendTransport
 from deltasync.transports.control.connection import LONGEST_S, left_s
 from deltasync.wire.frame import encode
-from deltasync.wire.messages import as_text
+from deltasync.wire.messages import Failed, as_text
 
 T = TypeVar("T")
 
@@ -161,7 +161,7 @@ class TrainerRank(Closing):
                 self._next = order
                 raise SyncAborted("rank 0 has given this sync up")
             if not isinstance(order, orders.Done):
-                self._answer(orders.Failed(error="SyncAborted", reason="has left this sync"))
+                self._answer(_failed(SyncAborted("has left this sync")))
 
     def _hear(self, deadline: float) -> orders.Order:
         try:
@@ -278,5 +278,5 @@ class TrainerRank(Closing):
             self._lanes.link.reset()
 
 
-def _failed(error: Exception) -> orders.Failed:
-    return orders.Failed(error=type(error).__name__, reason=as_text(error))
+def _failed(error: Exception) -> Failed:
+    return Failed(version=None, error=type(error).__name__, reason=as_text(error))

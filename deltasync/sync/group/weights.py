@@ -5,11 +5,13 @@ from __future__ import annotations
 import uuid
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.delta.snapshot import Bucket, Digests, Plan
+from deltasync.delta.tiles import Ints
 from deltasync.errors import ConfigError, SourceChanged, SyncAborted
 from deltasync.sync.group import orders
 from deltasync.sync.group.agreement import NOTHING, Agreement, Words, text_of, words_of
@@ -40,16 +42,24 @@ class GroupPlan(Plan):
         found: What each has to send.
     """
 
-    def __init__(
-        self,
-        own: Plan,
-        weights: GroupWeights,
-        found: Collection[orders.SnapshotState | orders.Compared],
-    ) -> None:
+    def __init__(self, own: Plan, weights: GroupWeights, found: Collection[orders.Found]) -> None:
         super().__init__(own.space, (), base_version=own.base_version)
-        self._own, self._weights = own, weights
+        self._own, self._weights, self._found = own, weights, found
         self.payload_bytes = sum(one.payload_bytes for one in found)
         self.places = sum(one.places for one in found)
+        self.held_bytes = max(one.held_bytes for one in found)
+
+    @property
+    def nnz(self) -> int:
+        return sum(one.nnz for one in self._found)
+
+    @cached_property
+    def counts(self) -> Ints:
+        """int64[parameters]: on how many ranks each differs."""
+        numbers = len(self._weights.layout.specs)
+        each = (orders.copies_of(one.changed, numbers) for one in self._found)
+        counts: Ints = np.sum([one.astype(np.int64) for one in each], axis=0)
+        return counts
 
     @property
     def ledger(self) -> Digests:
@@ -62,26 +72,6 @@ class GroupPlan(Plan):
     def decided(self) -> None:
         """Advance the snapshot. The other ranks do so when they hear of the next version."""
         self._weights.decided(self.base_version)
-
-
-class GroupDelta(GroupPlan):
-    """What differs on all ranks.
-
-    A parameter counts once for each rank where it does.
-    """
-
-    def __init__(
-        self, own: Plan, weights: GroupWeights, found: Collection[orders.Compared]
-    ) -> None:
-        super().__init__(own, weights, found)
-        self._nnz = sum(one.nnz for one in found)
-        self.held_bytes = max(one.held_bytes for one in found)
-        each = (orders.copies_of(one.changed, len(weights.layout.specs)) for one in found)
-        self.counts = np.sum([one.astype(np.int64) for one in each], axis=0)
-
-    @property
-    def nnz(self) -> int:
-        return self._nnz
 
 
 class GroupWeights:
@@ -110,7 +100,7 @@ class GroupWeights:
         self._capture = ""
         self.trained = np.zeros(0, np.bool_)
         self.snapshot_bytes = 0
-        self._snapshots: list[orders.SnapshotState] = []
+        self._snapshots: list[orders.Found] = []
         self._asked: list[Copies] = []  # by the last order to send
         self.digests_held: dict[bytes, int] = {}
         self.digests_sent: dict[bytes, int] = {}
@@ -157,7 +147,7 @@ class GroupWeights:
         """Have all ranks take their snapshots."""
         agreed = text_of(self._agreed(self._agreement.runs))
         order = capture_order(self._declared, specs, name=self._capture, agreed=agreed)
-        said = self._all(order, orders.SnapshotState)
+        said = self._all(order, orders.Found)
         self._snapshots, self.digests_held = said, digests_added([], said[1:])
         self.snapshot_bytes = max(one.snapshot_bytes for one in said)
         refuse_drifted(self._declared, [one.alike for one in said])
@@ -166,16 +156,14 @@ class GroupWeights:
         """Ask the other ranks for digests of these copies, unless they are known."""
         asked = [one for one in kinds if one is not None and key(one) not in self.digests_held]
         if asked:
-            said = self._all(
-                orders.Ask(copies=tuple(map(orders.runs_of, asked))), orders.SnapshotState
-            )
+            said = self._all(orders.Ask(copies=tuple(map(orders.runs_of, asked))), orders.Found)
             self.digests_held |= digests_added(asked, said[1:])
 
     def delta(self, base_version: int) -> Plan:
-        said = self._all(orders.Compare(agreed=text_of(self._agreed())), orders.Compared)
+        said = self._all(orders.Compare(agreed=text_of(self._agreed())), orders.Found)
         refuse_drifted(self._declared, [one.alike for one in said])
         assert self._work.undecided is not None
-        return GroupDelta(self._work.undecided[1], self, said)
+        return GroupPlan(self._work.undecided[1], self, said)
 
     def decided(self, base_version: int | None) -> None:
         """What all have sent is decided: what differs from this version, or all of it."""

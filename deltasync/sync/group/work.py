@@ -108,9 +108,9 @@ class RankWork:
 
     def _state(
         self, copies: Sequence[orders.CopyRuns] = (), alike: orders.Alike = ()
-    ) -> orders.SnapshotState:
+    ) -> orders.Found:
         plan = self.weights.full(ways=self._world)
-        return orders.SnapshotState(
+        return orders.Found(
             digests=digests_told(self.weights.digests, copies, self.num_parameters),
             payload_bytes=plan.payload_bytes,
             places=plan.places,
@@ -118,7 +118,7 @@ class RankWork:
             alike=alike,
         )
 
-    def _compare(self, order: orders.Compare) -> orders.Compared:
+    def _compare(self, order: orders.Compare) -> orders.Found:
         if self._agreement.runs:
             self._agreement.give(words_of(order.agreed), self.weights.maxima())
         version, self.undecided = order.version, None
@@ -129,7 +129,7 @@ class RankWork:
         delta = self.weights.delta(version)
         self.undecided = version + 1, delta
         is_changed = self.weights.counts_by(delta) > 0
-        return orders.Compared(
+        return orders.Found(
             payload_bytes=delta.payload_bytes,
             places=delta.places,
             held_bytes=delta.held_bytes,
