@@ -83,9 +83,7 @@ class Follower(Closing):
 class _PatientThread(StagingThread):
     """It lets the trainer take its time to let the receiver in. Closing that ends the wait."""
 
-    @property
-    def _turn_s(self) -> float:
-        return _PATIENCE_S
+    _turn_s = _PATIENCE_S
 
 
 class _Turns:

@@ -50,7 +50,7 @@ class StoredSync:
                 weights.begin(message)
             case messages.Bucket():
                 session.on(message)
-                received = weights.stage(message, frame.payload, 0, lambda: None)
+                received = weights.stage(message, frame.payload)
                 self.reached.update(received.parameters.tolist())
             case messages.Prepare():
                 session.on(message)

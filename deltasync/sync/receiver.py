@@ -79,6 +79,8 @@ class WeightReceiver(BaseReceiver):
         )
         super().__init__(target, session, f"{engine}[{rank}/{world}]", options)
         self._links = ReceiverLinks([transport, *lanes])
+        self._weights.progress = self._links.progress
+        self._weights.are_private = self._links.are_private
         self._engine, self._rank, self._world = engine, rank, world
         self._deadline = 0.0  # of a call, for a sync to begin
         self._silence_s = 0.0  # how long the sender of a sync may be silent
@@ -309,8 +311,7 @@ class WeightReceiver(BaseReceiver):
             case messages.Shares() if self._session.declined is None:
                 self._weights.take_shares(message, payload, lane)
             case messages.Bucket() if self._session.declined is None:
-                progress, is_private = self._links.progress, self._links.are_private
-                self._weights.stage(message, payload, lane, progress, is_private=is_private)
+                self._weights.stage(message, payload, lane)
             case messages.Prepare() if self._session.declined is not None and not lane:
                 self._reply(self._session.asleep())
             case messages.Prepare() if self._session.state is ReceiverState.PREPARED:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Self, TypeAlias
+from typing import ClassVar, Self, TypeAlias
 
 from deltasync.delta.memory import is_lack_of_memory
 from deltasync.delta.modes import plain_mode
@@ -59,6 +59,8 @@ class StagingThread:
             on a device or on the host, also fails a sync, and the next one retries. Errors of
             `commit` are not kept.
     """
+
+    _turn_s: ClassVar[float] = _TURN_S  # of one `stage`, also to be let in by the trainer
 
     def __init__(self, receiver: BaseReceiver, pause: Pause | None = None) -> None:
         self.last_error: Exception | None = None
@@ -141,11 +143,6 @@ class StagingThread:
         with self._lock:
             self._is_staged = False
             self._turn.notify_all()
-
-    @property
-    def _turn_s(self) -> float:
-        """How long one `stage` waits, for a sync or for the trainer to let this receiver in."""
-        return _TURN_S
 
     @property
     def _has_staged(self) -> bool:

@@ -33,6 +33,7 @@ by_options = pytest.mark.parametrize(
 def _short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaving the context waits for the end of a turn."""
     monkeypatch.setattr("deltasync.sync.staging_thread._TURN_S", 0.02)
+    monkeypatch.setattr(StagingThread, "_turn_s", 0.02)
 
 
 @pytest.mark.promise("All or nothing", "Staging writes nothing.")

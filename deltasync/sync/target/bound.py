@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
 from torch import Tensor
@@ -54,6 +55,8 @@ class BoundWeights:
         staging: What brings the sync under way into the weights; None if there is none.
         proved: The digests of the version that was last joined or committed, over all that is held.
         may_differ: Whether the weights may have been changed or moved; `are_kept` looks.
+        progress: Lets the next payload arrive; called before one is staged, in its midst and after.
+        are_private: Whether nobody else can write to payloads.
         still_since: Since when no storage is replaced, by the monotonic clock, so that it can be
             checked before it is written; infinite if it may be replaced at any time.
     """
@@ -62,6 +65,9 @@ class BoundWeights:
         self, target: WeightTarget, options: ReceiverOptions, on: Callable[[Event], None]
     ) -> None:
         self.target, self._options, self._on = target, options, on
+        self._writing = partial(on, "writing")
+        self.progress: Callable[[], None] = lambda: None
+        self.are_private = False
         self.live = LiveWeights({}, Space(()))
         self._before = self.live.ledger  # what `undo` goes back to
         self.staging: Staging | None = None
@@ -218,29 +224,18 @@ class BoundWeights:
         """A rank of the trainer says what it sends on a lane. Raises InvalidTable."""
         self._payloads.take_shares(payload, lane)
 
-    def stage(
-        self,
-        bucket: Bucket,
-        payload: Tensor | None,
-        lane: int,
-        progress: Callable[[], None],
-        *,
-        is_private: bool = False,
-    ) -> Received:
+    def stage(self, bucket: Bucket, payload: Tensor | None, lane: int = 0) -> Received:
         """Check a bucket and stage it; in place, write it. Returns what it had.
 
         Args:
             bucket: What announced the payload.
             payload: uint8[n]; not owned.
             lane: The connection on which it has come.
-            progress: Lets the next payload arrive meanwhile; called before staging, in its midst
-                and after it.
-            is_private: Nobody else can write to the payload meanwhile.
         """
         assert self.staging is not None
-        received = self._payloads.read(bucket, payload, lane, is_private=is_private)
-        self.staging.stage(received, progress)
-        progress()
+        received = self._payloads.read(bucket, payload, lane, is_private=self.are_private)
+        self.staging.stage(received, self.progress)
+        self.progress()
         return received
 
     def predict(self) -> tuple[int, int]:
@@ -312,6 +307,3 @@ class BoundWeights:
                 self._check_finished(self._before)
             self.live.ledger = self.proved = self._before
             self._on("restored")
-
-    def _writing(self) -> None:
-        self._on("writing")
