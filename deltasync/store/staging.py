@@ -71,6 +71,8 @@ def join(
     )
     session.on(layout)
     session.on(messages.Welcome(full_sync=(session.engine,) if is_full else ()))
+    if not is_full:
+        weights.proved = weights.live.ledger
 
 
 def changed_along(route: Route) -> dict[int, str]:

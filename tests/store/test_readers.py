@@ -56,6 +56,8 @@ def test_a_reader_begins_at_the_version_that_its_weights_have(trainer: Publisher
     with Follower(trainer.place, holding=trainer.states[4]) as reader:
         assert not reader.stage()
         assert (reader.receiver.version, reader.receiver.progress.total_bytes) == (4, 0)
+        with reader.receiver.hold() as held:
+            assert held.version == 4
         with pytest.raises(TransportTimeout, match="nothing newer than v4"):
             reader.receiver.stage(timeout_s=0.1)
         assert reader.receiver.fetch(timeout_s=0.1) == 4
