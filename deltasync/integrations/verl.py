@@ -19,10 +19,10 @@ from verl.utils.model import convert_weight_keys
 
 from deltasync.errors import ConfigError
 from deltasync.integrations import verl_manager
+from deltasync.integrations.streamed import StreamedWeights
 from deltasync.integrations.verl_ends import Metrics, Options, Rollout, SendingRank
 from deltasync.integrations.verl_fleet import FleetTrainer, RolloutServer
 from deltasync.sync.module import ModuleSource
-from deltasync.sync.source.streamed import StreamedWeights
 from deltasync.sync.source.tensors import Index
 from deltasync.transports.address import Address
 

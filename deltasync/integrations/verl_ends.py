@@ -18,6 +18,7 @@ from deltasync.delta.modes import plain_mode
 from deltasync.delta.options import OptionsModel
 from deltasync.errors import ConfigError, SyncAborted
 from deltasync.observe.environment import subscribe_metrics
+from deltasync.store.copied import CopiedTarget
 from deltasync.sync.group.group import TrainerGroup
 from deltasync.sync.group.rank import TrainerRank
 from deltasync.sync.options import ReceiverOptions, SenderOptions
@@ -27,7 +28,6 @@ from deltasync.sync.sender import WeightSender, one_call
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.source.weights import LocalWeights
 from deltasync.sync.stats import SyncStats, reasons
-from deltasync.sync.target.copied import CopiedTarget
 from deltasync.transports.address import Address, LinkName, listen
 from deltasync.transports.base import SendTransport
 from deltasync.transports.control.connection import LONGEST_S

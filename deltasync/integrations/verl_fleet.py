@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from deltasync.errors import SyncAborted
 from deltasync.integrations.fleet import EngineFleet
+from deltasync.integrations.streamed import NamedWeights, StreamedWeights
 from deltasync.integrations.verl_ends import Metrics, Options, metrics_of
 from deltasync.integrations.vllm import HttpClient, VllmServer
-from deltasync.sync.source.streamed import NamedWeights, StreamedWeights
 from deltasync.sync.stats import reasons
 
 

@@ -21,11 +21,11 @@ from deltasync.delta.bits import dtype_of
 from deltasync.delta.modes import plain_mode
 from deltasync.errors import ConfigError, TransportClosed
 from deltasync.integrations.engine_sync import EngineSync
+from deltasync.integrations.streamed import StreamedWeights
 from deltasync.integrations.trainer_info import Caches
 from deltasync.integrations.vllm import HttpClient, VllmServer
 from deltasync.integrations.vllm_core import BACKEND
 from deltasync.sync.protocol.links import OneCaller
-from deltasync.sync.source.streamed import StreamedWeights
 from deltasync.sync.stats import SyncStats
 from deltasync.transports.address import LinkName, listen
 from deltasync.wire.messages import ParameterSpec, check_limits

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from deltasync.store.copied import CopiedTarget
 from deltasync.sync.source.tensors import NamedTensor, WeightSource
-from deltasync.sync.target.copied import CopiedTarget
 
 
 class CopiedSource(WeightSource):

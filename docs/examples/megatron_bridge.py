@@ -17,8 +17,8 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from transformers import AutoModelForCausalLM
 
 from deltasync import WeightReceiver, WeightSender
+from deltasync.integrations.streamed import StreamedWeights
 from deltasync.integrations.transformers import transformers_target
-from deltasync.sync.source.streamed import StreamedWeights
 from deltasync.transports import inprocess
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from deltasync.config import network_secret
 from deltasync.integrations.fleet import EngineFleet
 from deltasync.integrations.sglang import SglangServer
-from deltasync.sync.source.streamed import StreamedWeights
+from deltasync.integrations.streamed import StreamedWeights
 from deltasync.transports import collective
 
 

@@ -30,9 +30,9 @@ from deltasync.errors import (
 )
 from deltasync.files.checkpoint import Checkpoint
 from deltasync.store.checkpoints import fetch_checkpoint
+from deltasync.store.copied import CopiedTarget
 from deltasync.sync.source.layout import source_specs
 from deltasync.sync.source.tensors import NamedTensor
-from deltasync.sync.target.copied import CopiedTarget
 from deltasync.transports import inprocess
 from tests.files.saved import holds
 from tests.worlds.links import Fleet, Model, fleet, random_model, until

@@ -15,8 +15,8 @@ from torch import Tensor
 from deltasync import NamedTensor, SenderOptions, ShardSpec
 from deltasync.delta.bits import as_bits
 from deltasync.errors import SyncAborted, TransportTimeout
+from deltasync.integrations.streamed import StreamedWeights
 from deltasync.integrations.verl_ends import Metrics, Options, Rollout, SendingRank
-from deltasync.sync.source.streamed import StreamedWeights
 
 Weights = dict[str, Tensor]
 Load = Callable[[Rollout], Coroutine[Any, Any, Weights]]

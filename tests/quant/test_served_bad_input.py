@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from deltasync import ModuleSource, NamedTensor, SenderOptions, WeightSource
 from deltasync.errors import ConfigError, DeltaSyncError
+from deltasync.integrations.streamed import StreamedWeights
 from deltasync.quant.block_fp8 import BlockFp8
 from deltasync.quant.form import Form
 from deltasync.quant.fp8 import Fp8
 from deltasync.quant.served import ServedSource, served_weights
-from deltasync.sync.source.streamed import StreamedWeights
 from tests.quant.served import assert_holds, cold, engine, forms, plain, served, step, trainer
 from tests.worlds.links import fleet
 

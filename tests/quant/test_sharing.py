@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from deltasync import ModuleSource
+from deltasync.integrations.streamed import StreamedWeights
 from deltasync.quant.block_fp8 import BlockFp8
 from deltasync.quant.form import Form
 from deltasync.quant.fp8 import Fp8
@@ -17,7 +18,6 @@ from deltasync.quant.int4 import Int4
 from deltasync.quant.nvfp4 import CompressedNvfp4, ModelOptNvfp4
 from deltasync.quant.served import ServedSource, served_weights
 from deltasync.quant.sharing import siblings
-from deltasync.sync.source.streamed import StreamedWeights
 from tests.quant.kinds import peak_of
 from tests.quant.matrices import matrix
 from tests.quant.served import assert_holds, engine

@@ -22,12 +22,12 @@ from deltasync.errors import (
     StoreRefused,
     VersionMissing,
 )
+from deltasync.integrations.streamed import StreamedWeights
 from deltasync.store.catalogue import Run
 from deltasync.store.manifest import Way
 from deltasync.store.objects import Objects
 from deltasync.store.sender import StoreSender
 from deltasync.store.verifying import verify_run
-from deltasync.sync.source.streamed import StreamedWeights
 from tests.worlds.published import (
     RUN,
     Follower,

@@ -16,10 +16,10 @@ from deltasync.errors import (
     StoreUnavailable,
     WriterConflict,
 )
+from deltasync.integrations.streamed import StreamedWeights
 from deltasync.store import keys
 from deltasync.store.objects import Objects
 from deltasync.store.retention import GcStats, gc
-from deltasync.sync.source.streamed import StreamedWeights
 from deltasync.testing.links import within
 from tests.worlds.faults import FAULTS
 from tests.worlds.links import AMPLE_S

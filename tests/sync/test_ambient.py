@@ -31,11 +31,11 @@ from deltasync import (
     diff,
     export_weights,
 )
+from deltasync.integrations.streamed import StreamedWeights
 from deltasync.quant.served import served_weights
-from deltasync.sync.source.streamed import StreamedWeights
+from deltasync.store.copied import CopiedTarget
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.source.weights import LocalWeights
-from deltasync.sync.target.copied import CopiedTarget
 from deltasync.transports import shared_memory
 from tests.worlds.links import random_model
 from tests.worlds.toy_engines import specs

@@ -23,7 +23,7 @@ from deltasync.delta.bits import as_bits
 from deltasync.delta.choice import Kernels
 from deltasync.delta.coding import Coding
 from deltasync.delta.kernels import host, reference
-from deltasync.sync.source.streamed import StreamedWeights
+from deltasync.integrations.streamed import StreamedWeights
 from deltasync.transports import inprocess
 from tests.worlds.links import Model, bits_equal, fleet
 from tests.worlds.toy_engines import CHECKPOINT, Rank, rank_of, trainer

@@ -18,8 +18,8 @@ from deltasync import DeltaSyncError, ReceiverOptions, SenderOptions, WeightRece
 from deltasync.delta.bits import as_bits
 from deltasync.delta.choice import Kernels
 from deltasync.errors import DirtyReceiver, PeerLost, SourceChanged, TransportTimeout
-from deltasync.sync.source.streamed import StreamedWeights
-from deltasync.sync.target.copied import CopiedTarget
+from deltasync.integrations.streamed import StreamedWeights
+from deltasync.store.copied import CopiedTarget
 from deltasync.transports.base import Frame, ReceiveTransport
 from deltasync.wire.frame import decode
 from tests.sync.interpreted import one_kernel_at_a_time

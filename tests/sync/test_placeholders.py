@@ -21,8 +21,8 @@ from deltasync import (
     WeightSource,
 )
 from deltasync.errors import ConfigError
+from deltasync.integrations.streamed import StreamedWeights
 from deltasync.quant.served import ServedSource
-from deltasync.sync.source.streamed import StreamedWeights
 from tests.worlds.links import fleet
 from tests.worlds.ranks import free_port, run_ranks
 from tests.worlds.trainers import matrices

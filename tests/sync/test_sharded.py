@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from deltasync import ModuleSource, SenderOptions
 from deltasync.errors import ReplicasDiffer, SyncAborted
+from deltasync.store.copied import CopiedTarget
 from deltasync.sync.group.group import TrainerGroup
 from deltasync.sync.group.rank import TrainerRank
 from deltasync.sync.sender import WeightSender
-from deltasync.sync.target.copied import CopiedTarget
 from deltasync.transports import shared_memory
 from tests.worlds.links import Receivers
 from tests.worlds.ranks import free_port, run_ranks

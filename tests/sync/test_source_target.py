@@ -23,7 +23,7 @@ from deltasync.errors import (
     SourceChanged,
     SyncAborted,
 )
-from deltasync.sync.source.streamed import StreamedWeights
+from deltasync.integrations.streamed import StreamedWeights
 from tests.sync.interpreted import one_kernel_at_a_time
 from tests.worlds.links import Model
 from tests.worlds.target_contract import TargetContract

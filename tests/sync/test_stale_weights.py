@@ -18,7 +18,7 @@ from deltasync import (
     sync_after_step,
 )
 from deltasync.quant.served import ServedSource
-from deltasync.sync.target.copied import CopiedTarget
+from deltasync.store.copied import CopiedTarget
 from tests.worlds.links import fleet
 from tests.worlds.trainers import matrices
 

@@ -20,8 +20,8 @@ from deltasync.errors import (
     SyncAborted,
     TransportTimeout,
 )
-from deltasync.sync.source.streamed import StreamedWeights
-from deltasync.sync.target.copied import CopiedTarget
+from deltasync.integrations.streamed import StreamedWeights
+from deltasync.store.copied import CopiedTarget
 from deltasync.transports import inprocess
 from deltasync.wire.messages import ParameterSpec
 from tests.worlds.links import Fleet, fleet, random_model, until

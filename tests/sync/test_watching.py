@@ -12,7 +12,7 @@ from torch import nn
 
 from deltasync import SenderOptions
 from deltasync.delta.choice import Kernels
-from deltasync.sync.target.copied import CopiedTarget
+from deltasync.store.copied import CopiedTarget
 from tests.sync.interpreted import one_kernel_at_a_time
 from tests.worlds.links import Fleet, Model, fleet
 from tests.worlds.trainers import rows_of, trainer_of
