@@ -34,6 +34,7 @@ from deltasync.sync.protocol.links import (
     OneCaller,
     SenderLink,
     check_seconds,
+    message_of,
     reason_of,
 )
 from deltasync.sync.protocol.lobby import Lobby, are_enough, join, names_of
@@ -106,7 +107,7 @@ class WeightSender(Closing):
         own = self._own = local_weights(source, options)
         self.source: WeightSource | None = getattr(own, "source", None)
         self.stream_id = self.options.stream_id or uuid.uuid4().hex
-        self._link = SenderLink(transport)
+        self._link = SenderLink(transport, message_of)
         check_coding(self.options)
         self._lobby = Lobby(self._link, admits, num_lanes=group.world - 1 if group else 0)
         self._session, self._group = SenderSession(), group

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
-from deltasync.errors import DeltaSyncError, SyncAborted, TransportError, WireError
+from deltasync.errors import DeltaSyncError, SyncAborted, TransportError
 from deltasync.sync.group import orders
-from deltasync.sync.protocol.links import CallTimeout
+from deltasync.sync.protocol.links import CallTimeout, SenderLink
 from deltasync.sync.stats import SyncStats
 from deltasync.transports.address import Address
-from deltasync.transports.base import Closing, Frame, SendTransport
-from deltasync.wire.frame import encode
+from deltasync.transports.base import Closing, SendTransport
 from deltasync.wire.messages import Failed, as_text
 
 A = TypeVar("A", bound=orders.Answer)
@@ -36,14 +35,12 @@ class TrainerGroup(Closing):
     """
 
     def __init__(self, link: SendTransport, world: int) -> None:
-        self._link, self.world = link, world
+        self._link, self.world = SenderLink(link, orders.decode), world
         self.version: Callable[[], int] = lambda: 0
-        self._limit = CallTimeout(60.0)
         self.captures: dict[int, str | None] = {}
         self.addresses: dict[int, Address | None] = {}
         self._is_called = False  # whether a call is under way
         self._peers: dict[int, int] = {}  # by rank
-        self._epoch: tuple[int, ...] = ()
         self._call = 1
         self._is_owed = False  # whether there are answers that were not read
 
@@ -93,7 +90,7 @@ class TrainerGroup(Closing):
         """
         if self._is_called:
             return
-        self._limit, wait_s = limit, limit.wait_s
+        self._link.limit, wait_s = limit, limit.wait_s
         deadline = time.monotonic() + wait_s
         self._listen(0.0)
         while missing := self._missing():
@@ -102,9 +99,10 @@ class TrainerGroup(Closing):
                 late = f"rank {missing[0]} of the trainer"
                 raise SyncAborted(f"{late} did not come in {wait_s:.4g} s")
             self._listen(rest)
-        peers = tuple(self._peers[rank] for rank in range(1, self.world))
-        if peers != self._epoch:
-            self._open(peers)
+        if failed := self._link.open([self._peers[rank] for rank in range(1, self.world)]):
+            self._send_away()
+            why = "; ".join(map(str, failed.values()))
+            raise SyncAborted(f"a rank of the trainer is gone: {why}")
 
     def order(self, order: orders.Order) -> orders.Order:
         """Send an order to all ranks, and return it as they get it.
@@ -112,12 +110,12 @@ class TrainerGroup(Closing):
         Raises SyncAborted if one is gone.
         """
         if self._is_owed:  # answers to an abandoned order
-            self._answers()
+            self._link.replies()
         stamp = {"call": self._call, "version": self.version()}
         order = order.model_copy(update=stamp)
         self._is_owed = not isinstance(order, orders.Done)
         try:
-            self._link.send(Frame(encode(order)), timeout_s=self._limit.wait_s)
+            self._link.send(order)
         except TransportError as error:
             self._send_away()  # ranks that received the order would answer it
             raise SyncAborted(f"a rank of the trainer is gone: {error}") from error
@@ -127,7 +125,9 @@ class TrainerGroup(Closing):
         """Return each rank's answer. Raises SyncAborted if one failed or does not answer."""
         found: dict[int, A] = {}
         problems: list[str] = []
-        for rank, answer in self._answers().items():
+        replies, self._is_owed = self._link.replies(), False
+        for rank, peer in self._peers.items():
+            answer = replies[peer]
             if isinstance(answer, kind):
                 found[rank] = answer
             elif isinstance(answer, Failed):
@@ -145,51 +145,23 @@ class TrainerGroup(Closing):
 
     def close(self) -> None:
         """End the connections to all ranks."""
-        self._link.close()
+        self._link.transport.close()
 
     def _missing(self) -> list[int]:
         for rank, peer in list(self._peers.items()):
-            if not self._link.is_connected(peer):
+            if not self._link.transport.is_connected(peer):
                 del self._peers[rank]
         return [rank for rank in range(1, self.world) if rank not in self._peers]
 
     def _listen(self, timeout_s: float) -> None:
-        for peer, greeting in self._link.poll(timeout_s=timeout_s):
-            try:
-                here = orders.decode(greeting)
-            except WireError:
-                here = None
+        for peer, here, _ in self._link.greetings(timeout_s=timeout_s):
             if isinstance(here, orders.Here) and here.world == self.world > here.rank > 0:
                 self._peers[here.rank], self.captures[here.rank] = peer, here.capture
-                self.addresses[here.rank] = here.address
+                self.addresses[here.rank], self._is_owed = here.address, False
             else:
                 self._link.drop(peer)
 
     def _send_away(self) -> None:
         """Drop all ranks, so that they reconnect and nothing of the old exchange is left."""
         self._link.reset()
-        self._peers, self._epoch, self._is_owed = {}, (), False
-
-    def _open(self, peers: tuple[int, ...]) -> None:
-        self._epoch, self._is_owed = (), False
-        if failed := self._link.open_epoch(peers, timeout_s=self._limit.wait_s):
-            why = "; ".join(map(str, failed.values()))
-            self._send_away()
-            raise SyncAborted(f"a rank of the trainer is gone: {why}")
-        self._epoch = peers
-
-    def _answers(self) -> Mapping[int, orders.Said | DeltaSyncError]:
-        """Each rank's answer, or why there is none."""
-        replies = self._link.collect_replies(timeout_s=self._limit.wait_s)
-        self._is_owed = False
-        found: dict[int, orders.Said | DeltaSyncError] = {}
-        for rank, peer in self._peers.items():
-            reply = replies[peer]
-            if isinstance(reply, TransportError):
-                found[rank] = reply
-                continue
-            try:
-                found[rank] = orders.decode(reply)
-            except WireError as error:
-                found[rank] = error
-        return found
+        self._peers, self._is_owed = {}, False

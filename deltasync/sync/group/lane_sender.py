@@ -9,7 +9,7 @@ from contextlib import suppress
 from deltasync.delta.coding import Coding
 from deltasync.delta.snapshot import Plan
 from deltasync.errors import TransportError
-from deltasync.sync.protocol.links import CallTimeout, SenderLink
+from deltasync.sync.protocol.links import CallTimeout, SenderLink, message_of
 from deltasync.sync.protocol.round import Emitter, SentBuckets
 from deltasync.transports.base import SendTransport
 from deltasync.wire.messages import Abort, Attempt, Lane
@@ -26,7 +26,7 @@ class LaneSender:
     """
 
     def __init__(self, transport: SendTransport) -> None:
-        self.link = SenderLink(transport)
+        self.link = SenderLink(transport, message_of)
         self._peers: dict[str, int] = {}
 
     def send(

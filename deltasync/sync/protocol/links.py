@@ -11,8 +11,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from numbers import Real
 from types import FrameType
+from typing import Generic, TypeVar
 
 import torch
+from pydantic import BaseModel
 from torch import Tensor
 
 from deltasync.errors import (
@@ -40,6 +42,8 @@ from deltasync.wire.messages import (
     Prepare,
     Shares,
 )
+
+M = TypeVar("M", bound=BaseModel)
 
 _READING_S = 0.1
 _MAX_LATE = 64  # messages that do not count, and are taken after a deadline
@@ -156,16 +160,20 @@ class CallTimeout:
         return time.monotonic() >= self._ends_at
 
 
-class SenderLink:
+class SenderLink(Generic[M]):
     """Sends messages to the peers of an epoch and reads their answers, each within `timeout_s`.
+
+    Args:
+        transport: The sender's end of a link.
+        decode: Returns the message of a header. Raises WireError.
 
     Attributes:
         transport: What carries them. Owned by whoever has made this.
         limit: How long calls may wait.
     """
 
-    def __init__(self, transport: SendTransport) -> None:
-        self.transport = transport
+    def __init__(self, transport: SendTransport, decode: Callable[[bytes], M]) -> None:
+        self.transport, self._decode = transport, decode
         self._epoch: tuple[int, ...] = ()
         self._unread: deque[tuple[int, bytes]] = deque()  # greetings
         self.limit = CallTimeout(60.0)
@@ -186,20 +194,20 @@ class SenderLink:
             self._epoch = tuple(peers)
         return failed
 
-    def greetings(self, *, timeout_s: float) -> list[tuple[int, Message | WireError, int]]:
+    def greetings(self, *, timeout_s: float) -> list[tuple[int, M | WireError, int]]:
         """The first message of each new peer, and its bytes.
 
         Reading many of them takes time: what is left after `_READING_S` is for the next call.
         """
         if not self._unread:
             self._unread.extend(self.transport.poll(timeout_s=timeout_s))
-        end, read = time.monotonic() + _READING_S, list[tuple[int, Message | WireError, int]]()
+        end, read = time.monotonic() + _READING_S, list[tuple[int, M | WireError, int]]()
         while self._unread and (not read or time.monotonic() < end):
             peer, data = self._unread.popleft()
-            read.append((peer, _decoded(data), len(data)))
+            read.append((peer, self._decoded(data), len(data)))
         return read
 
-    def send(self, message: Message, payload: Tensor | None = None) -> None:
+    def send(self, message: M, payload: Tensor | None = None) -> None:
         """Send to every peer of the epoch. Raises TransportError after dropping whom it lost."""
         header = encode(message, payload_bytes=0 if payload is None else len(payload))
         self.transport.send(Frame(header, payload), timeout_s=self.timeout_s)
@@ -218,19 +226,19 @@ class SenderLink:
         """uint8[num_bytes] to pack the next payload into. Raises what `send` raises."""
         return self.transport.buffer(num_bytes, timeout_s=self.timeout_s)
 
-    def hint(self, message: Message) -> None:
+    def hint(self, message: M) -> None:
         """Send to the peers of the epoch, if there is one; losing one is found later."""
         if self._epoch:
             with suppress(TransportError):
                 self.send(message)
 
-    def replies(self) -> dict[int, Message | DeltaSyncError]:
+    def replies(self) -> dict[int, M | DeltaSyncError]:
         """The next answer of each peer of the epoch, or why there is none."""
-        return _read(self.transport.collect_replies(timeout_s=self.timeout_s))
+        return self._read(self.transport.collect_replies(timeout_s=self.timeout_s))
 
     def some_replies(
         self, peers: Collection[int], deadline: float
-    ) -> dict[int, Message | DeltaSyncError]:
+    ) -> dict[int, M | DeltaSyncError]:
         """The next answers of some of `peers`: as soon as one has answered, or is lost.
 
         After `deadline`, of all of them: those that have not answered are late, and are dropped.
@@ -240,7 +248,7 @@ class SenderLink:
         for peer in set(peers) - replies.keys() if left_s <= 0 else ():
             replies[peer] = TransportTimeout("did not answer in time")
             self.drop(peer)
-        return _read(replies)
+        return self._read(replies)
 
     def last_words(self, peers: Sequence[int]) -> dict[int, str]:
         """Why those of `peers` have failed that are gone and said so. Ends the epoch if one is."""
@@ -254,7 +262,7 @@ class SenderLink:
             replies = self.transport.collect_replies(timeout_s=0)
         except TransportError:
             return {}
-        said = {peer: _decoded(data) for peer, data in replies.items() if isinstance(data, bytes)}
+        said = self._read(replies)
         return {peer: reason_of(m) for peer, m in said.items() if isinstance(m, Failed)}
 
     def drop(self, peer: int) -> None:
@@ -268,6 +276,18 @@ class SenderLink:
         self._epoch = ()
         self._unread.clear()
         self.transport.reset()
+
+    def _decoded(self, data: bytes) -> M | WireError:
+        try:
+            return self._decode(data)
+        except WireError as error:
+            return error
+
+    def _read(self, replies: Mapping[int, bytes | TransportError]) -> dict[int, M | DeltaSyncError]:
+        return {
+            peer: reply if isinstance(reply, TransportError) else self._decoded(reply)
+            for peer, reply in replies.items()
+        }
 
 
 class ReceiverLinks:
@@ -412,17 +432,6 @@ def reason_of(reply: Message | DeltaSyncError, *, answered: str = "answered") ->
             return f"ProtocolViolation: {answered} with {reply.kind}"
 
 
-def _decoded(data: bytes) -> Message | WireError:
-    try:
-        return decode(data)[0]
-    except WireError as error:
-        return error
-
-
-def _read(
-    replies: Mapping[int, bytes | TransportError],
-) -> dict[int, Message | DeltaSyncError]:
-    return {
-        peer: reply if isinstance(reply, TransportError) else _decoded(reply)
-        for peer, reply in replies.items()
-    }
+def message_of(header: bytes) -> Message:
+    """The message of a header that has no payload. Raises WireError."""
+    return decode(header)[0]

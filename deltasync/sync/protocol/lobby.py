@@ -60,7 +60,7 @@ class Lobby:
     """
 
     def __init__(
-        self, link: SenderLink, admits: Callable[[str], bool], *, num_lanes: int = 0
+        self, link: SenderLink[Message], admits: Callable[[str], bool], *, num_lanes: int = 0
     ) -> None:
         self._link, self._admits, self._num_lanes = link, admits, num_lanes
         self._retained: Collection[str] | None = None
@@ -236,7 +236,11 @@ class _Arrival(NamedTuple):
 
 
 def join(
-    link: SenderLink, joiners: Sequence[Member], weights: Weights, stream_id: str, version: int
+    link: SenderLink[Message],
+    joiners: Sequence[Member],
+    weights: Weights,
+    stream_id: str,
+    version: int,
 ) -> tuple[list[Member], list[Member], dict[str, str]]:
     """Tell engines the layout, and by their digests which of them need a full sync.
 
@@ -278,7 +282,9 @@ def join(
     return agreed, [m for m in here if m.engine in differ], lost
 
 
-def _reached(link: SenderLink, members: Sequence[Member], lost: dict[str, str]) -> list[Member]:
+def _reached(
+    link: SenderLink[Message], members: Sequence[Member], lost: dict[str, str]
+) -> list[Member]:
     """Speak to those of whole engines that can be reached, and return them."""
     here = list(members)
     while here and (failed := link.open([m.peer for m in here])):

@@ -254,7 +254,7 @@ class Round:
 
     def __init__(
         self,
-        link: SenderLink,
+        link: SenderLink[Message],
         session: SenderSession,
         plan: Plan,
         own: LocalWeights,
