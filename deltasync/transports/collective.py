@@ -14,7 +14,8 @@ A broadcast that waits for one member occupies the GPUs of all others. So START 
 member has granted room, and the sender's GPU has done what it was given before the buffer was
 handed out: then it packs, and nothing else is before the broadcast. A grant says that nobody reads
 the member's buffer any more, and that it waits in `receive`, or calls `progress` and soon returns:
-beside a payload that is read, only those grant that have called `progress` for one before.
+beside a payload that is read, only those grant that have called `progress` for one before. A sender
+that takes its time to pack asks again.
 
 `send` returns as soon as the broadcast has started: one payload is in flight while the next is
 packed and the last is read. The end of a broadcast at the root does not prove delivery; a caller
@@ -84,6 +85,7 @@ __all__ = ["DEFAULT_MAX_PAYLOAD_BYTES", "Receiver", "Sender"]
 _FAREWELL_S = 5.0
 # The rest of a timeout is kept for telling who was late.
 _WORK_SHARE = 0.8
+_FRESH_S = 0.05  # who granted room longer ago may have gone to do something else
 _LATE = "was not ready in time"
 
 
@@ -139,6 +141,7 @@ class Sender(SocketSender):
         self._turn = 0  # the slot of the next payload
         self._lent = Mark(device)  # when it was handed out
         self._ticket = 0  # of the last question
+        self._asked_at = 0.0
         self._answers: dict[int, str] = {}  # to it; an empty text says that all is well
         self._room = 0  # bytes that members grant, or are asked for
         self._longest = 0  # payload of this group
@@ -235,7 +238,7 @@ class Sender(SocketSender):
 
     def _ask(self, kind: Kind, data: bytes = b"") -> None:
         """Say what every member answers."""
-        self._ticket, self._answers = self._ticket + 1, {}
+        self._ticket, self._asked_at, self._answers = self._ticket + 1, time.monotonic(), {}
         self._server.write(self._members, kind, TICKET.pack(self._ticket) + data)
 
     def _abandon(self) -> None:
@@ -246,8 +249,8 @@ class Sender(SocketSender):
         self._ask(Kind.ABANDON)
 
     def _invite(self, num_bytes: int) -> None:
-        """Ask for room for a payload, unless members grant as much by themselves."""
-        if num_bytes > self._room:
+        """Ask for room for a payload, unless members grant as much by themselves, or did lately."""
+        if num_bytes > self._room or time.monotonic() > self._asked_at + _FRESH_S:
             self._room = self._longest = max(num_bytes, self._longest)
             self._ask(Kind.ROOM, ROOM.pack(self._room))
 

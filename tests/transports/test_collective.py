@@ -34,6 +34,7 @@ from deltasync.testing.links import (
 )
 from deltasync.testing.processes import Child
 from deltasync.testing.transport import TransportContract
+from deltasync.transports import collective
 from deltasync.transports.base import Frame
 from deltasync.transports.collective import DEFAULT_MAX_PAYLOAD_BYTES, Receiver, Sender
 from deltasync.transports.control.connection import BrokenProtocol, Connection, Kind, Message
@@ -293,17 +294,24 @@ def complain(connection: Connection) -> None:
         time.sleep(0.001)
 
 
-def test_payloads_start_when_all_have_granted_room_since_the_last_header(link: Link) -> None:
+@pytest.mark.parametrize("between", ["a header", "a pause"])
+def test_payloads_start_when_all_have_granted_room_after(
+    between: str, link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if between == "a header":
+        monkeypatch.setattr(collective, "_FRESH_S", PATIENCE_S)
     good, (peer, late) = link.add_echo(), by_hand(link)
     frames = [Frame(b"%d" % number, payload_of(1000, number)) for number in range(3)]
     answering = background(lambda: take_late(late, len(frames)))
     assert link.sender.open_epoch([good, peer], timeout_s=PATIENCE_S) == {}
-    for frame in frames:
-        assert frame.payload is not None
+    for number, frame in enumerate(frames):
+        if number and between == "a pause":
+            time.sleep(0.1)
+        elif number:
+            link.sender.send(Frame(b"header"), timeout_s=PATIENCE_S)
+            assert link.sender.collect_replies(timeout_s=PATIENCE_S)[good] == b"header"
         link.sender.send(frame, timeout_s=PATIENCE_S)
-        link.sender.send(Frame(b"header"), timeout_s=PATIENCE_S)
-        for expected in (answer_to(frame), b"header"):
-            assert link.sender.collect_replies(timeout_s=PATIENCE_S)[good] == expected
+        assert link.sender.collect_replies(timeout_s=PATIENCE_S)[good] == answer_to(frame)
     for frame, got in zip(frames, answering.result(PATIENCE_S), strict=True):
         assert same_frame(Frame(frame.header, got), frame)
     late.close()
@@ -319,7 +327,8 @@ def take_late(connection: Connection, count: int) -> list[Tensor]:
     connection.write(Kind.READY, struct.pack("<Q", ticket))
     taken = []
     for _ in range(count):
-        room = next_message(connection)
+        while (room := next_message(connection)).kind is Kind.FRAME:
+            connection.write(Kind.REPLY, b"")
         assert room.kind is Kind.ROOM
         time.sleep(0.3)
         connection.read()
@@ -334,9 +343,7 @@ def take_late(connection: Connection, count: int) -> list[Tensor]:
         while not flight.is_done():
             time.sleep(0.001)
         taken.append(payload)
-        assert next_message(connection).kind is Kind.FRAME
-        for _ in range(2):
-            connection.write(Kind.REPLY, b"")
+        connection.write(Kind.REPLY, b"")
     return taken
 
 
