@@ -314,11 +314,15 @@ def test_payloads_start_when_all_have_granted_room_after(
         assert link.sender.collect_replies(timeout_s=PATIENCE_S)[good] == answer_to(frame)
     for frame, got in zip(frames, answering.result(PATIENCE_S), strict=True):
         assert same_frame(Frame(frame.header, got), frame)
-    late.close()
 
 
 def take_late(connection: Connection, count: int) -> list[Tensor]:
     """Join, and take payloads; room is granted late, and once more for nothing."""
+    with closing(connection):
+        return taken_late(connection, count)
+
+
+def taken_late(connection: Connection, count: int) -> list[Tensor]:
     plan = next_message(connection)
     assert plan.kind is Kind.GROUP
     ticket, rank, size, port, _ = struct.unpack_from("<QIIHxd", plan.data)
