@@ -37,9 +37,9 @@ from deltasync.sync.protocol.links import (
     message_of,
     reason_of,
 )
-from deltasync.sync.protocol.lobby import Lobby, are_enough, join, names_of
+from deltasync.sync.protocol.lobby import Greetings, Lobby, are_enough, join
 from deltasync.sync.protocol.round import Round, RoundResult, SyncPhase, Turns, all_at_once
-from deltasync.sync.protocol.sender_session import Member, SenderSession, ranks_beside
+from deltasync.sync.protocol.sender_session import Engine, SenderSession
 from deltasync.sync.source.layout import SentLayout, check_engine, specs_of
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.source.weights import LocalWeights, Weights
@@ -56,7 +56,7 @@ from deltasync.sync.stats import (
 from deltasync.transports import forks
 from deltasync.transports.address import Address
 from deltasync.transports.base import Closing, SendTransport
-from deltasync.wire.messages import Failed, Hello, ParameterSpec, Upcoming
+from deltasync.wire.messages import Failed, ParameterSpec, Upcoming
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +135,8 @@ class WeightSender(Closing):
     def _recover(self) -> None:
         """Part with all receivers after an interrupt, and wait a moment until they are back."""
         members, count = self._session.members.values(), self.num_receivers + len(self._lobby)
-        self._lost_between |= {str(m): "a call was interrupted: it rejoins" for m in members}
+        for engine in members:
+            self._lost_between |= engine.named("a call was interrupted: it rejoins")
         self._session.reset()
         self._link.reset()
         end = time.monotonic() + 1.0  # those that wait for a sync connect again at once
@@ -161,12 +162,12 @@ class WeightSender(Closing):
     @property
     def num_receivers(self) -> int:
         """Receivers that hold `version`."""
-        return len(self._session.members)
+        return self._session.num_receivers
 
     @property
     def engines(self) -> frozenset[str]:
         """Names of the engines that hold `version`."""
-        return frozenset(member.engine for member in self._session.members.values())
+        return frozenset(self._session.members)
 
     def wait_for_receivers(self, count: int, *, timeout_s: float = 60.0) -> None:
         """Return when `count` receivers are members or have greeted; they join at the next sync.
@@ -201,8 +202,7 @@ class WeightSender(Closing):
         """
         with plain_mode(), self._caller.call():
             self._lobby.retain(engines)
-            members = self._session.members.values()
-            self._part_with("not retained", [m for m in members if m.engine not in engines])
+            self._part_with("not retained", [e for e in self._session.members if e not in engines])
 
     def refresh_source(self) -> None:
         """Look up the source's tensors now, so that the next `send_weights` need not.
@@ -274,8 +274,7 @@ class WeightSender(Closing):
         self._lost = self._call.lost = self._lost_between
         self._lost_between, self.were_asleep = {}, False
         if self._weights.is_lost:
-            members = list(self._session.members.values())
-            self._part_with("a rank of the trainer has lost its snapshot", members)
+            self._part_with("a rank of the trainer has lost its snapshot", self._session.members)
         joined = self._joined_first(join_timeout_s)
         delta = self._sync_members() if self._session.members else None
         if delta is None and limit.is_over:
@@ -283,11 +282,11 @@ class WeightSender(Closing):
         if on_source_read is not None and (delta is None or not self._session.members):
             why = reasons(self._lost) or "no receiver is a member"
             raise SyncAborted(f"{why}; the next sync covers this one")
-        engines = [e for e in ([] if joined else self._newcomers()) if not limit.is_over]
+        engines = {} if joined or limit.is_over else self._newcomers()
         if self.were_asleep and not engines:
             raise ConfigError(f"no weights were sent ({reasons(self._lost)})")
         if self.were_asleep:
-            self._forget(*self._session.members.values())
+            self._forget(*self.engines)
             self.were_asleep = False  # those that join are written
         if not self._session.members:
             delta = None
@@ -329,27 +328,26 @@ class WeightSender(Closing):
             done.delta = self._weights.delta(self.version)
             self._call.phases.append(("compare", began, time.perf_counter()))
             done.diff_s += time.perf_counter() - began
-            besides = names_of(self._newcomers()) if is_between else ()
+            besides = self._newcomers() if is_between else ()
             done.result = self._run(done.delta, members, besides, version)
             self._is_between = not done.result.decided
             done.attempts += 1
-            peers = done.result.asleep
-            asleep = ranks_beside(self._session.members, peers) if peers else []
-            if asleep and len(asleep) == self.num_receivers:
+            asleep = [name for name, engine in self._session.members.items() if engine.asleep]
+            if asleep and len(asleep) == len(self.engines):
                 self.were_asleep = True
                 break
             self._forget(*asleep)  # the others go on to a version that these miss
         return done if done.result.decided else None
 
-    def _capture(self, engines: list[dict[int, Hello]]) -> bool:
+    def _capture(self, engines: Greetings) -> bool:
         """Start from the source as it is, in the dtypes that the first engine holds.
 
         Whether one of them fits. Raises SyncAborted if they are too few.
         """
         began, is_captured = time.perf_counter(), False
         self._weights.declared()  # what the source cannot give is no fault of an engine
-        self._turns(names_of(engines), ())
-        for hellos in engines:
+        self._turns(engines, ())
+        for hellos in engines.values():
             try:
                 held = [spec for hello in hellos.values() for spec in hello.specs()]
                 self._weights.capture(held)
@@ -373,43 +371,43 @@ class WeightSender(Closing):
             return None
         engines = self._newcomers()
         if self._is_between or not engines:
-            self._turns(self.engines, names_of(engines))
+            self._turns(self.engines, engines)
             return None
         return self._join(engines, timeout_s)
 
-    def _join(self, engines: list[dict[int, Hello]], timeout_s: float | None) -> Joined:
+    def _join(self, engines: Greetings, timeout_s: float | None) -> Joined:
         """Let in who has greeted: by digest alone, or by a full sync from the snapshot."""
         done = Joined()
         if not engines:
             return done
         try:
             layout = self._weights.layout
-            joiners = [m for hellos in engines for m in self._lobby.take(hellos, layout)]
+            taken = [self._lobby.take(name, hellos, layout) for name, hellos in engines.items()]
             self._lost |= self._lobby.refused()
-            agreed, differ, lost = join(
-                self._link, joiners, self._weights, self.stream_id, self.version
-            )
-            self._lost |= lost
-            self._session.admit(agreed)
-            done.joined = len(agreed)
+            joiners = [engine for engine in taken if engine is not None]
+            agreed, differ = join(self._link, joiners, self._weights, self.stream_id, self.version)
+            for engine in joiners:
+                self._lost |= engine.named(engine.failures)
+            self._session.members |= {engine.name: engine for engine in agreed}
+            done.joined = sum(len(engine.ranks) for engine in agreed)
             self._full_syncs(differ, done, timeout_s)
         finally:  # whoever has not come in by now has to greet again
-            for peer in [peer for hellos in engines for peer in hellos]:
-                if peer not in self._session.members:
+            for name in engines.keys() - self._session.members:
+                for peer in engines[name]:
                     self._lobby.forget(peer)
         return done
 
-    def _full_syncs(self, members: list[Member], done: Joined, timeout_s: float | None) -> None:
+    def _full_syncs(self, engines: list[Engine], done: Joined, timeout_s: float | None) -> None:
         """Together; or in turns, if there are enough engines without those that join."""
-        held, turns = self.engines, [frozenset(member.engine for member in members)]
-        if held and members and are_enough(self._turns, held):
+        held, turns = self.engines, [frozenset(engine.name for engine in engines)]
+        if held and engines and are_enough(self._turns, held):
             turns = [frozenset(turn) for turn in self._turns(turns[0], held)]
         while turns:
             turn = turns.pop(0)
-            if self._full_sync([m for m in members if m.engine in turn], done, timeout_s) and turns:
+            if self._full_sync([e for e in engines if e.name in turn], done, timeout_s) and turns:
                 turns = [frozenset().union(*turns)]  # or each that is late would cost a timeout
 
-    def _full_sync(self, differ: list[Member], done: Joined, timeout_s: float | None) -> bool:
+    def _full_sync(self, differ: list[Engine], done: Joined, timeout_s: float | None) -> bool:
         """One full sync, repeated with who is left. Returns whether one may have been late."""
         limit, sent, is_decided = self._link.limit, done.result.sent, False
         if timeout_s is not None and self._session.members:
@@ -418,15 +416,16 @@ class WeightSender(Closing):
         while differ and not (is_decided or self._link.limit.is_over):
             done.result = self._run(self._weights.full(), differ, self.engines, self.version)
             is_decided = done.result.decided
-            differ = [m for m in differ if m.peer not in done.result.left]
+            differ = [engine for engine in differ if not engine.failures]
         self._link.limit = limit
         done.result.sent += sent
-        done.full_synced += len(differ) if is_decided else 0
-        done.joined += len(differ) if is_decided else 0
+        num_ranks = sum(len(engine.ranks) for engine in differ) if is_decided else 0
+        done.full_synced += num_ranks
+        done.joined += num_ranks
         return one_wait.is_over
 
     def _run(
-        self, plan: Plan, participants: list[Member], besides: Collection[str], version: int
+        self, plan: Plan, engines: list[Engine], besides: Collection[str], version: int
     ) -> RoundResult:
         """One round; remembers who was lost in it. Arguments as of `Round`."""
         is_free = self._turns is all_at_once
@@ -437,43 +436,42 @@ class WeightSender(Closing):
             self._own,
             on_phase=self._on_phase,
             peer_ranks=self._peer_ranks,
-            turns=all_at_once if is_free else lambda engines: self._turns(engines, besides),
+            turns=all_at_once if is_free else lambda ready: self._turns(ready, besides),
         )
         try:
-            return work.run(participants, version=version, stream_id=self.stream_id)
+            return work.run(engines, version=version, stream_id=self.stream_id)
         finally:
             self._call.phases += work.phases
-            failures = self._session.failures
-            self._lost |= {str(m): failures[m.peer] for m in participants if m.peer in failures}
+            for engine in engines:
+                self._lost |= engine.named(engine.failures)
 
-    def _newcomers(self) -> list[dict[int, Hello]]:
+    def _newcomers(self) -> Greetings:
         """Complete engines in the lobby, without those whose name is taken."""
         free = self._lobby.newcomers(self.engines)
-        return [e for e in free if all(map(self._joins, names_of([e])))]
+        return {name: hellos for name, hellos in free.items() if self._joins(name)}
 
     def _part_with_lost_members(self) -> None:
         """Drop every engine that has lost a rank."""
-        members = list(self._session.members.values())
-        gone = {m.engine for m in members if not self._link.transport.is_connected(m.peer)}
-        if not gone:
+        is_connected = self._link.transport.is_connected
+        lost = [e for e in self._session.members.values() if not all(map(is_connected, e.ranks))]
+        if not lost:
             return
-        lost = [m for m in members if m.engine in gone]
-        said = self._link.last_words([m.peer for m in lost])
-        for member in lost:
-            why = said.get(member.peer, "PeerLost: disconnected between syncs")
-            self._lost_between[str(member)] = why
-            self._forget(member)
+        said = self._link.last_words([peer for engine in lost for peer in engine.ranks])
+        for engine in lost:
+            why = {p: said.get(p, "PeerLost: disconnected between syncs") for p in engine.ranks}
+            self._lost_between |= engine.named(why)
+            self._forget(engine.name)
 
-    def _part_with(self, reason: str, members: Iterable[Member]) -> None:
-        for member in members:
-            self._lost[str(member)] = reason
-            self._forget(member)
+    def _part_with(self, reason: str, names: Iterable[str]) -> None:
+        for name in list(names):
+            self._lost |= self._session.members[name].named(reason)
+            self._forget(name)
 
-    def _forget(self, *members: Member) -> None:
+    def _forget(self, *names: str) -> None:
         """They must rejoin; digests then show whether they need a full sync."""
-        for member in members:
-            self._session.left(member.peer)
-            self._link.drop(member.peer)
+        for name in names:
+            for peer in self._session.members.pop(name).ranks:
+                self._link.drop(peer)
 
 
 class EngineSender(WeightSender):
@@ -491,7 +489,7 @@ class EngineSender(WeightSender):
     def check_newcomers(self, declared: Sequence[ParameterSpec]) -> None:
         """Raise ConfigError, by name, if engines that have greeted could not take these."""
         with plain_mode(), self._caller.call():
-            for hellos in self._lobby.engines():
+            for hellos in self._lobby.engines().values():
                 held = [spec for hello in hellos.values() for spec in hello.specs()]
                 specs = specs_of(declared, held, self.options.wire_dtypes)
                 try:
@@ -516,15 +514,14 @@ class EngineSender(WeightSender):
 
     def holders(self) -> Counter[str]:
         """The number of ranks of each engine that holds the sender's version."""
-        return Counter(member.engine for member in self._session.members.values())
+        return Counter({name: len(e.ranks) for name, e in self._session.members.items()})
 
     def let_go_of_strangers(self, why: str) -> None:
         """Part with engines that are admitted no more. They keep the weights that they have."""
         with plain_mode(), self._caller.call():
             lobby = self._lobby
             lobby.forget_strangers()
-            members = self._session.members.values()
-            self._part_with(why, [m for m in members if not lobby.admits(m.engine)])
+            self._part_with(why, [e for e in self._session.members if not lobby.admits(e)])
 
     def ended_as(self, stats: SyncStats) -> SyncStats:
         """Return what the call under way comes to: so it is reported, and told other ranks."""
@@ -556,8 +553,9 @@ def one_call(sender: WeightSender, limit: CallTimeout) -> Iterator[None]:
                 yield
         except BaseException as error:
             if subscriptions and not is_inner:
-                members = [str(member) for member in sender._session.members.values()]
-                report(sender._call.failed(error, members=members))
+                members = sender._session.members.values()
+                names = [name for engine in members for name in engine.named("")]
+                report(sender._call.failed(error, members=names))
             raise
     if subscriptions and not is_inner and sender._done is not None:
         report(sender._done)

@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltasync.errors import CallOrderError, PeerLost, ProtocolViolation, TransportTimeout
+from deltasync.sync.protocol import sender_session
 from deltasync.sync.protocol.links import ReceiverLinks
-from deltasync.sync.protocol.sender_session import Member, SenderSession
+from deltasync.sync.protocol.sender_session import Engine, SenderSession
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame
 from deltasync.wire.frame import decode, encode
@@ -165,17 +166,17 @@ def test_w19_w20_a_lane_carries_nothing_else_and_losing_it_is_losing_the_trainer
 
 
 def test_w26_what_a_sender_checks_before_it_goes_on() -> None:
-    session = SenderSession(version=3, members={0: Member(0, "a")})
-    both = [Member(0, "a"), Member(1, "a")]
+    engine = Engine("a", {0: sender_session.Rank(0), 1: sender_session.Rank(1)})
+    session = SenderSession(version=3, members={"a": engine})
     with pytest.raises(CallOrderError, match="members would miss"):
         session.captured(4)
     with pytest.raises(CallOrderError, match="v2 after v3"):
-        session.begin(both, version=2)
-    session.begin(both, version=4)
+        session.begin([engine], version=2)
+    session.begin([engine], version=4)
     for peer in (0, 1):
         with pytest.raises(CallOrderError, match="not every participant"):
             session.decide()
-        session.prepared(peer)
+        session.prepared(peer, 0)
     session.decide()
     assert session.version == 4
 

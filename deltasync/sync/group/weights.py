@@ -27,7 +27,7 @@ from deltasync.sync.group.model import (
 from deltasync.sync.group.work import RankWork
 from deltasync.sync.protocol.links import CallTimeout
 from deltasync.sync.protocol.round import SentBuckets
-from deltasync.sync.protocol.sender_session import Copies, Member, digest_checks
+from deltasync.sync.protocol.sender_session import Copies, Engine
 from deltasync.sync.source.layout import SentLayout, specs_of, with_elements
 from deltasync.sync.source.weights import LocalWeights, OwnWeights
 from deltasync.wire.messages import ParameterSpec
@@ -197,7 +197,7 @@ class GroupWeights:
 
     def start(
         self,
-        members: Collection[Member],
+        engines: Collection[Engine],
         attempt: int,
         *,
         is_delta: bool,
@@ -205,13 +205,14 @@ class GroupWeights:
         timeout_s: float,
     ) -> None:
         """Let the other ranks send to these, which they know by their connections."""
-        checks = digest_checks(members, len(self.layout.specs))
-        self._asked = list({key(one): one for _, one in checks if one is not None}.values())
+        kinds = [engine.copies for engine in engines if engine.copies is not None]
+        self._asked = list({key(one): one for one in kinds}.values())
+        ranks = [rank for engine in engines for rank in engine.ranks.values()]
         self._group.order(
             orders.Send(
                 attempt=attempt,
                 is_delta=is_delta,
-                receivers=tuple(member.connection for member in members),
+                receivers=tuple(rank.connection for rank in ranks),
                 with_shares=with_shares,
                 timeout_s=timeout_s,
                 copies=tuple(map(orders.runs_of, self._asked)),

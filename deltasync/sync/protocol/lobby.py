@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import NamedTuple
 
 from deltasync.delta.ledger import digest_text
@@ -22,12 +21,7 @@ from deltasync.errors import (
 )
 from deltasync.sync.protocol.links import SenderLink, reason_of
 from deltasync.sync.protocol.round import Turns
-from deltasync.sync.protocol.sender_session import (
-    Member,
-    copies,
-    digest_checks,
-    peers_with_wrong_digest,
-)
+from deltasync.sync.protocol.sender_session import Engine, Rank, copies
 from deltasync.sync.source.layout import SentLayout, check_engine
 from deltasync.sync.source.weights import Weights
 from deltasync.wire.frame import FORMAT_VERSION
@@ -52,6 +46,10 @@ _MAX_DECLINED = 64
 _MAX_REFUSAL = 300  # characters
 
 
+Greetings = dict[str, dict[int, Hello]]
+"""Engines by name: what their ranks have said, by peer."""
+
+
 class Lobby:
     """Receivers that have greeted and are no members yet.
 
@@ -72,15 +70,13 @@ class Lobby:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def newcomers(self, taken: Collection[str]) -> list[dict[int, Hello]]:
+    def newcomers(self, taken: Collection[str]) -> Greetings:
         """Complete engines. Those whose name is taken are refused."""
         engines = self.engines()
-        for peer, hello in [item for hellos in engines for item in hellos.items()]:
-            if hello.engine in taken:
-                self.refuse(
-                    peer, ConfigError(f"an engine named {hello.engine!r} is a member already")
-                )
-        return [e for e in engines if not any(hello.engine in taken for hello in e.values())]
+        for name in engines.keys() & taken:
+            for peer in engines.pop(name):
+                self.refuse(peer, ConfigError(f"an engine named {name!r} is a member already"))
+        return engines
 
     def listen(self, *, timeout_s: float) -> None:
         """Take in whoever has connected. Lets go of who waits for other ranks in vain."""
@@ -117,7 +113,7 @@ class Lobby:
 
     def _let_go_of_incomplete(self) -> None:
         """Refuse engines that wait for ranks too long; those first that have done so longest."""
-        whole = {peer for engine in self.engines() for peer in engine}
+        whole = {peer for hellos in self.engines().values() for peer in hellos}
         groups: dict[tuple[str, int], dict[int, _Arrival]] = defaultdict(dict)
         for peer, arrival in self._waiting.items():
             if peer not in whole:
@@ -148,7 +144,7 @@ class Lobby:
 
     def ranks(self) -> Counter[str]:
         """Ranks of engines all of whose ranks have greeted, by the engine's name."""
-        return Counter(h.engine for hellos in self.engines() for h in hellos.values())
+        return Counter({name: len(hellos) for name, hellos in self.engines().items()})
 
     def declined(self) -> list[Failed]:
         """Why engines that were let connect cannot take part: what is new since the last call."""
@@ -166,8 +162,8 @@ class Lobby:
         reason, self._last_refusal = self._last_refusal, ""
         return reason
 
-    def engines(self) -> list[dict[int, Hello]]:
-        """The complete engines: each a receiver by peer for all its ranks, in order of arrival.
+    def engines(self) -> Greetings:
+        """The complete engines, in order of arrival.
 
         At most one of each name: whoever claims the same name with another world waits.
         """
@@ -175,33 +171,27 @@ class Lobby:
         for peer, arrival in self._waiting.items():
             hello = arrival.hello  # a later greeting of a rank replaces an earlier one
             ranks[hello.engine, hello.world][hello.rank] = peer
-        complete: dict[str, dict[int, Hello]] = {}
+        complete: Greetings = {}
         for (engine, world), here in ranks.items():
             if len(here) == world:
                 hellos = {peer: self._waiting[peer].hello for peer in here.values()}
                 complete.setdefault(engine, hellos)
-        return list(complete.values())
+        return complete
 
-    def take(self, hellos: dict[int, Hello], layout: SentLayout) -> list[Member]:
-        """An engine's receivers as members; none, and they are refused, if they do not fit."""
+    def take(self, engine: str, hellos: dict[int, Hello], layout: SentLayout) -> Engine | None:
+        """An engine that has greeted; None, and it is refused, if it does not fit."""
         try:
-            held = dict(zip(hellos, check_engine(layout, hellos.values()), strict=True))
+            held = check_engine(layout, hellos.values())
         except (LayoutMismatch, WireError) as error:
             self.refuse_all(hellos, error)
-            return []
+            return None
         for peer in hellos:
             del self._waiting[peer]
-        return [
-            Member(
-                peer,
-                hello.engine,
-                hello.rank,
-                hello.world,
-                held[peer],
-                connection=hello.connection or "",
-            )
-            for peer, hello in hellos.items()
-        ]
+        ranks = {
+            peer: Rank(hello.rank, holds, hello.connection or "")
+            for (peer, hello), holds in zip(hellos.items(), held, strict=True)
+        }
+        return Engine(engine, ranks)
 
     def forget(self, peer: int) -> None:
         """End the connection of a receiver that did not come in."""
@@ -237,23 +227,25 @@ class _Arrival(NamedTuple):
 
 def join(
     link: SenderLink[Message],
-    joiners: Sequence[Member],
+    joiners: Sequence[Engine],
     weights: Weights,
     stream_id: str,
     version: int,
-) -> tuple[list[Member], list[Member], dict[str, str]]:
+) -> tuple[list[Engine], list[Engine]]:
     """Tell engines the layout, and by their digests which of them need a full sync.
 
     One rank that disagrees or is lost counts for its whole engine. Nobody is dropped here.
 
     Returns:
-        Members that hold the version already, those that wait for a full sync, and why the others
-        are gone, by member.
+        Engines that hold the version already, and those that wait for a full sync. `failures` of
+        the others say why they are gone.
     """
-    layout, lost = weights.layout, dict[str, str]()
-    here = _reached(link, joiners, lost)
+    layout = weights.layout
+    for engine in joiners:
+        engine.begin()
+    here = _reached(link, joiners)
     if not here:
-        return [], [], lost
+        return [], []
     with suppress(TransportError):  # then a reply is missing
         link.send(
             Layout(
@@ -264,70 +256,49 @@ def join(
             )
         )
     replies = link.replies()
-    held = {peer: reply for peer, reply in replies.items() if isinstance(reply, Held)}
-    silent = {m: replies[m.peer] for m in here if m.peer not in held}
-    why = {m: reason_of(said, answered="answered the layout") for m, said in silent.items()}
-    here = _parts_noted(layout.specs, _left(here, why, lost), held, lost)
-    checks = digest_checks(here, len(layout.specs))
-    weights.learn_digests([copies for _, copies in checks])
-    digests = {peer: int(one.digest, 16) for peer, one in held.items()}
-    wrong = peers_with_wrong_digest(checks, digests, weights.digests)
-    wrong |= {peer for peer, one in held.items() if one.half_written}
-    differ = {m.engine for m in here if m.peer in wrong}
-    here = _reached(link, here, lost)
+    needing = {engine for engine in here if _take_held(engine, replies, layout.specs)}
+    here = [engine for engine in here if not engine.failures]
+    weights.learn_digests([engine.copies for engine in here])
+    differ = [e for e in here if e in needing or not e.is_at(weights.digests)]
+    here = _reached(link, here)
     if here:
         with suppress(TransportError):  # who was lost is found out by the next round
-            link.send(Welcome(full_sync=tuple(sorted(differ))))
-    agreed = [m for m in here if m.engine not in differ]
-    return agreed, [m for m in here if m.engine in differ], lost
+            link.send(Welcome(full_sync=tuple(sorted(engine.name for engine in differ))))
+    return [e for e in here if e not in differ], [e for e in here if e in differ]
 
 
-def _reached(
-    link: SenderLink[Message], members: Sequence[Member], lost: dict[str, str]
-) -> list[Member]:
-    """Speak to those of whole engines that can be reached, and return them."""
-    here = list(members)
-    while here and (failed := link.open([m.peer for m in here])):
-        why = {m: reason_of(failed[m.peer]) for m in here if m.peer in failed}
-        here = _left(here, why, lost)
+def _reached(link: SenderLink[Message], engines: Sequence[Engine]) -> list[Engine]:
+    """Speak to those that can be reached, all their ranks, and return them."""
+    here = list(engines)
+    while here and (failed := link.open([peer for engine in here for peer in engine.ranks])):
+        for engine in here:
+            engine.failures = {p: reason_of(failed[p]) for p in engine.ranks if p in failed}
+        here = [engine for engine in here if not engine.failures]
     return here
 
 
-def _left(
-    members: Sequence[Member], problems: Mapping[Member, str], lost: dict[str, str]
-) -> list[Member]:
-    """Those whose engines have no problem. The others are noted as lost."""
-    lost |= {str(member): why for member, why in problems.items()}
-    gone = {member.engine for member in problems}
-    return [member for member in members if member.engine not in gone]
-
-
-def _parts_noted(
+def _take_held(
+    engine: Engine,
+    replies: Mapping[int, Message | DeltaSyncError],
     specs: Sequence[ParameterSpec],
-    members: Sequence[Member],
-    held: Mapping[int, Held],
-    lost: dict[str, str],
-) -> list[Member]:
-    """Members, with what they stage and what their engines hold in parts, which must add up."""
-    here = [replace(m, max_staged_bytes=held[m.peer].max_staged_bytes) for m in members]
-    ranks: dict[str, list[Member]] = defaultdict(list)
-    for member in here:
-        if held[member.peer].parts:
-            ranks[member.engine].append(member)
-    problems: dict[Member, str] = {}
-    for parted in ranks.values():
-        try:
-            known = copies(specs, [(m.holds, dict(held[m.peer].parts)) for m in parted])
-        except LayoutMismatch as error:
-            problems |= dict.fromkeys(parted, reason_of(error))
-            continue
-        here = [replace(m, copies=known) if m in parted else m for m in here]
-    return _left(here, problems, lost)
-
-
-def names_of(engines: Iterable[Mapping[int, Hello]]) -> set[str]:
-    """The names of engines, as of `Lobby.engines`."""
-    return {hello.engine for hellos in engines for hello in hellos.values()}
+) -> bool:
+    """Note what an engine holds, or why it fails. Whether it needs a full sync for sure."""
+    held = dict[int, Held]()
+    for peer in engine.ranks:
+        if isinstance(reply := replies[peer], Held):
+            held[peer] = reply
+            engine.digests[peer] = int(reply.digest, 16)
+        else:
+            engine.failures[peer] = reason_of(reply, answered="answered the layout")
+    if engine.failures:
+        return False
+    each = [(engine.ranks[peer].holds, dict(one.parts)) for peer, one in held.items()]
+    try:
+        engine.copies = copies(specs, each)
+    except LayoutMismatch as error:
+        engine.fail(reason_of(error))
+    engine.max_staged_bytes = min(one.max_staged_bytes for one in held.values())
+    return any(one.half_written for one in held.values())
 
 
 def are_enough(turns: Turns, engines: Collection[str]) -> bool:

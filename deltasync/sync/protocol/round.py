@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ from deltasync.errors import DeltaSyncError, TransportError
 from deltasync.sync.events import Phase
 from deltasync.sync.protocol.links import SenderLink, reason_of
 from deltasync.sync.protocol.receiver_session import DETACHED, INCOMPLETE
-from deltasync.sync.protocol.sender_session import Member, SenderPhase, SenderSession, judge
+from deltasync.sync.protocol.sender_session import Engine, SenderPhase, SenderSession
 from deltasync.sync.source.weights import LocalWeights
 from deltasync.wire.compression import Compression
 from deltasync.wire.frame import encode
@@ -182,11 +182,9 @@ class Emitter:
 
 @dataclass(slots=True)
 class RoundResult:
-    """What a round did. Fields as in SyncStats, and which peers had to leave, or sat it out."""
+    """What a round did. Fields as in SyncStats."""
 
     decided: bool = False
-    left: set[int] = field(default_factory=set)
-    asleep: set[int] = field(default_factory=set)
     sent: SentBuckets = field(default_factory=SentBuckets)
     coding: Coding = "none"
     transfer_s: float = 0.0
@@ -244,7 +242,7 @@ class Round:
 
     Use it once: `run`. Whoever fails leaves alone, and the others go on; but if payloads may not
     have reached the others either, the version is aborted before it is decided. In both cases the
-    session then knows why, and those that failed have been dropped. This rank's `own` weights are
+    engines then know why, and those that failed have been dropped. This rank's `own` weights are
     released when nothing of the plan is read from the source any more; `peer_ranks` are the
     trainer's other ranks.
 
@@ -267,30 +265,26 @@ class Round:
         self._link, self._session, self._plan = link, session, plan
         self._own, self._on_phase, self._peer_ranks = own, on_phase, peer_ranks
         self._result, self.phases = RoundResult(), list[Phase]()
-        self._digests: dict[int, int] = {}  # that receivers would arrive at, by peer
-        self._finished: set[str] = set()  # engines
+        self._finished: set[Engine] = set()
         self._is_answering = self._has_asked = self._has_begun = False
         self._is_unchanged = self._has_sent_all = self._is_repeated = self._is_released = False
 
-    def run(self, participants: Sequence[Member], *, version: int, stream_id: str) -> RoundResult:
+    def run(self, engines: Sequence[Engine], *, version: int, stream_id: str) -> RoundResult:
         """Do the round. The result says whether the version was decided."""
         self._version = version
-        engines = frozenset(member.engine for member in participants)
         try:
-            self._session.begin(participants, version=version)
+            self._session.begin(engines, version=version)
             self._stage(stream_id)
             ready = self._ready()
             if not ready:
-                failures = "; ".join(self._session.failures.values())
+                failures = "; ".join(why for e in engines for why in e.failures.values())
                 self._abort(failures or "no time is left to write it")
                 return self._result
             turns = [frozenset(turn) for turn in self._turns(ready)]
             if len(turns) > 1 and self._writes_as_it_arrives():
                 turns = [frozenset().union(*turns)]  # they are paused, all of them
-            taking = frozenset().union(*turns)
-            if self._session.failures or taking != engines:
-                self._drop(self._session.narrow(taking))
-            if not taking:
+            self._drop(self._session.narrow(frozenset().union(*turns)))
+            if not self._session.participants:
                 self._abort("no engine is to take it")
                 return self._result
             self._commit(turns)
@@ -303,7 +297,7 @@ class Round:
         began, session = time.perf_counter(), self._session
         for peer, error in self._link.open(list(session.participants)).items():
             session.failed(peer, reason_of(error))
-        if session.failures:
+        if self._has_failures():
             return
         self._result.coding = coding = self._own.options.compression
         emitter = Emitter(self._plan, self._version, compression=coding, buffer=self._buffer)
@@ -316,11 +310,11 @@ class Round:
         self._send(begin)
         for peer in self._lost():
             session.failed(peer, "PeerLost: disconnected as the sync began")
-        if session.failures:  # the others may write in place what would come now
+        if self._has_failures():  # the others may write in place what would come now
             return
         self._send_buckets(emitter)
         sent = time.perf_counter()
-        if self._has_sent_all and (not session.failures or self._goes_on()):
+        if self._has_sent_all and (not self._has_failures() or self._goes_on()):
             self._is_answering = self._has_asked = True
             self._send(emitter.prepare())
             # Even if that lost somebody: an answer left unread would be taken for the next one.
@@ -339,7 +333,7 @@ class Round:
         with_shares = ranks is not None and not self._link.knows(plan.space)
         if ranks is not None:
             ranks.start(
-                session.participants.values(),
+                session.engines,
                 session.attempt,
                 is_delta=plan.base_version is not None,
                 with_shares=with_shares,
@@ -348,8 +342,7 @@ class Round:
         try:
             for message, payload in emitter.frames(with_shares=with_shares):
                 self._report_begun()
-                went = self._send(message, payload)
-                if session.failures and not (went and self._goes_on()):
+                if not self._send(message, payload):
                     break
             else:
                 self._has_sent_all, self._is_released = True, self._own.release()
@@ -362,65 +355,74 @@ class Round:
         if ranks is not None:
             theirs = ranks.sent()
             self._result.sent += theirs
-            for member in session.participants.values():
-                if member.connection in theirs.lost:
-                    session.failed(member.peer, theirs.lost[member.connection])
+            for peer, engine in session.participants.items():
+                if (connection := engine.ranks[peer].connection) in theirs.lost:
+                    session.failed(peer, theirs.lost[connection])
 
     def _buffer(self, num_bytes: int) -> Tensor:
         while True:
             try:
                 return self._link.buffer(num_bytes)
             except TransportError as error:
-                if not (self._note_lost(error) and self._goes_on()):
+                if not self._note_lost(error):
                     raise
+
+    def _has_failures(self) -> bool:
+        return any(engine.failures for engine in self._session.engines)
 
     def _goes_on(self) -> bool:
         """Whether engines that have not failed get all payloads, whoever was lost."""
         is_sure = self._link.transport.capabilities.outlives_losses and self._peer_ranks is None
-        return is_sure and bool(self._sound())
-
-    def _sound(self) -> set[str]:
-        """Engines of which no rank has failed."""
-        here = self._session.participants
-        failed = {here[peer].engine for peer in self._session.failures}
-        return {member.engine for member in here.values()} - failed
+        return is_sure and bool(self._session.sound)
 
     def _ready(self) -> set[str]:
         """Engines of which all ranks have prepared; none if no time is left in which to write."""
         is_late = self._link.limit.is_over
-        return self._sound() if self._has_asked and not (is_late or self._is_repeated) else set()
+        may_decide = self._has_asked and not (is_late or self._is_repeated)
+        return {engine.name for engine in self._session.sound} if may_decide else set()
 
     def _report_begun(self) -> None:
         """Once."""
         if not self._has_begun:
             self._has_begun = True
-            self._report_phase(self._sound(), is_decided=False)
+            self._report_phase({e.name for e in self._session.sound}, is_decided=False)
 
     def _collect_prepared(self) -> None:
-        session, incomplete, asleep = self._session, dict[int, str](), self._result.asleep
+        session, incomplete = self._session, dict[int, str]()
+        is_delta = self._plan.base_version is not None
         replies = self._link.replies()
         self._is_answering = False
         for peer, reply in replies.items():
-            if peer not in session.participants:
+            if (engine := session.participants.get(peer)) is None:
                 continue
-            if peer in session.failures:
+            if peer in engine.failures:
                 if isinstance(reply, Failed):
                     session.failed(peer, reason_of(reply), is_own=True)
             elif isinstance(reply, Failed) and reply.error == INCOMPLETE:
                 incomplete[peer] = reason_of(reply)
             elif not isinstance(reply, Prepared) or reply.version != self._version:
                 session.failed(peer, reason_of(reply))
-                is_delta = self._plan.base_version is not None
                 if is_delta and isinstance(reply, Failed) and reply.error == DETACHED:
-                    asleep.add(peer)
+                    engine.asleep.add(peer)
             else:
-                self._digests[peer] = int(reply.digest, 16)
+                session.prepared(peer, int(reply.digest, 16))
                 self._result.receiver_bytes = max(self._result.receiver_bytes, reply.staged_bytes)
         if incomplete:
-            is_sure = self._link.transport.capabilities.outlives_losses or self._is_released
-            may_repeat = not (is_sure or self._writes_as_it_arrives())  # an abort is dirty then
-            self._is_repeated = session.spare(incomplete, asleep, may_repeat=may_repeat)
-        judge(session, self._digests, self._plan.ledger, len(self._own.layout.specs))
+            self._spare(incomplete)
+        session.judge(self._plan.ledger)
+
+    def _spare(self, incomplete: Mapping[int, str]) -> None:
+        """Receivers that miss a payload stay if another attempt serves them, else have failed."""
+        session = self._session
+        lost = [engine for engine in session.engines if engine.must_leave]
+        is_sure = self._link.transport.capabilities.outlives_losses or self._is_released
+        # An abort is dirty where it was written. Nobody else can have a payload that is missing.
+        may_repeat = bool(lost) and not (is_sure or self._writes_as_it_arrives())
+        for peer, reason in incomplete.items():
+            if may_repeat and session.participants[peer] not in lost:
+                self._is_repeated = True
+            else:
+                session.failed(peer, reason)
 
     def _commit(self, turns: Sequence[frozenset[str]]) -> None:
         began = time.perf_counter()
@@ -445,47 +447,49 @@ class Round:
 
         Returns whether all the time for that has passed.
         """
-        deadline = time.monotonic() + self._link.timeout_s
-        here = self._session.participants
-        awaited = {peer: member.engine for peer, member in here.items() if member.engine in engines}
+        deadline, session = time.monotonic() + self._link.timeout_s, self._session
+        awaited = {peer for peer, engine in session.participants.items() if engine.name in engines}
         while awaited:
-            before = set(awaited.values())
-            for peer, reply in self._link.some_replies(awaited, deadline).items():
+            came = self._link.some_replies(awaited, deadline)
+            for peer, reply in came.items():
                 self._note_committed(peer, reply)
-                del awaited[peer]
-            if done := before.difference(awaited.values()):
+            awaited -= came.keys()
+            answered = dict.fromkeys(session.participants[peer] for peer in came)
+            if done := [e for e in answered if awaited.isdisjoint(e.ranks)]:
                 self._let_go_on(done)
         return time.monotonic() >= deadline
 
     def _note_committed(self, peer: int, reply: Message | DeltaSyncError) -> None:
+        session = self._session
         if not isinstance(reply, Committed) or reply.version != self._version:
-            self._session.failed(peer, reason_of(reply))
-        elif int(reply.digest, 16) != self._digests[peer]:  # which was that of our weights
-            self._session.failed(peer, "DigestMismatch: it read back other weights than ours")
+            session.failed(peer, reason_of(reply))
+        elif int(reply.digest, 16) != session.participants[peer].digests[peer]:  # predicted
+            session.failed(peer, "DigestMismatch: it read back other weights than ours")
         else:
-            self._session.committed(peer)
+            session.committed(peer)
             self._result.receiver_commit_s = max(self._result.receiver_commit_s, reply.commit_s)
 
-    def _let_go_on(self, engines: Collection[str]) -> None:
+    def _let_go_on(self, engines: Sequence[Engine]) -> None:
         """Tell the ranks of engines how all of them fared. No rank knows that by itself."""
-        undo, is_connected = self._session.undone(engines), self._link.transport.is_connected
-        here = [m for m in self._session.participants.values() if m.engine in engines]
-        if peers := [m.peer for m in here if m.world > 1 and is_connected(m.peer)]:
-            finish = encode(Finish(version=self._version, undo=undo))
+        undo = sorted(engine.name for engine in engines if not engine.is_done)
+        ranks = [peer for engine in engines if len(engine.ranks) > 1 for peer in engine.ranks]
+        if peers := list(filter(self._link.transport.is_connected, ranks)):
+            finish = encode(Finish(version=self._version, undo=tuple(undo)))
             try:
                 self._link.transport.tell(peers, finish, timeout_s=self._link.timeout_s)
             except TransportError as error:
                 self._note_lost(error)
         self._finished.update(engines)
-        for engine in set(engines).difference(undo):
-            self._report_phase(frozenset([engine]), is_decided=True, is_held=True)
+        for engine in engines:
+            if engine.is_done:
+                self._report_phase([engine.name], is_decided=True, is_held=True)
 
     def _abort(self, reason: str) -> None:
         self._link.hint(Abort(version=self._version, reason=as_text(reason)))
         if not self._has_asked:
             for peer, why in self._link.last_words(self._lost()).items():
                 self._session.failed(peer, why, is_own=True)
-        self._drop(self._session.abort(self._result.asleep))
+        self._drop(self._session.abort())
 
     def _break_off(self, error: BaseException) -> None:
         """Leave nobody in doubt: an undecided version is aborted, after a decision all rejoin."""
@@ -497,15 +501,14 @@ class Round:
                         self._session.failed(peer, "the sender broke off")
                 self._abort(f"the sender failed: {type(error).__name__}")
             case SenderPhase.DECIDED:
-                for peer, member in self._session.participants.items():
-                    if member.engine not in self._finished:
+                for peer, engine in self._session.participants.items():
+                    if engine not in self._finished:
                         self._session.failed(peer, "the sender failed after the decision")
                 self._drop(self._session.finish())
 
-    def _drop(self, members: Sequence[Member]) -> None:
-        for member in members:
-            self._result.left.add(member.peer)
-            self._link.drop(member.peer)
+    def _drop(self, engines: Sequence[Engine]) -> None:
+        for peer in [peer for engine in engines for peer in engine.ranks]:
+            self._link.drop(peer)
 
     def _report_phase(
         self, engines: Collection[str], *, is_decided: bool, is_held: bool = False
@@ -529,11 +532,11 @@ class Round:
 
     def _writes_as_it_arrives(self) -> bool:
         """Whether an engine may have written already what was sent."""
-        room = min(member.max_staged_bytes for member in self._session.participants.values())
+        room = min(engine.max_staged_bytes for engine in self._session.engines)
         return self._plan.base_version is None or self._staged_bytes() > room
 
     def _send(self, message: Message, payload: Tensor | None = None) -> bool:
-        """Whether it went to all that are not lost, as far as is known."""
+        """Whether all that are not lost have it, or will."""
         try:
             self._link.send(message, payload)
         except TransportError as error:
@@ -544,14 +547,18 @@ class Round:
         """Losing a peer is no error here. Before the decision it has failed; later its answer says
         so, or has said that all is well before it left.
 
-        Returns whether that explains the error: a peer has failed that had not.
+        Returns whether the others go on, which have not been lost before. Raises the error if
+        nobody is lost.
         """
-        lost, before = self._lost(), len(self._session.failures)
+        lost, session = self._lost(), self._session
         if not lost:
             raise error
-        for peer in lost if self._session.phase is SenderPhase.STAGING else ():
-            self._session.failed(peer, reason_of(error))
-        return len(self._session.failures) > before
+        if session.phase is not SenderPhase.STAGING:
+            return False
+        new = [peer for peer in lost if peer not in session.participants[peer].failures]
+        for peer in new:
+            session.failed(peer, reason_of(error))
+        return bool(new) and self._goes_on()
 
     def _lost(self) -> list[int]:
         is_connected = self._link.transport.is_connected
