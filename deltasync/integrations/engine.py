@@ -24,7 +24,6 @@ from deltasync.errors import (
 )
 from deltasync.integrations.calls import Pause, asked
 from deltasync.integrations.trainer_info import OneCallServer, Server, TrainerInfo, Work
-from deltasync.sync.protocol.round import SyncPhase
 from deltasync.sync.stats import reasons
 from deltasync.transports import forks
 from deltasync.wire.messages import Failed
@@ -351,26 +350,23 @@ class Engine:
         self._updates.clear()
         self.outcome, self._holding, self._is_asleep = Future(), set(), False
 
-    def follow(self, phase: SyncPhase) -> None:
-        """Ask for the update as soon as workers would wait for it; when all workers hold the
-        version, let it end.
-        """
-        version = phase.version
-        if phase.is_held:
-            self._holding |= phase.engines
-            is_held = self.count(self._holding, self._replicas) == self.workers
-            if is_held and not self.outcome.done():
-                self.version = version
-                self.outcome.set_result(None)
-            return
-        is_due = phase.is_decided or writes_at_once(phase, self._terms)
-        if self.is_removed or version in self._updates or not is_due:
+    def follow(self, version: int, work: Work, *, is_in_place: bool) -> None:
+        """Ask for the update, once workers would wait for it, unless it was asked for."""
+        if self.is_removed or version in self._updates:
             return
         if self._updates:  # it joined with the version before, and holds only that for sure
             if not self.outcome.done():
                 self.outcome.set_exception(SyncAborted(f"v{version} came before it had this one"))
             self.outcome, self._holding = Future(), set()
-        self._ask_for(version, "pass" if phase.is_unchanged else "write", not phase.is_decided)
+        self._ask_for(version, work, is_in_place)
+
+    def held(self, version: int, replicas: Collection[str]) -> None:
+        """These hold the version; when all its workers do, let the update end."""
+        self._holding.update(filter(self.has, replicas))
+        is_held = self.count(self._holding, self._replicas) == self.workers
+        if is_held and not self.outcome.done():
+            self.version = version
+            self.outcome.set_result(None)
 
     def _ask_for(self, version: int, work: Work, is_in_place: bool = False) -> None:
         """Bring the engine to a version, in its thread."""
@@ -576,8 +572,3 @@ class Engine:
 def new_name(stem: str) -> str:
     """A name that begins so, and that no other engine has had."""
     return f"{stem}{uuid.uuid4().hex[:8]}"
-
-
-def writes_at_once(phase: SyncPhase, terms: TrainerInfo) -> bool:
-    """Whether workers write what is sent as it arrives, in a pause that begins before."""
-    return phase.is_full or phase.staged_bytes > terms.max_staged_bytes

@@ -18,12 +18,12 @@ from typing import ClassVar, Literal, TypedDict, get_args
 
 from deltasync.delta.modes import plain_mode
 from deltasync.errors import ConfigError, EngineTaken, NoReceivers, SyncAborted, TransportTimeout
-from deltasync.integrations.engine import Engine, ServerState, writes_at_once
+from deltasync.integrations.engine import Engine, ServerState
 from deltasync.integrations.trainer_info import Server, TrainerInfo, Unproved, WithoutRoutes
 from deltasync.sync.group.group import TrainerGroup
 from deltasync.sync.options import SenderOptions
 from deltasync.sync.protocol.links import CallTimeout, OneCaller, check_seconds
-from deltasync.sync.protocol.round import SyncPhase
+from deltasync.sync.protocol.round import Owner
 from deltasync.sync.sender import EngineSender, one_call
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.source.weights import LocalWeights
@@ -155,12 +155,10 @@ class EngineFleet(Closing):
             source,
             transport,
             options=options,
-            on_phase=self._follow,
-            admits=lambda worker: self._engine_of(worker) is not None,
-            joins=self._joins,
-            turns=self._turns,
+            owner=_FleetOwner(self),
             group=group,
         )
+        self._group = group
         forks.inert_in_children(self._forked)
 
     def _forked(self) -> None:
@@ -368,10 +366,10 @@ class EngineFleet(Closing):
             if not may_ask_source:  # it may change now
                 raise SyncAborted("the engines have to connect; the next sync connects them")
             self._specs = self.sender.declared(self._limit.wait_s)
-        (first,), ranks = self._terms.addresses, self.sender.addresses_of_ranks()
+        (first,), ranks = self._terms.addresses, self._group.addresses if self._group else {}
         me = f"process {os.getpid()} on {socket.gethostname()}, stream {self.sender.stream_id}"
         terms = {
-            "addresses": (first, *(_reachable(there, rank=rank) for rank, there in ranks)),
+            "addresses": (first, *(_reachable(ranks[rank], rank=rank) for rank in sorted(ranks))),
             "tensors": tuple((each.names, each.dtype.name, each.shape) for each in self._specs),
             "holder": f"{me}, from {first}",
         }
@@ -384,24 +382,6 @@ class EngineFleet(Closing):
 
     def _engine_of(self, worker: str) -> Engine | None:
         return next((engine for engine in self._present() if engine.has(worker)), None)
-
-    def _joins(self, worker: str) -> bool:
-        engine = self._engine_of(worker)
-        return engine is not None and engine.is_here
-
-    def _turns(
-        self, workers: Collection[str], besides: Collection[str]
-    ) -> Sequence[Collection[str]]:
-        """The `Turns` of the sender. Its engines are the replicas of ours.
-
-        An engine takes a version if all of its workers can.
-        """
-        can, engines = {*workers, *besides}, [e for e in self._present() if e.is_here]
-        able = [e for e in engines if e.count(can, self._ranks) == e.workers]
-        self._check_number(able)
-        here = [{worker for worker in workers if engine.has(worker)} for engine in able]
-        turns = [turn for turn in here if turn]
-        return turns if self._pauses == "rolling" else [set().union(*turns)]
 
     def _check_number(self, able: Collection[Engine]) -> None:
         if len(able) < self._min_engines:
@@ -446,18 +426,6 @@ class EngineFleet(Closing):
             raise
         return self._end_sync(engines, stats)
 
-    def _follow(self, phase: SyncPhase) -> None:
-        engines = self._present(with_leaving=True)
-        is_turn = phase.is_decided and not (phase.is_held or writes_at_once(phase, self._terms))
-        if is_turn and self._pauses == "rolling":
-            self._await_resumed()
-        is_join = phase.is_held and phase.is_full  # with the version that members hold already
-        holders = self.sender.holders().keys() if is_join else ()
-        for engine in engines:
-            if any(map(engine.has, phase.engines)):
-                replicas = frozenset(filter(engine.has, {*phase.engines, *holders}))
-                engine.follow(replace(phase, engines=replicas))
-
     def _await_resumed(self) -> None:
         """Wait, once, for the engines that hold the version under way to generate again.
 
@@ -470,7 +438,7 @@ class EngineFleet(Closing):
 
     def _give_up(self, engines: Sequence[Engine], error: BaseException) -> None:
         """No version was sent. Engines that were asked to write one learn it."""
-        lost, holders = self.sender.lost(), self.sender.holders()
+        lost, holders = self.sender.lost, self.sender.holders()
         for engine in engines:
             engine.give_up(error, lost, holders, were_asleep=self.sender.were_asleep)
         if self.sender.were_asleep:  # no worker has written, or left
@@ -496,6 +464,59 @@ class EngineFleet(Closing):
         lost = {**others, **{engine.label: engine.why for engine in behind}}
         hold = tuple(e.label for e in present if e.state(version).state == "current")
         return self.sender.ended_as(replace(stats, lost=lost, engines=hold))
+
+
+class _FleetOwner(Owner):
+    """A fleet as its sender knows it, whose engines are the replicas of our engines."""
+
+    def __init__(self, fleet: EngineFleet) -> None:
+        self._fleet = fleet
+        self._is_full = self._is_in_place = False  # the sync under way
+
+    def admits(self, worker: str) -> bool:
+        return self._fleet._engine_of(worker) is not None
+
+    def joins(self, worker: str) -> bool:
+        engine = self._fleet._engine_of(worker)
+        return engine is not None and engine.is_here
+
+    def turns(
+        self, workers: Collection[str], besides: Collection[str]
+    ) -> Sequence[Collection[str]]:
+        """An engine takes a version if all of its workers can."""
+        fleet, can = self._fleet, {*workers, *besides}
+        engines = [engine for engine in fleet._present() if engine.is_here]
+        able = [e for e in engines if e.count(can, fleet._ranks) == e.workers]
+        fleet._check_number(able)
+        here = [{worker for worker in workers if engine.has(worker)} for engine in able]
+        turns = [turn for turn in here if turn]
+        return turns if fleet._pauses == "rolling" else [set().union(*turns)]
+
+    def begun(
+        self, version: int, workers: Collection[str], *, is_full: bool, staged_bytes: int
+    ) -> None:
+        """Where workers write what is sent as it arrives, their pause begins before."""
+        self._is_full = is_full
+        self._is_in_place = is_full or staged_bytes > self._fleet._terms.max_staged_bytes
+        if self._is_in_place:
+            for engine in self._those_of(workers):
+                engine.follow(version, "write", is_in_place=True)
+
+    def decided(self, version: int, workers: Collection[str], *, is_unchanged: bool) -> None:
+        if self._fleet._pauses == "rolling" and not self._is_in_place:
+            self._fleet._await_resumed()
+        for engine in self._those_of(workers):
+            engine.follow(version, "pass" if is_unchanged else "write", is_in_place=False)
+
+    def held(self, version: int, worker: str) -> None:
+        """After a full sync it holds what members hold already."""
+        holders = self._fleet.sender.holders() if self._is_full else ()
+        for engine in self._those_of([worker]):
+            engine.held(version, [worker, *holders])
+
+    def _those_of(self, workers: Collection[str]) -> list[Engine]:
+        engines = self._fleet._present(with_leaving=True)
+        return [engine for engine in engines if any(map(engine.has, workers))]
 
 
 def _check_threads_can_start() -> None:

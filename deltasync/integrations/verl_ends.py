@@ -23,6 +23,7 @@ from deltasync.sync.group.group import TrainerGroup
 from deltasync.sync.group.rank import TrainerRank
 from deltasync.sync.options import ReceiverOptions, SenderOptions
 from deltasync.sync.protocol.links import CallTimeout
+from deltasync.sync.protocol.round import Owner
 from deltasync.sync.receiver import WeightReceiver
 from deltasync.sync.sender import WeightSender, one_call
 from deltasync.sync.source.tensors import WeightSource
@@ -167,6 +168,7 @@ class SendingRank:
         if is_hub:
             self._link, self.hub = options.listen("gloo")
         self._sender: WeightSender | TrainerRank | None = None
+        self._owner = _RolloutOwner()
 
     @property
     def members(self) -> frozenset[str]:
@@ -198,6 +200,7 @@ class SendingRank:
         if isinstance(self._sender, TrainerRank):
             self._sender.send_weights(timeout_s=self._timeout_s)
             return None
+        self._owner.rollouts = frozenset(rollouts)
         return metrics_of(_sent(self._sender, rollouts, self._timeout_s))
 
     def close(self) -> None:
@@ -210,15 +213,26 @@ class SendingRank:
         self, source: WeightSource | LocalWeights, hub: Address | None, rank: int, world: int
     ) -> WeightSender | TrainerRank:
         if isinstance(source, LocalWeights):  # which has these options
-            return WeightSender(source, self._transport)
+            return WeightSender(source, self._transport, owner=self._owner)
         if self._link is not None:
             group = TrainerGroup(self._link, world)
-            return WeightSender(source, self._transport, options=self._options, group=group)
+            return WeightSender(
+                source, self._transport, options=self._options, owner=self._owner, group=group
+            )
         assert hub is not None
         link = hub.receiver(torch.device("cpu"), secret=network_secret())
         return TrainerRank(
             source, self._transport, link, rank=rank, world=world, options=self._options
         )
+
+
+class _RolloutOwner(Owner):
+    """Lets in the rollouts of the sync under way, and no others."""
+
+    rollouts: frozenset[str] = frozenset()
+
+    def admits(self, engine: str) -> bool:
+        return engine in self.rollouts
 
 
 def metrics_of(stats: SyncStats) -> Metrics:
@@ -241,7 +255,7 @@ def metrics_of(stats: SyncStats) -> Metrics:
 def _sent(sender: WeightSender, rollouts: Collection[str], timeout_s: float) -> SyncStats:
     """Sync these rollouts. Raises SyncAborted if one of them does not hold the version."""
     with plain_mode(), one_call(sender, CallTimeout(timeout_s)):
-        sender.retain(rollouts)
+        sender.let_go_of_strangers("not retained")
         sender.wait_for_receivers(len(rollouts), timeout_s=timeout_s)
         stats = sender.send_weights(timeout_s=timeout_s)
         if stats.receivers < len(rollouts):

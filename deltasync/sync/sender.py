@@ -6,7 +6,7 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 from deltasync.delta.modes import plain_mode
@@ -37,8 +37,8 @@ from deltasync.sync.protocol.links import (
     message_of,
     reason_of,
 )
-from deltasync.sync.protocol.lobby import Greetings, Lobby, are_enough, join
-from deltasync.sync.protocol.round import Round, RoundResult, SyncPhase, Turns, all_at_once
+from deltasync.sync.protocol.lobby import Greetings, Lobby, join
+from deltasync.sync.protocol.round import Owner, Round, RoundResult
 from deltasync.sync.protocol.sender_session import Engine, SenderSession
 from deltasync.sync.source.layout import SentLayout, check_engine, specs_of
 from deltasync.sync.source.tensors import WeightSource
@@ -54,7 +54,6 @@ from deltasync.sync.stats import (
     stats_of,
 )
 from deltasync.transports import forks
-from deltasync.transports.address import Address
 from deltasync.transports.base import Closing, SendTransport
 from deltasync.wire.messages import Failed, ParameterSpec, Upcoming
 
@@ -74,17 +73,13 @@ class WeightSender(Closing):
             their own options.
         transport: The sender's end of a link. The sender owns it: `close` closes it.
         options: Sizes, codec, dtypes.
-        on_phase: Called by the sending thread when a sync begins, when it is decided and when an
-            engine holds it, for engines that must be asked to pause and commit. It must not block.
-        admits: Whether an engine with this name may join; all may by default.
-        joins: Whether an engine that was admitted joins now; if not, it waits for a later sync.
-        turns: Which engines take a version and which of them write at the same time; by default
-            all. An engine that waits for its turn serves its old version meanwhile.
+        owner: Whose engines these are, for engines that have to be let in, or asked to pause.
         group: The other ranks of the trainer, if it has several. This end is then rank 0, and
             every other rank uses a `TrainerRank`. Receivers have a lane to each of them.
 
     Attributes:
         source: What is sent: the source without what `leave_out` names; None of other weights.
+        lost: Why members left in the last call of `send_weights`, also if that raised.
         were_asleep: Whether all members skipped the last sync because their weights sleep, and
             nobody joined.
     """
@@ -95,21 +90,18 @@ class WeightSender(Closing):
         transport: SendTransport,
         *,
         options: SenderOptions | None = None,
-        on_phase: Callable[[SyncPhase], None] | None = None,
-        admits: Callable[[str], bool] = lambda engine: True,
-        joins: Callable[[str], bool] = lambda engine: True,
-        turns: Turns = all_at_once,
+        owner: Owner | None = None,
         group: TrainerGroup | None = None,
     ) -> None:
         check_transport(transport, "Sender")
         check_options(options, SenderOptions)
-        self._on_phase, self._joins, self._turns = on_phase, joins, turns
+        self._owner = owner or Owner()
         own = self._own = local_weights(source, options)
         self.source: WeightSource | None = getattr(own, "source", None)
         self.stream_id = self.options.stream_id or uuid.uuid4().hex
         self._link = SenderLink(transport, message_of)
         check_coding(self.options)
-        self._lobby = Lobby(self._link, admits, num_lanes=group.world - 1 if group else 0)
+        self._lobby = Lobby(self._link, self._owner, num_lanes=group.world - 1 if group else 0)
         self._session, self._group = SenderSession(), group
         if group is not None:
             group.version = lambda: self.version
@@ -121,7 +113,7 @@ class WeightSender(Closing):
         self._caller = OneCaller(refusal, self._recover)
         self._whole_call = OneCaller("", self._group.recover if self._group else lambda: None)
         self.were_asleep = self._is_between = False  # the snapshot: an aborted delta may mix it
-        self._lost = dict[str, str]()
+        self.lost = dict[str, str]()
         self._lost_between = dict[str, str]()  # syncs: the next one says so
         self._done: SyncStats | None = None
         self._watch, self._call = DeltaWatch(), SenderCall(self.stream_id, 0)
@@ -195,14 +187,12 @@ class WeightSender(Closing):
                 self._lobby.listen(timeout_s=rest)
                 self._part_with_lost_members()
 
-    def retain(self, engines: Collection[str]) -> None:
-        """Keep only these engines, and admit no others, until this is called again.
-
-        Engines that are dropped keep the weights that they have.
-        """
+    def let_go_of_strangers(self, why: str) -> None:
+        """Part with engines that are admitted no more. They keep the weights that they have."""
         with plain_mode(), self._caller.call():
-            self._lobby.retain(engines)
-            self._part_with("not retained", [e for e in self._session.members if e not in engines])
+            self._lobby.forget_strangers()
+            admits = self._owner.admits
+            self._part_with(why, [name for name in self._session.members if not admits(name)])
 
     def refresh_source(self) -> None:
         """Look up the source's tensors now, so that the next `send_weights` need not.
@@ -271,30 +261,30 @@ class WeightSender(Closing):
         self._link.limit = limit
         self._lobby.listen(timeout_s=0)
         self._part_with_lost_members()
-        self._lost = self._call.lost = self._lost_between
+        self.lost = self._call.lost = self._lost_between
         self._lost_between, self.were_asleep = {}, False
         if self._weights.is_lost:
             self._part_with("a rank of the trainer has lost its snapshot", self._session.members)
         joined = self._joined_first(join_timeout_s)
         delta = self._sync_members() if self._session.members else None
         if delta is None and limit.is_over:
-            raise nothing_sent(self._lost, is_too_late=limit.is_over)
+            raise nothing_sent(self.lost, is_too_late=limit.is_over)
         if on_source_read is not None and (delta is None or not self._session.members):
-            why = reasons(self._lost) or "no receiver is a member"
+            why = reasons(self.lost) or "no receiver is a member"
             raise SyncAborted(f"{why}; the next sync covers this one")
         engines = {} if joined or limit.is_over else self._newcomers()
         if self.were_asleep and not engines:
-            raise ConfigError(f"no weights were sent ({reasons(self._lost)})")
+            raise ConfigError(f"no weights were sent ({reasons(self.lost)})")
         if self.were_asleep:
             self._forget(*self.engines)
             self.were_asleep = False  # those that join are written
         if not self._session.members:
             delta = None
             if not engines or not self._capture(engines):
-                raise nothing_sent(self._lost, is_too_late=limit.is_over)
+                raise nothing_sent(self.lost, is_too_late=limit.is_over)
         joined = joined or self._join(engines, join_timeout_s)
         if not self._session.members:
-            raise nothing_sent(self._lost, is_too_late=limit.is_over)
+            raise nothing_sent(self.lost, is_too_late=limit.is_over)
         return stats_of(
             self._weights,
             delta,
@@ -320,7 +310,7 @@ class WeightSender(Closing):
             done.result.decided or self._own.is_released or self._link.limit.is_over
         ):
             if done.delta is not None:
-                what = (version, self.num_receivers, reasons(self._lost))
+                what = (version, self.num_receivers, reasons(self.lost))
                 logger.warning("sending v%d again, to %d receivers: %s", *what)
             members = list(self._session.members.values())
             began = time.perf_counter()
@@ -346,7 +336,7 @@ class WeightSender(Closing):
         """
         began, is_captured = time.perf_counter(), False
         self._weights.declared()  # what the source cannot give is no fault of an engine
-        self._turns(engines, ())
+        self._owner.turns(engines, ())
         for hellos in engines.values():
             try:
                 held = [spec for hello in hellos.values() for spec in hello.specs()]
@@ -357,7 +347,7 @@ class WeightSender(Closing):
             self._session.captured(self.version + 1)
             is_captured, self._is_between = True, False
             break
-        self._lost |= self._lobby.refused()
+        self.lost |= self._lobby.refused()
         self._call.phases.append(("capture", began, time.perf_counter()))
         return is_captured
 
@@ -366,12 +356,11 @@ class WeightSender(Closing):
 
         Without a version to join with, they only count. Raises SyncAborted if there are too few.
         """
-        is_free = self._turns is all_at_once or not self._session.members
-        if is_free or are_enough(self._turns, self.engines):
+        if not self._session.members or self._owner.are_enough(self.engines):
             return None
         engines = self._newcomers()
         if self._is_between or not engines:
-            self._turns(self.engines, engines)
+            self._owner.turns(self.engines, engines)
             return None
         return self._join(engines, timeout_s)
 
@@ -383,11 +372,11 @@ class WeightSender(Closing):
         try:
             layout = self._weights.layout
             taken = [self._lobby.take(name, hellos, layout) for name, hellos in engines.items()]
-            self._lost |= self._lobby.refused()
+            self.lost |= self._lobby.refused()
             joiners = [engine for engine in taken if engine is not None]
             agreed, differ = join(self._link, joiners, self._weights, self.stream_id, self.version)
             for engine in joiners:
-                self._lost |= engine.named(engine.failures)
+                self.lost |= engine.named(engine.failures)
             self._session.members |= {engine.name: engine for engine in agreed}
             done.joined = sum(len(engine.ranks) for engine in agreed)
             self._full_syncs(differ, done, timeout_s)
@@ -400,8 +389,8 @@ class WeightSender(Closing):
     def _full_syncs(self, engines: list[Engine], done: Joined, timeout_s: float | None) -> None:
         """Together; or in turns, if there are enough engines without those that join."""
         held, turns = self.engines, [frozenset(engine.name for engine in engines)]
-        if held and engines and are_enough(self._turns, held):
-            turns = [frozenset(turn) for turn in self._turns(turns[0], held)]
+        if held and engines and self._owner.are_enough(held):
+            turns = [frozenset(turn) for turn in self._owner.turns(turns[0], held)]
         while turns:
             turn = turns.pop(0)
             if self._full_sync([e for e in engines if e.name in turn], done, timeout_s) and turns:
@@ -428,27 +417,26 @@ class WeightSender(Closing):
         self, plan: Plan, engines: list[Engine], besides: Collection[str], version: int
     ) -> RoundResult:
         """One round; remembers who was lost in it. Arguments as of `Round`."""
-        is_free = self._turns is all_at_once
         work = Round(
             self._link,
             self._session,
             plan,
             self._own,
-            on_phase=self._on_phase,
+            owner=self._owner,
+            besides=besides,
             peer_ranks=self._peer_ranks,
-            turns=all_at_once if is_free else lambda ready: self._turns(ready, besides),
         )
         try:
             return work.run(engines, version=version, stream_id=self.stream_id)
         finally:
             self._call.phases += work.phases
             for engine in engines:
-                self._lost |= engine.named(engine.failures)
+                self.lost |= engine.named(engine.failures)
 
     def _newcomers(self) -> Greetings:
         """Complete engines in the lobby, without those whose name is taken."""
         free = self._lobby.newcomers(self.engines)
-        return {name: hellos for name, hellos in free.items() if self._joins(name)}
+        return {name: hellos for name, hellos in free.items() if self._owner.joins(name)}
 
     def _part_with_lost_members(self) -> None:
         """Drop every engine that has lost a rank."""
@@ -464,7 +452,7 @@ class WeightSender(Closing):
 
     def _part_with(self, reason: str, names: Iterable[str]) -> None:
         for name in list(names):
-            self._lost |= self._session.members[name].named(reason)
+            self.lost |= self._session.members[name].named(reason)
             self._forget(name)
 
     def _forget(self, *names: str) -> None:
@@ -497,10 +485,6 @@ class EngineSender(WeightSender):
                 except LayoutMismatch as error:
                     raise ConfigError(str(error)) from error
 
-    def addresses_of_ranks(self) -> list[tuple[int, Address | None]]:
-        """(rank, where it sends from) of the other ranks of the trainer, in order."""
-        return sorted(self._group.addresses.items()) if self._group else []
-
     def listen(self, *, timeout_s: float) -> tuple[Counter[str], list[Failed]]:
         """Hear who has connected, for at most `timeout_s`, less if somebody does.
 
@@ -516,21 +500,10 @@ class EngineSender(WeightSender):
         """The number of ranks of each engine that holds the sender's version."""
         return Counter({name: len(e.ranks) for name, e in self._session.members.items()})
 
-    def let_go_of_strangers(self, why: str) -> None:
-        """Part with engines that are admitted no more. They keep the weights that they have."""
-        with plain_mode(), self._caller.call():
-            lobby = self._lobby
-            lobby.forget_strangers()
-            self._part_with(why, [e for e in self._session.members if not lobby.admits(e)])
-
     def ended_as(self, stats: SyncStats) -> SyncStats:
         """Return what the call under way comes to: so it is reported, and told other ranks."""
         self._done = stats
         return stats
-
-    def lost(self) -> Mapping[str, str]:
-        """Why members left in the last call of `send_weights`, also if that raised."""
-        return self._lost
 
     def last_refusal(self) -> str:
         """Why the last connection was refused, if one was since the last call."""
@@ -547,7 +520,7 @@ def one_call(sender: WeightSender, limit: CallTimeout) -> Iterator[None]:
     is_inner = sender._whole_call.is_called
     with nullcontext() if is_inner else sender._whole_call.call(depth=4):
         try:
-            sender._done, sender._lost, group = None, {}, sender._group
+            sender._done, sender.lost, group = None, {}, sender._group
             sender._call = SenderCall(sender.stream_id, sender.version + 1)
             with group.one_call(lambda: sender._done, limit) if group else nullcontext():
                 yield

@@ -33,6 +33,7 @@ from deltasync.delta.snapshot import MIN_BUCKET_BYTES
 from deltasync.errors import DeltaSyncError
 from deltasync.store.anchors import PublishOptions
 from deltasync.sync.group.rank import TrainerRank
+from deltasync.sync.protocol.round import Owner
 from tests.sync.interrupts import World
 from tests.worlds.fleets import Here, OneCall, engine_of, fleet_of
 from tests.worlds.links import LINKS, Serving, bits_equal, random_model, until
@@ -68,6 +69,22 @@ def retried(call: Callable[[], bool]) -> None:
     raise AssertionError("no calm sync") from last
 
 
+class _Watching(Owner):
+    """Lets a test act when its sender says where a sync is."""
+
+    def __init__(self, pair: Pair) -> None:
+        self._pair = pair
+
+    def begun(self, *_: Any, **__: Any) -> None:
+        self._pair.on_phase()
+
+    def decided(self, *_: Any, **__: Any) -> None:
+        self._pair.on_phase()
+
+    def held(self, *_: Any) -> None:
+        self._pair.on_phase()
+
+
 class Pair:
     """A trainer and its engines, over one link."""
 
@@ -87,13 +104,10 @@ class Pair:
         self.on_phase: Callable[[], object] = lambda: None
         self.link = LINKS[link]()
         self.sender = WeightSender(
-            ModuleSource(self.source), self.link, options=sender, on_phase=self._on_phase
+            ModuleSource(self.source), self.link, options=sender, owner=_Watching(self)
         )
         self._stack.callback(self.sender.close)
         self.serving: list[Serving] = []
-
-    def _on_phase(self, phase: object) -> None:
-        self.on_phase()
 
     def receiver(self, number: int) -> WeightReceiver:
         target, link = ModuleTarget(self.replicas[number]), self.link.receiver()

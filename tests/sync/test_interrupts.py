@@ -83,7 +83,7 @@ def test_a_signal_handler_that_calls_the_sender_is_refused_and_costs_the_sync_no
         here.sender.send_weights,
         here.sender.refresh_source,
         lambda: here.sender.wait_for_receivers(1),
-        lambda: here.sender.retain(["engine"]),
+        lambda: here.sender.let_go_of_strangers(""),
     ]
 
     def handler(*_: object) -> None:

@@ -22,6 +22,7 @@ from deltasync.errors import (
 )
 from deltasync.integrations.streamed import StreamedWeights
 from deltasync.store.copied import CopiedTarget
+from deltasync.sync.protocol.round import Owner
 from deltasync.transports import inprocess
 from deltasync.wire.messages import ParameterSpec
 from tests.worlds.links import Fleet, fleet, random_model, until
@@ -49,14 +50,22 @@ def replica_of(dtype: torch.dtype) -> nn.ParameterDict:
     return nn.ParameterDict({n: torch.zeros(s, dtype=dtype) for n, s in SHAPES.items()})
 
 
-def test_engines_that_are_not_retained_keep_their_weights() -> None:
-    weights, kept, other = weights_of(), CopiedTarget(), CopiedTarget()
-    with fleet(StreamedWeights()) as here:
+class Choosing(Owner):
+    names = frozenset({"kept", "other"})
+
+    def admits(self, engine: str) -> bool:
+        return engine in self.names
+
+
+def test_engines_that_are_admitted_no_more_keep_their_weights() -> None:
+    weights, kept, other, owner = weights_of(), CopiedTarget(), CopiedTarget(), Choosing()
+    with fleet(StreamedWeights(), owner=owner) as here:
         here.source.take(weights.items())
         here.join({"kept": kept, "other": other})
         before = {name: tensor.clone() for name, tensor in other.tensors.items()}
         here.serving.pop("other/0").stop()
-        here.sender.retain({"kept"})
+        owner.names = frozenset({"kept"})
+        here.sender.let_go_of_strangers("")
         stranger = here.add(CopiedTarget(), engine="stranger")
         weights["a"] += 1
         sync(here, weights)

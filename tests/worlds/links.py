@@ -25,6 +25,7 @@ from deltasync import (
 )
 from deltasync.delta.bits import as_bits
 from deltasync.errors import TargetMoved, TransportClosed, TransportError, TransportTimeout
+from deltasync.sync.protocol.round import Owner
 from deltasync.sync.source.weights import LocalWeights
 from deltasync.transports import collective, inprocess, shared_memory
 from deltasync.transports.base import Capabilities, Frame, ReceiveTransport, SendTransport
@@ -330,6 +331,7 @@ class Fleet(Receivers):
         source: A module, or what reads weights.
         link: Makes the link.
         wrap: Changes the sender's end of it.
+        owner: Whose receivers they are.
     """
 
     first: SyncStats
@@ -341,13 +343,14 @@ class Fleet(Receivers):
         options: SenderOptions | None = None,
         link: Callable[[], Linking] = inprocess.Sender,
         wrap: Callable[[SendTransport], SendTransport] = lambda link: link,
+        owner: Owner | None = None,
     ) -> None:
         self.transport = link()
         super().__init__([self.transport])
         self.source: Any = source
         self.link: Any = wrap(self.transport)
         source = ModuleSource(source) if isinstance(source, nn.Module) else source
-        self.sender = WeightSender(source, self.link, options=options)
+        self.sender = WeightSender(source, self.link, options=options, owner=owner)
 
 
 @contextlib.contextmanager
@@ -357,8 +360,9 @@ def fleet(
     options: SenderOptions | None = None,
     link: Callable[[], Linking] = inprocess.Sender,
     wrap: Callable[[SendTransport], SendTransport] = lambda link: link,
+    owner: Owner | None = None,
 ) -> Iterator[Fleet]:
-    made = Fleet(source, options=options, link=link, wrap=wrap)
+    made = Fleet(source, options=options, link=link, wrap=wrap, owner=owner)
     try:
         yield made
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -13,14 +13,13 @@ from deltasync.errors import (
     ConfigError,
     DeltaSyncError,
     LayoutMismatch,
-    SyncAborted,
     TransportError,
     TransportTimeout,
     UnsupportedVersion,
     WireError,
 )
 from deltasync.sync.protocol.links import SenderLink, reason_of
-from deltasync.sync.protocol.round import Turns
+from deltasync.sync.protocol.round import Owner
 from deltasync.sync.protocol.sender_session import Engine, Rank, copies
 from deltasync.sync.source.layout import SentLayout, check_engine
 from deltasync.sync.source.weights import Weights
@@ -53,15 +52,12 @@ Greetings = dict[str, dict[int, Hello]]
 class Lobby:
     """Receivers that have greeted and are no members yet.
 
-    An engine comes in when all its ranks are here, and `admits` takes its name. Receivers have to
-    have `num_lanes` to the other ranks of the trainer.
+    An engine comes in when all its ranks are here, if its `owner` admits it. Receivers have to have
+    `num_lanes` to the other ranks of the trainer.
     """
 
-    def __init__(
-        self, link: SenderLink[Message], admits: Callable[[str], bool], *, num_lanes: int = 0
-    ) -> None:
-        self._link, self._admits, self._num_lanes = link, admits, num_lanes
-        self._retained: Collection[str] | None = None
+    def __init__(self, link: SenderLink[Message], owner: Owner, *, num_lanes: int = 0) -> None:
+        self._link, self._owner, self._num_lanes = link, owner, num_lanes
         self._waiting: dict[int, _Arrival] = {}
         self._declined: deque[Failed] = deque(maxlen=_MAX_DECLINED)
         self._refused: dict[str, str] = {}
@@ -92,7 +88,8 @@ class Lobby:
 
     def _take_in(self, peer: int, hello: Message | WireError, num_bytes: int) -> None:
         if isinstance(hello, Failed):
-            if self._admits(hello.reason.partition(": ")[0]):  # else it means an earlier sender
+            engine = hello.reason.partition(": ")[0]
+            if self._owner.admits(engine):  # else it means an earlier sender
                 self._declined.append(hello)
             self.forget(peer)
         elif not isinstance(hello, Hello):
@@ -101,7 +98,7 @@ class Lobby:
             theirs = f"the receiver {list(hello.format_versions[:9])}: upgrade one of them"
             error = UnsupportedVersion(f"this sender speaks format {FORMAT_VERSION}, {theirs}")
             self.refuse(peer, error)
-        elif not self.admits(hello.engine):
+        elif not self._owner.admits(hello.engine):
             self.refuse(peer, ConfigError("this sender has let other engines connect"))
         elif hello.lanes != self._num_lanes:
             problem = f"{hello.lanes} lanes, this trainer sends on {self._num_lanes}"
@@ -131,15 +128,10 @@ class Lobby:
                 for peer in groups[key]:
                     self.refuse(peer, error)
 
-    def retain(self, engines: Collection[str]) -> None:
-        """Let in these engines alone from now on."""
-        self._retained = frozenset(engines)
-        self.forget_strangers()
-
     def forget_strangers(self) -> None:
         """End the connections of engines that are let in no more."""
         for peer, arrival in list(self._waiting.items()):
-            if not self.admits(arrival.hello.engine):
+            if not self._owner.admits(arrival.hello.engine):
                 self.forget(peer)
 
     def ranks(self) -> Counter[str]:
@@ -211,10 +203,6 @@ class Lobby:
             with suppress(TransportError):
                 self._link.send(Refused(error=type(error).__name__, reason=as_text(error)))
         self.forget(peer)
-
-    def admits(self, engine: str) -> bool:
-        """Whether an engine of this name may come in."""
-        return self._admits(engine) and (self._retained is None or engine in self._retained)
 
 
 class _Arrival(NamedTuple):
@@ -299,12 +287,3 @@ def _take_held(
         engine.fail(reason_of(error))
     engine.max_staged_bytes = min(one.max_staged_bytes for one in held.values())
     return any(one.half_written for one in held.values())
-
-
-def are_enough(turns: Turns, engines: Collection[str]) -> bool:
-    """Whether these engines alone may take a version."""
-    try:
-        turns(engines, ())
-    except SyncAborted:
-        return False
-    return True

@@ -16,7 +16,7 @@ from deltasync.delta.snapshot import Bucket as Packing
 from deltasync.delta.snapshot import Plan
 from deltasync.delta.staging import staged_bytes_of
 from deltasync.delta.tiles import table_of
-from deltasync.errors import DeltaSyncError, TransportError
+from deltasync.errors import DeltaSyncError, SyncAborted, TransportError
 from deltasync.sync.events import Phase
 from deltasync.sync.protocol.links import SenderLink, reason_of
 from deltasync.sync.protocol.receiver_session import DETACHED, INCOMPLETE
@@ -194,47 +194,68 @@ class RoundResult:
     receiver_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class SyncPhase:
-    """Where a sync stands, for who has to let engines pause.
+class Owner:
+    """Whose engines a sender serves: lets them come in and join, and lets them pause and write.
 
-    Attributes:
-        version: What it brings.
-        is_decided: Whether receivers that have staged it write now. Otherwise it has begun, and its
-            first payload is ready.
-        is_full: Whether it is a full sync: receivers write it as it arrives, or may do so.
-        staged_bytes: The most memory that staging takes. Receivers that have less write as it
-            arrives.
-        is_unchanged: Whether it is known to change no weight. Never so if a trainer has several
-            ranks, which know only their own changes, or when it has only begun.
-        engines: The engines that are meant: those that take part; once it is decided, those whose
-            turn it is to write; once it is held, the one that has it.
-        is_held: Whether all ranks of the engine have written it and read it back.
+    By default all join, and write at the same time. The sending thread calls it; it must not block.
     """
 
-    version: int
-    is_decided: bool
-    is_full: bool
-    staged_bytes: int
-    is_unchanged: bool
-    engines: frozenset[str] = frozenset()
-    is_held: bool = False
+    def admits(self, engine: str) -> bool:
+        """Whether an engine of this name may connect."""
+        return True
 
+    def joins(self, engine: str) -> bool:
+        """Whether one that was admitted joins now; if not, it waits for a later sync."""
+        return True
 
-Turns = Callable[[Collection[str], Collection[str]], Sequence[Collection[str]]]
-"""Given the engines that can take a version, and others that hold it already or join with it,
-returns which of the former write at the same time, in order.
+    def turns(
+        self, engines: Collection[str], besides: Collection[str]
+    ) -> Sequence[Collection[str]]:
+        """Which of these engines, which can take a version, write at the same time, in order.
 
-An engine that is in none is left out, and has to rejoin; if all are, nothing is decided. Raises
-SyncAborted to abort the version for all of them, because they are too few.
-"""
+        An engine that waits for its turn serves its old version meanwhile. One that is in none is
+        left out, and has to rejoin; if all are, nothing is decided.
 
+        Args:
+            engines: Names of those that can take it.
+            besides: Those that hold it already, or join with it.
 
-def all_at_once(
-    engines: Collection[str], besides: Collection[str] = ()
-) -> Sequence[Collection[str]]:
-    """The `Turns` of engines that need not wait for each other."""
-    return [engines]
+        Raises SyncAborted to abort the version for all of them, because they are too few.
+        """
+        return [engines]
+
+    def are_enough(self, engines: Collection[str]) -> bool:
+        """Whether these alone may take a version."""
+        try:
+            self.turns(engines, ())
+        except SyncAborted:
+            return False
+        return True
+
+    def begun(
+        self, version: int, engines: Collection[str], *, is_full: bool, staged_bytes: int
+    ) -> None:
+        """A sync has begun, and its first payload is ready.
+
+        Args:
+            version: What it brings.
+            engines: Those that take part.
+            is_full: Whether it is a full sync: receivers write it as it arrives, or may do so.
+            staged_bytes: The most memory that staging takes. Receivers that have less write as it
+                arrives.
+        """
+
+    def decided(self, version: int, engines: Collection[str], *, is_unchanged: bool) -> None:
+        """Receivers that have staged a version write it now, those of engines whose turn it is.
+
+        Args:
+            version, engines: Which.
+            is_unchanged: Whether it is known to change no weight. Never so if a trainer has several
+                ranks, which know only their own changes.
+        """
+
+    def held(self, version: int, engine: str) -> None:
+        """All ranks of an engine have written a version and read it back."""
 
 
 class Round:
@@ -257,13 +278,13 @@ class Round:
         plan: Plan,
         own: LocalWeights,
         *,
-        on_phase: Callable[[SyncPhase], None] | None = None,
+        owner: Owner,
+        besides: Collection[str] = (),
         peer_ranks: GroupWeights | None = None,
-        turns: Callable[[Collection[str]], Sequence[Collection[str]]] = all_at_once,
     ) -> None:
-        self._turns = turns
         self._link, self._session, self._plan = link, session, plan
-        self._own, self._on_phase, self._peer_ranks = own, on_phase, peer_ranks
+        self._own, self._owner, self._besides = own, owner, besides
+        self._peer_ranks = peer_ranks
         self._result, self.phases = RoundResult(), list[Phase]()
         self._finished: set[Engine] = set()
         self._is_answering = self._has_asked = self._has_begun = False
@@ -280,7 +301,7 @@ class Round:
                 failures = "; ".join(why for e in engines for why in e.failures.values())
                 self._abort(failures or "no time is left to write it")
                 return self._result
-            turns = [frozenset(turn) for turn in self._turns(ready)]
+            turns = [frozenset(turn) for turn in self._owner.turns(ready, self._besides)]
             if len(turns) > 1 and self._writes_as_it_arrives():
                 turns = [frozenset().union(*turns)]  # they are paused, all of them
             self._drop(self._session.narrow(frozenset().union(*turns)))
@@ -385,7 +406,12 @@ class Round:
         """Once."""
         if not self._has_begun:
             self._has_begun = True
-            self._report_phase({e.name for e in self._session.sound}, is_decided=False)
+            self._owner.begun(
+                self._version,
+                {engine.name for engine in self._session.sound},
+                is_full=self._plan.base_version is None,
+                staged_bytes=self._staged_bytes(),
+            )
 
     def _collect_prepared(self) -> None:
         session, incomplete = self._session, dict[int, str]()
@@ -432,7 +458,8 @@ class Round:
         self._send(Commit(version=self._version))
         waiting = deque(turns)
         while waiting:
-            self._report_phase(turn := waiting.popleft(), is_decided=True)
+            turn = waiting.popleft()
+            self._owner.decided(self._version, turn, is_unchanged=self._is_unchanged)
             if turn is turns[0]:
                 self._plan.decided()  # while the receivers write
             if self._finish(turn) and waiting:  # or each that is late would cost a timeout
@@ -482,7 +509,7 @@ class Round:
         self._finished.update(engines)
         for engine in engines:
             if engine.is_done:
-                self._report_phase([engine.name], is_decided=True, is_held=True)
+                self._owner.held(self._version, engine.name)
 
     def _abort(self, reason: str) -> None:
         self._link.hint(Abort(version=self._version, reason=as_text(reason)))
@@ -509,23 +536,6 @@ class Round:
     def _drop(self, engines: Sequence[Engine]) -> None:
         for peer in [peer for engine in engines for peer in engine.ranks]:
             self._link.drop(peer)
-
-    def _report_phase(
-        self, engines: Collection[str], *, is_decided: bool, is_held: bool = False
-    ) -> None:
-        if self._on_phase is None:
-            return
-        self._on_phase(
-            SyncPhase(
-                self._version,
-                is_decided,
-                is_full=self._plan.base_version is None,
-                staged_bytes=self._staged_bytes(),
-                is_unchanged=self._is_unchanged,
-                engines=frozenset(engines),
-                is_held=is_held,
-            )
-        )
 
     def _staged_bytes(self) -> int:
         return staged_bytes_of(payload_bytes=self._plan.payload_bytes, places=self._plan.places)
