@@ -27,7 +27,7 @@ from deltasync.integrations.fleet import EngineFleet
 from deltasync.integrations.verl_ends import Options
 from deltasync.integrations.vllm import HttpClient
 from deltasync.sync.protocol import lobby
-from deltasync.sync.protocol.links import _READING_S
+from deltasync.sync.protocol.links import READING_S
 from deltasync.sync.target import bound
 from deltasync.testing.transport import TransportContract
 from deltasync.transports import cuda_ipc
@@ -198,7 +198,7 @@ FIGURES = {
         f"{lobby._MAX_INCOMPLETE:,} receivers of engines",
         f"{megabytes(lobby._MAX_INCOMPLETE_BYTES)} of their greetings",
         f"{lobby._PATIENCE_S / 60:.0f} minutes each",
-        f"{lobby._CATCH_UP_S + _READING_S:.1f} s of a call, and one greeting more",
+        f"{READING_S} s of a call, and one greeting more",
         f"{endpoints._SPARE_DESCRIPTORS} descriptors, or a quarter of the limit",
     ],
     "docs/index.md": [f"This is version {deltasync.__version__}"],

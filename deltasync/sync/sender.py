@@ -261,7 +261,7 @@ class WeightSender(Closing):
         self._link.limit = limit
         self._lobby.listen(timeout_s=0)
         self._part_with_lost_members()
-        self.lost = self._call.lost = self._lost_between
+        self.lost = self._call.lost = self._lobby.lost = self._lost_between
         self._lost_between, self.were_asleep = {}, False
         if self._weights.is_lost:
             self._part_with("a rank of the trainer has lost its snapshot", self._session.members)
@@ -347,7 +347,6 @@ class WeightSender(Closing):
             self._session.captured(self.version + 1)
             is_captured, self._is_between = True, False
             break
-        self.lost |= self._lobby.refused()
         self._call.phases.append(("capture", began, time.perf_counter()))
         return is_captured
 
@@ -372,7 +371,6 @@ class WeightSender(Closing):
         try:
             layout = self._weights.layout
             taken = [self._lobby.take(name, hellos, layout) for name, hellos in engines.items()]
-            self.lost |= self._lobby.refused()
             joiners = [engine for engine in taken if engine is not None]
             agreed, differ = join(self._link, joiners, self._weights, self.stream_id, self.version)
             for engine in joiners:

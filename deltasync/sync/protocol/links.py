@@ -45,7 +45,7 @@ from deltasync.wire.messages import (
 
 M = TypeVar("M", bound=BaseModel)
 
-_READING_S = 0.1
+READING_S = 0.3
 _MAX_LATE = 64  # messages that do not count, and are taken after a deadline
 _WAIT_SHARE = 0.8
 
@@ -194,18 +194,20 @@ class SenderLink(Generic[M]):
             self._epoch = tuple(peers)
         return failed
 
-    def greetings(self, *, timeout_s: float) -> list[tuple[int, M | WireError, int]]:
+    def greetings(self, *, timeout_s: float) -> Iterator[tuple[int, M | WireError, int]]:
         """The first message of each new peer, and its bytes.
 
-        Reading many of them takes time: what is left after `_READING_S` is for the next call.
+        Reading many of them takes time: what is left after `READING_S` is for the next call.
         """
-        if not self._unread:
-            self._unread.extend(self.transport.poll(timeout_s=timeout_s))
-        end, read = time.monotonic() + _READING_S, list[tuple[int, M | WireError, int]]()
-        while self._unread and (not read or time.monotonic() < end):
+        end = math.inf
+        while time.monotonic() < end:
+            if not self._unread:
+                self._unread.extend(self.transport.poll(timeout_s=timeout_s))
+            if not self._unread:
+                return
+            timeout_s, end = 0.0, min(end, time.monotonic() + READING_S)
             peer, data = self._unread.popleft()
-            read.append((peer, self._decoded(data), len(data)))
-        return read
+            yield peer, self._decoded(data), len(data)
 
     def send(self, message: M, payload: Tensor | None = None) -> None:
         """Send to every peer of the epoch. Raises TransportError after dropping whom it lost."""

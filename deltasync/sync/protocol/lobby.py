@@ -37,7 +37,6 @@ from deltasync.wire.messages import (
     entries,
 )
 
-_CATCH_UP_S = 0.2  # of reading greetings beyond the first: the next call reads the rest
 _PATIENCE_S = 600.0  # with an engine of which no rank has come for so long
 _MAX_INCOMPLETE = 1024
 _MAX_INCOMPLETE_BYTES = 1 << 30
@@ -54,13 +53,16 @@ class Lobby:
 
     An engine comes in when all its ranks are here, if its `owner` admits it. Receivers have to have
     `num_lanes` to the other ranks of the trainer.
+
+    Attributes:
+        lost: Where it is noted why engines were refused, by name. Not owned.
     """
 
     def __init__(self, link: SenderLink[Message], owner: Owner, *, num_lanes: int = 0) -> None:
         self._link, self._owner, self._num_lanes = link, owner, num_lanes
         self._waiting: dict[int, _Arrival] = {}
         self._declined: deque[Failed] = deque(maxlen=_MAX_DECLINED)
-        self._refused: dict[str, str] = {}
+        self.lost: dict[str, str] = {}
         self._last_refusal = ""
 
     def __len__(self) -> int:
@@ -76,12 +78,8 @@ class Lobby:
 
     def listen(self, *, timeout_s: float) -> None:
         """Take in whoever has connected. Lets go of who waits for other ranks in vain."""
-        came = self._link.greetings(timeout_s=timeout_s)
-        end = time.monotonic() + _CATCH_UP_S
-        while came:
-            for peer, hello, num_bytes in came:
-                self._take_in(peer, hello, num_bytes)
-            came = self._link.greetings(timeout_s=0) if time.monotonic() < end else []
+        for peer, hello, num_bytes in self._link.greetings(timeout_s=timeout_s):
+            self._take_in(peer, hello, num_bytes)
         for peer in [p for p in self._waiting if not self._link.transport.is_connected(p)]:
             del self._waiting[peer]
         self._let_go_of_incomplete()
@@ -144,11 +142,6 @@ class Lobby:
         self._declined.clear()
         return reasons
 
-    def refused(self) -> dict[str, str]:
-        """Why engines were refused, by name: what is new since the last call."""
-        reasons, self._refused = self._refused, {}
-        return reasons
-
     def last_refusal(self) -> str:
         """Why the last connection was refused, if one was since the last call."""
         reason, self._last_refusal = self._last_refusal, ""
@@ -193,7 +186,7 @@ class Lobby:
     def refuse_all(self, hellos: dict[int, Hello], error: DeltaSyncError) -> None:
         """Refuse an engine."""
         for peer, hello in hellos.items():
-            self._refused[hello.engine] = f"refused: {error}"
+            self.lost[hello.engine] = f"refused: {error}"
             self.refuse(peer, error)
 
     def refuse(self, peer: int, error: DeltaSyncError) -> None:
