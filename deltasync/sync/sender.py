@@ -25,7 +25,7 @@ from deltasync.sync.arguments import (
     check_transport,
     local_weights,
 )
-from deltasync.sync.events import report, subscriptions
+from deltasync.sync.events import report, reporting, subscriptions
 from deltasync.sync.group.group import TrainerGroup
 from deltasync.sync.group.weights import GroupWeights
 from deltasync.sync.options import SenderOptions
@@ -171,8 +171,7 @@ class WeightSender(Closing):
         check_seconds("timeout_s", timeout_s)
         deadline = time.monotonic() + timeout_s
         with plain_mode(), self._caller.call():
-            self._lobby.listen(timeout_s=0)  # who has greeted may be gone
-            self._part_with_lost_members()
+            self._hear(0)  # who has greeted may be gone
             while True:
                 if declined := self._lobby.declined():
                     raise EngineFailed("; ".join(sorted(set(map(reason_of, declined)))))
@@ -184,8 +183,7 @@ class WeightSender(Closing):
                     refused = self._lobby.last_refusal()
                     why = f"; the last one refused: {refused}" if refused else ""
                     raise TransportTimeout(f"{came} in {timeout_s} s{why}")
-                self._lobby.listen(timeout_s=rest)
-                self._part_with_lost_members()
+                self._hear(rest)
 
     def let_go_of_strangers(self, why: str) -> None:
         """Part with engines that are admitted no more. They keep the weights that they have."""
@@ -259,8 +257,7 @@ class WeightSender(Closing):
         on_source_read: Callable[[], None] | None,
     ) -> SyncStats:
         self._link.limit = limit
-        self._lobby.listen(timeout_s=0)
-        self._part_with_lost_members()
+        self._hear(0)
         self.lost = self._call.lost = self._lobby.lost = self._lost_between
         self._lost_between, self.were_asleep = {}, False
         if self._weights.is_lost:
@@ -436,8 +433,9 @@ class WeightSender(Closing):
         free = self._lobby.newcomers(self.engines)
         return {name: hellos for name, hellos in free.items() if self._owner.joins(name)}
 
-    def _part_with_lost_members(self) -> None:
-        """Drop every engine that has lost a rank."""
+    def _hear(self, timeout_s: float) -> None:
+        """Take in who has connected, and drop every engine that has lost a rank."""
+        self._lobby.listen(timeout_s=timeout_s)
         is_connected = self._link.transport.is_connected
         lost = [e for e in self._session.members.values() if not all(map(is_connected, e.ranks))]
         if not lost:
@@ -490,8 +488,7 @@ class EngineSender(WeightSender):
         and why workers declined since the last call.
         """
         with plain_mode(), self._caller.call():
-            self._lobby.listen(timeout_s=timeout_s)
-            self._part_with_lost_members()
+            self._hear(timeout_s)
             return self.holders() + self._lobby.ranks(), self._lobby.declined()
 
     def holders(self) -> Counter[str]:
@@ -515,18 +512,12 @@ def one_call(sender: WeightSender, limit: CallTimeout) -> Iterator[None]:
     A call inside another one is part of the outer one. The trainer's other ranks take part until
     that ends, and learn how. Raises SyncAborted if one does not come.
     """
-    is_inner = sender._whole_call.is_called
-    with nullcontext() if is_inner else sender._whole_call.call(depth=4):
-        try:
-            sender._done, sender.lost, group = None, {}, sender._group
-            sender._call = SenderCall(sender.stream_id, sender.version + 1)
-            with group.one_call(lambda: sender._done, limit) if group else nullcontext():
-                yield
-        except BaseException as error:
-            if subscriptions and not is_inner:
-                members = sender._session.members.values()
-                names = [name for engine in members for name in engine.named("")]
-                report(sender._call.failed(error, members=names))
-            raise
+    is_inner, group = sender._whole_call.is_called, sender._group
+    call = nullcontext() if is_inner else sender._whole_call.call(depth=4)
+    with call, reporting(lambda e: None if is_inner else sender._call.failed(e, sender._session)):
+        sender._done, sender.lost = None, {}
+        sender._call = SenderCall(sender.stream_id, sender.version + 1)
+        with group.one_call(lambda: sender._done, limit) if group else nullcontext():
+            yield
     if subscriptions and not is_inner and sender._done is not None:
         report(sender._done)

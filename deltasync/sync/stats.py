@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal
@@ -153,8 +153,9 @@ class SenderCall:
     began: float = field(default_factory=time.perf_counter)
     phases: list[Phase] = field(default_factory=list)
 
-    def failed(self, error: BaseException, *, members: Collection[str]) -> SyncFailed:
-        """What is reported of it if this was raised, and these have stayed, as those that sleep."""
+    def failed(self, error: BaseException, session: SenderSession) -> SyncFailed:
+        """What is reported of it if this was raised. Members have stayed, as those that sleep."""
+        members = {name for e in session.members.values() for name in e.named("")}
         return SyncFailed(
             role="sender",
             error=error,

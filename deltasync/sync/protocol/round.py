@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -67,10 +67,7 @@ class SentBuckets:
             self.payload_bytes + other.payload_bytes,
             max(self.bucket_bytes, other.bucket_bytes),
             self.lost | other.lost,
-            {
-                name: self.bytes_by_codec.get(name, 0) + other.bytes_by_codec.get(name, 0)
-                for name in dict.fromkeys((*self.bytes_by_codec, *other.bytes_by_codec))
-            },
+            dict(Counter(self.bytes_by_codec) + Counter(other.bytes_by_codec)),
         )
 
 
