@@ -38,16 +38,14 @@ from deltasync.sync.protocol.links import (
     reason_of,
 )
 from deltasync.sync.protocol.lobby import Greetings, Lobby, join
-from deltasync.sync.protocol.round import Owner, Round, RoundResult
+from deltasync.sync.protocol.round import Owner, Round
 from deltasync.sync.protocol.sender_session import Engine, SenderSession
 from deltasync.sync.source.layout import SentLayout, check_engine, specs_of
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.source.weights import LocalWeights, Weights
 from deltasync.sync.stats import (
     DeltaWatch,
-    Joined,
     SenderCall,
-    Synced,
     SyncStats,
     nothing_sent,
     reasons,
@@ -262,14 +260,14 @@ class WeightSender(Closing):
         self._lost_between, self.were_asleep = {}, False
         if self._weights.is_lost:
             self._part_with("a rank of the trainer has lost its snapshot", self._session.members)
-        joined = self._joined_first(join_timeout_s)
+        has_joined = self._joined_first(join_timeout_s)
         delta = self._sync_members() if self._session.members else None
         if delta is None and limit.is_over:
             raise nothing_sent(self.lost, is_too_late=limit.is_over)
         if on_source_read is not None and (delta is None or not self._session.members):
             why = reasons(self.lost) or "no receiver is a member"
             raise SyncAborted(f"{why}; the next sync covers this one")
-        engines = {} if joined or limit.is_over else self._newcomers()
+        engines = {} if has_joined or limit.is_over else self._newcomers()
         if self.were_asleep and not engines:
             raise ConfigError(f"no weights were sent ({reasons(self.lost)})")
         if self.were_asleep:
@@ -279,13 +277,12 @@ class WeightSender(Closing):
             delta = None
             if not engines or not self._capture(engines):
                 raise nothing_sent(self.lost, is_too_late=limit.is_over)
-        joined = joined or self._join(engines, join_timeout_s)
+        self._join(engines, join_timeout_s)
         if not self._session.members:
             raise nothing_sent(self.lost, is_too_late=limit.is_over)
         return stats_of(
             self._weights,
             delta,
-            joined,
             self._call,
             session=self._session,
             watch=self._watch,
@@ -298,33 +295,30 @@ class WeightSender(Closing):
         if self._group is not None:
             self._group.close()
 
-    def _sync_members(self) -> Synced | None:
+    def _sync_members(self) -> Plan | None:
         """One more version for all members; None if none of them is left to hold it."""
-        version, is_between = self.version + 1, self._is_between
+        version, is_between, call = self.version + 1, self._is_between, self._call
         self._link.hint(Upcoming(version=version))
-        done = Synced()
-        while self._session.members and not (
-            done.result.decided or self._own.is_released or self._link.limit.is_over
-        ):
-            if done.delta is not None:
+        while self._session.members and not (self._own.is_released or self._link.limit.is_over):
+            if call.attempts:
                 what = (version, self.num_receivers, reasons(self.lost))
                 logger.warning("sending v%d again, to %d receivers: %s", *what)
             members = list(self._session.members.values())
             began = time.perf_counter()
             self._is_between = True
-            done.delta = self._weights.delta(self.version)
-            self._call.phases.append(("compare", began, time.perf_counter()))
-            done.diff_s += time.perf_counter() - began
+            delta = self._weights.delta(self.version)
+            call.phases.append(("compare", began, time.perf_counter()))
+            call.attempts += 1
             besides = self._newcomers() if is_between else ()
-            done.result = self._run(done.delta, members, besides, version)
-            self._is_between = not done.result.decided
-            done.attempts += 1
+            if self._run(delta, members, besides, version):
+                self._is_between = False
+                return delta
             asleep = [name for name, engine in self._session.members.items() if engine.asleep]
             if asleep and len(asleep) == len(self.engines):
                 self.were_asleep = True
                 break
             self._forget(*asleep)  # the others go on to a version that these miss
-        return done if done.result.decided else None
+        return None
 
     def _capture(self, engines: Greetings) -> bool:
         """Start from the source as it is, in the dtypes that the first engine holds.
@@ -347,24 +341,25 @@ class WeightSender(Closing):
         self._call.phases.append(("capture", began, time.perf_counter()))
         return is_captured
 
-    def _joined_first(self, timeout_s: float | None) -> Joined | None:
+    def _joined_first(self, timeout_s: float | None) -> bool:
         """Let in who has greeted before a delta, if members are too few for one without them.
 
-        Without a version to join with, they only count. Raises SyncAborted if there are too few.
+        Without a version to join with, they only count. Returns whether they were let in. Raises
+        SyncAborted if there are too few.
         """
         if not self._session.members or self._owner.are_enough(self.engines):
-            return None
+            return False
         engines = self._newcomers()
         if self._is_between or not engines:
             self._owner.turns(self.engines, engines)
-            return None
-        return self._join(engines, timeout_s)
+            return False
+        self._join(engines, timeout_s)
+        return True
 
-    def _join(self, engines: Greetings, timeout_s: float | None) -> Joined:
+    def _join(self, engines: Greetings, timeout_s: float | None) -> None:
         """Let in who has greeted: by digest alone, or by a full sync from the snapshot."""
-        done = Joined()
         if not engines:
-            return done
+            return
         try:
             layout = self._weights.layout
             taken = [self._lobby.take(name, hellos, layout) for name, hellos in engines.items()]
@@ -373,45 +368,45 @@ class WeightSender(Closing):
             for engine in joiners:
                 self.lost |= engine.named(engine.failures)
             self._session.members |= {engine.name: engine for engine in agreed}
-            done.joined = sum(len(engine.ranks) for engine in agreed)
-            self._full_syncs(differ, done, timeout_s)
+            self._call.joined += sum(len(engine.ranks) for engine in agreed)
+            self._full_syncs(differ, timeout_s)
         finally:  # whoever has not come in by now has to greet again
             for name in engines.keys() - self._session.members:
                 for peer in engines[name]:
                     self._lobby.forget(peer)
-        return done
 
-    def _full_syncs(self, engines: list[Engine], done: Joined, timeout_s: float | None) -> None:
+    def _full_syncs(self, engines: list[Engine], timeout_s: float | None) -> None:
         """Together; or in turns, if there are enough engines without those that join."""
         held, turns = self.engines, [frozenset(engine.name for engine in engines)]
         if held and engines and self._owner.are_enough(held):
             turns = [frozenset(turn) for turn in self._owner.turns(turns[0], held)]
         while turns:
             turn = turns.pop(0)
-            if self._full_sync([e for e in engines if e.name in turn], done, timeout_s) and turns:
+            if self._full_sync([e for e in engines if e.name in turn], timeout_s) and turns:
                 turns = [frozenset().union(*turns)]  # or each that is late would cost a timeout
 
-    def _full_sync(self, differ: list[Engine], done: Joined, timeout_s: float | None) -> bool:
+    def _full_sync(self, engines: list[Engine], timeout_s: float | None) -> bool:
         """One full sync, repeated with who is left. Returns whether one may have been late."""
-        limit, sent, is_decided = self._link.limit, done.result.sent, False
+        limit, call = self._link.limit, self._call
         if timeout_s is not None and self._session.members:
             self._link.limit = limit.within(timeout_s)
         one_wait = CallTimeout(0, self._link.timeout_s)
-        while differ and not (is_decided or self._link.limit.is_over):
-            done.result = self._run(self._weights.full(), differ, self.engines, self.version)
-            is_decided = done.result.decided
-            differ = [engine for engine in differ if not engine.failures]
+        while engines and not self._link.limit.is_over:
+            is_decided = self._run(self._weights.full(), engines, self.engines, self.version)
+            engines = [engine for engine in engines if not engine.failures]
+            if is_decided:
+                count = sum(len(engine.ranks) for engine in engines)
+                call.joined += count
+                call.full_synced += count
+                break
         self._link.limit = limit
-        done.result.sent += sent
-        num_ranks = sum(len(engine.ranks) for engine in differ) if is_decided else 0
-        done.full_synced += num_ranks
-        done.joined += num_ranks
         return one_wait.is_over
 
     def _run(
         self, plan: Plan, engines: list[Engine], besides: Collection[str], version: int
-    ) -> RoundResult:
-        """One round; remembers who was lost in it. Arguments as of `Round`."""
+    ) -> bool:
+        """One round; notes what it does, and who is lost. Arguments and result as of `Round`."""
+        is_join = plan.base_version is None and bool(self.engines)
         work = Round(
             self._link,
             self._session,
@@ -422,9 +417,15 @@ class WeightSender(Closing):
             peer_ranks=self._peer_ranks,
         )
         try:
-            return work.run(engines, version=version, stream_id=self.stream_id)
+            is_decided = work.run(engines, version=version, stream_id=self.stream_id)
+            if is_decided:
+                self._call.decided(work, is_join=is_join)
+            return is_decided
         finally:
-            self._call.phases += work.phases
+            phases = work.phases
+            if is_join and phases:
+                phases = [("join", phases[0][1], phases[-1][2])]
+            self._call.phases += phases
             for engine in engines:
                 self.lost |= engine.named(engine.failures)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal
@@ -19,7 +19,7 @@ from deltasync.delta.tiles import Ints
 from deltasync.errors import NoReceivers, SyncAborted, TransportTimeout
 from deltasync.sync.events import Phase, SyncEvent, SyncFailed
 from deltasync.sync.options import SenderOptions
-from deltasync.sync.protocol.round import RoundResult
+from deltasync.sync.protocol.round import Round, SentBuckets
 from deltasync.sync.protocol.sender_session import SenderSession
 from deltasync.sync.source.weights import Weights
 from deltasync.sync.target.base import some_of
@@ -72,7 +72,8 @@ class SyncStats(SyncEvent):
         stream_id: The training run.
         engines: Names of the engines that hold the version, in order.
         ended_at: When the call ended, in seconds since the Unix epoch.
-        phases: Parts of the call, of each attempt: "capture", "compare", "send", "wait", "commit".
+        phases: Parts of the call, of each attempt: "capture", "compare", "send", "wait", "commit",
+            and "join", for the full sync of receivers that join members.
         warnings: What an operator should look at, see `SenderOptions.warn_unchanged_syncs` and
             `warn_density_factor`. Each is logged too.
     """
@@ -145,6 +146,9 @@ class SenderCall:
         lost: What is lost so far, see `SyncStats`. Not owned.
         began: When it began, by `time.perf_counter`.
         phases: Its parts so far, by the same clock.
+        attempts: Rounds that a delta took.
+        sent, joined_sent: Members have got, or all if there were none; and those that join them.
+        joined, full_synced, receiver_bytes, receiver_commit_s: See `SyncStats`.
     """
 
     stream_id: str
@@ -152,6 +156,26 @@ class SenderCall:
     lost: Mapping[str, str] = field(default_factory=dict)
     began: float = field(default_factory=time.perf_counter)
     phases: list[Phase] = field(default_factory=list)
+    attempts: int = 0
+    sent: SentBuckets = field(default_factory=SentBuckets)
+    joined_sent: SentBuckets = field(default_factory=SentBuckets)
+    joined: int = 0
+    full_synced: int = 0
+    receiver_bytes: int = 0
+    receiver_commit_s: float = 0.0
+
+    def decided(self, work: Round, *, is_join: bool) -> None:
+        """A round has brought members a version, or others the version that members hold."""
+        if is_join:
+            self.joined_sent += work.sent
+        else:
+            self.sent = work.sent
+        self.receiver_bytes = max(self.receiver_bytes, work.receiver_bytes)
+        self.receiver_commit_s = max(self.receiver_commit_s, work.receiver_commit_s)
+
+    def seconds(self, *names: str) -> float:
+        """What parts of these names have taken."""
+        return sum(end - start for name, start, end in self.phases if name in names)
 
     def failed(self, error: BaseException, session: SenderSession) -> SyncFailed:
         """What is reported of it if this was raised. Members have stayed, as those that sleep."""
@@ -173,29 +197,9 @@ class SenderCall:
         return tuple((name, a - self.began, b - self.began) for name, a, b in self.phases)
 
 
-@dataclass(slots=True)
-class Synced:
-    """The members' part of a sync."""
-
-    delta: Plan | None = None
-    result: RoundResult = field(default_factory=RoundResult)
-    diff_s: float = 0.0
-    attempts: int = 0
-
-
-@dataclass(slots=True)
-class Joined:
-    """The newcomers' part of a sync."""
-
-    joined: int = 0
-    full_synced: int = 0
-    result: RoundResult = field(default_factory=RoundResult)
-
-
 def stats_of(
     weights: Weights,
-    synced: Synced | None,
-    joined: Joined,
+    delta: Plan | None,
     call: SenderCall,
     *,
     session: SenderSession,
@@ -206,51 +210,45 @@ def stats_of(
 
     Args:
         weights, options: What was sent, and how.
-        synced, joined: What members got, if there were any, and newcomers.
+        delta: What members got; None if there were none.
         call: The call, which ends now; `session`: who holds the version.
         watch: What notices anything unusual of it.
     """
-    layout, found = weights.layout, synced.delta if synced else None
-    result = (synced or joined).result
-    warnings = watch.look(weights, found, options, version=session.version)
+    layout, sent = weights.layout, call.sent
+    warnings = watch.look(weights, delta, options, version=session.version)
     return SyncStats(
         version=session.version,
-        base_version=found.base_version if found else None,
-        kind="delta" if synced else "full",
+        base_version=delta.base_version if delta else None,
+        kind="delta" if delta else "full",
         receivers=session.num_receivers,
-        joined=joined.joined,
-        full_synced=joined.full_synced,
+        joined=call.joined,
+        full_synced=call.full_synced,
         lost=dict(call.lost),
         numel=layout.numel,
-        nnz=found.nnz if found else layout.numel * bool(joined.full_synced),
-        parameters=_coverage(weights.trained, found),
-        payload_bytes=result.sent.payload_bytes,
+        nnz=delta.nnz if delta else layout.numel * bool(call.full_synced),
+        parameters=_coverage(weights.trained, delta),
+        payload_bytes=sent.payload_bytes,
         dense_bytes=layout.num_bytes,
-        joined_bytes=joined.result.sent.payload_bytes if synced else 0,
-        bytes_by_codec=dict(result.sent.bytes_by_codec),
-        compression=result.coding,
-        num_buckets=result.sent.num_buckets,
-        diff_s=synced.diff_s if synced else _seconds(call.phases),
-        transfer_s=result.transfer_s,
-        commit_s=result.commit_s,
-        receiver_commit_s=result.receiver_commit_s,
+        joined_bytes=call.joined_sent.payload_bytes,
+        bytes_by_codec=dict(sent.bytes_by_codec),
+        compression=options.compression,
+        num_buckets=sent.num_buckets,
+        diff_s=call.seconds("compare" if delta else "capture"),
+        transfer_s=call.seconds("send", "wait"),
+        commit_s=call.seconds("commit"),
+        receiver_commit_s=call.receiver_commit_s,
         total_s=time.perf_counter() - call.began,
-        sender_bytes=(found.held_bytes if found else 0) + 2 * result.sent.bucket_bytes,
-        receiver_bytes=max(result.receiver_bytes, joined.result.receiver_bytes),
+        sender_bytes=(delta.held_bytes if delta else 0) + 2 * sent.bucket_bytes,
+        receiver_bytes=call.receiver_bytes,
         snapshot_bytes=weights.snapshot_bytes,
-        wait_s=result.wait_s,
-        attempts=synced.attempts if synced else 1,
+        wait_s=call.seconds("wait"),
+        attempts=call.attempts if delta else 1,
         stream_id=call.stream_id,
         engines=tuple(sorted(session.members)),
         ended_at=time.time(),
         phases=call.parts(),
         warnings=warnings,
     )
-
-
-def _seconds(phases: Iterable[Phase], of: str = "capture") -> float:
-    """What parts of this name have taken."""
-    return sum(end - start for name, start, end in phases if name == of)
 
 
 def _coverage(trained: NDArray[np.bool_], delta: Plan | None) -> dict[str, int]:

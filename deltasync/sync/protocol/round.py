@@ -177,20 +177,6 @@ class Emitter:
         return Prepare(version=self._version, num_buckets=count, digest=digest)
 
 
-@dataclass(slots=True)
-class RoundResult:
-    """What a round did. Fields as in SyncStats."""
-
-    decided: bool = False
-    sent: SentBuckets = field(default_factory=SentBuckets)
-    coding: Coding = "none"
-    transfer_s: float = 0.0
-    wait_s: float = 0.0
-    commit_s: float = 0.0
-    receiver_commit_s: float = 0.0
-    receiver_bytes: int = 0
-
-
 class Owner:
     """Whose engines a sender serves: lets them come in and join, and lets them pause and write.
 
@@ -266,6 +252,8 @@ class Round:
 
     Attributes:
         phases: "send", "wait" and "commit", by `time.perf_counter`.
+        sent: To each receiver.
+        receiver_bytes, receiver_commit_s: As in `SyncStats`.
     """
 
     def __init__(
@@ -282,13 +270,14 @@ class Round:
         self._link, self._session, self._plan = link, session, plan
         self._own, self._owner, self._besides = own, owner, besides
         self._peer_ranks = peer_ranks
-        self._result, self.phases = RoundResult(), list[Phase]()
+        self.phases, self.sent = list[Phase](), SentBuckets()
+        self.receiver_bytes, self.receiver_commit_s = 0, 0.0
         self._finished: set[Engine] = set()
         self._is_answering = self._has_asked = self._has_begun = False
         self._is_unchanged = self._has_sent_all = self._is_repeated = self._is_released = False
 
-    def run(self, engines: Sequence[Engine], *, version: int, stream_id: str) -> RoundResult:
-        """Do the round. The result says whether the version was decided."""
+    def run(self, engines: Sequence[Engine], *, version: int, stream_id: str) -> bool:
+        """Do the round. Returns whether the version was decided."""
         self._version = version
         try:
             self._session.begin(engines, version=version)
@@ -297,19 +286,19 @@ class Round:
             if not ready:
                 failures = "; ".join(why for e in engines for why in e.failures.values())
                 self._abort(failures or "no time is left to write it")
-                return self._result
+                return False
             turns = [frozenset(turn) for turn in self._owner.turns(ready, self._besides)]
             if len(turns) > 1 and self._writes_as_it_arrives():
                 turns = [frozenset().union(*turns)]  # they are paused, all of them
             self._drop(self._session.narrow(frozenset().union(*turns)))
             if not self._session.participants:
                 self._abort("no engine is to take it")
-                return self._result
+                return False
             self._commit(turns)
         except BaseException as error:
             self._break_off(error)
             raise
-        return self._result
+        return True
 
     def _stage(self, stream_id: str) -> None:
         began, session = time.perf_counter(), self._session
@@ -317,7 +306,7 @@ class Round:
             session.failed(peer, reason_of(error))
         if self._has_failures():
             return
-        self._result.coding = coding = self._own.options.compression
+        coding = self._own.options.compression
         emitter = Emitter(self._plan, self._version, compression=coding, buffer=self._buffer)
         begin = emitter.begin(
             stream_id=stream_id,
@@ -337,9 +326,7 @@ class Round:
             self._send(emitter.prepare())
             # Even if that lost somebody: an answer left unread would be taken for the next one.
             self._collect_prepared()
-        now = time.perf_counter()
-        self._result.transfer_s, self._result.wait_s = now - began, now - sent
-        self.phases += [("send", began, sent), ("wait", sent, now)]
+        self.phases += [("send", began, sent), ("wait", sent, time.perf_counter())]
 
     def _send_buckets(self, emitter: Emitter) -> None:
         """Send our own, and wait until the trainer's other ranks have sent theirs.
@@ -369,10 +356,10 @@ class Round:
                 self._report_begun()
         except TransportError as error:
             self._note_lost(error)
-        self._result.sent = emitter.sent
+        self.sent = emitter.sent
         if ranks is not None:
             theirs = ranks.sent()
-            self._result.sent += theirs
+            self.sent += theirs
             for peer, engine in session.participants.items():
                 if (connection := engine.ranks[peer].connection) in theirs.lost:
                     session.failed(peer, theirs.lost[connection])
@@ -429,7 +416,7 @@ class Round:
                     engine.asleep.add(peer)
             else:
                 session.prepared(peer, int(reply.digest, 16))
-                self._result.receiver_bytes = max(self._result.receiver_bytes, reply.staged_bytes)
+                self.receiver_bytes = max(self.receiver_bytes, reply.staged_bytes)
         if incomplete:
             self._spare(incomplete)
         session.judge(self._plan.ledger)
@@ -450,7 +437,6 @@ class Round:
     def _commit(self, turns: Sequence[frozenset[str]]) -> None:
         began = time.perf_counter()
         self._session.decide()
-        self._result.decided = True
         self._link.told(self._plan.space)
         self._send(Commit(version=self._version))
         waiting = deque(turns)
@@ -461,9 +447,7 @@ class Round:
                 self._plan.decided()  # while the receivers write
             if self._finish(turn) and waiting:  # or each that is late would cost a timeout
                 waiting = deque([frozenset().union(*waiting)])
-        now = time.perf_counter()
-        self._result.commit_s = now - began
-        self.phases.append(("commit", began, now))
+        self.phases.append(("commit", began, time.perf_counter()))
         self._drop(self._session.finish())
 
     def _finish(self, engines: Collection[str]) -> bool:
@@ -491,7 +475,7 @@ class Round:
             session.failed(peer, "DigestMismatch: it read back other weights than ours")
         else:
             session.committed(peer)
-            self._result.receiver_commit_s = max(self._result.receiver_commit_s, reply.commit_s)
+            self.receiver_commit_s = max(self.receiver_commit_s, reply.commit_s)
 
     def _let_go_on(self, engines: Sequence[Engine]) -> None:
         """Tell the ranks of engines how all of them fared. No rank knows that by itself."""
