@@ -162,7 +162,6 @@ class EngineFleet(Closing):
         forks.inert_in_children(self._forked)
 
     def _forked(self) -> None:
-        self._caller.forked()
         self._lock = threading.Lock()
 
     @property

@@ -254,7 +254,6 @@ class BaseReceiver(Closing):
         """A child writes nothing: it may share the weights' memory with its parent."""
         self._lock, self._attached = threading.RLock(), threading.Event()
         self._attached.set()
-        self._caller.forked()
         self._session.on("lost")
         self._weights.staging = None
         self._record = ReceiverRecord(self.name, self._session)

@@ -51,7 +51,6 @@ from deltasync.sync.stats import (
     reasons,
     stats_of,
 )
-from deltasync.transports import forks
 from deltasync.transports.base import Closing, SendTransport
 from deltasync.wire.messages import Failed, ParameterSpec, Upcoming
 
@@ -115,12 +114,6 @@ class WeightSender(Closing):
         self._lost_between = dict[str, str]()  # syncs: the next one says so
         self._done: SyncStats | None = None
         self._watch, self._call = DeltaWatch(), SenderCall(self.stream_id, 0)
-        forks.inert_in_children(self._forked)
-
-    def _forked(self) -> None:
-        """The transport refuses all calls in a child."""
-        self._caller.forked()
-        self._whole_call.forked()
 
     def _recover(self) -> None:
         """Part with all receivers after an interrupt, and wait a moment until they are back."""

@@ -79,7 +79,6 @@ class StagingThread:
         """The thread is the parent's."""
         self._lock, self._is_staged = threading.RLock(), False
         self._turn = threading.Condition(self._lock)
-        self._caller.forked()
         self._crash = TransportClosed(f"nothing is staged here: {forks.PARENTS_OWN}")
 
     def __enter__(self) -> Self:

@@ -27,6 +27,7 @@ from deltasync.errors import (
     TransportTimeout,
     WireError,
 )
+from deltasync.transports import forks
 from deltasync.transports.base import Frame, ReceiveTransport, SendTransport
 from deltasync.transports.control.connection import LONGEST_S, Pace, busy_s
 from deltasync.wire import messages
@@ -66,6 +67,7 @@ class OneCaller:
     def __init__(self, refusal: str, recover: Callable[[], object] = lambda: None) -> None:
         self._refusal, self._recover = refusal, recover
         self._calls: list[FrameType] = []  # their functions, in order of arrival
+        forks.inert_in_children(self._forked)
 
     @contextmanager
     def call(self, depth: int = 2) -> Iterator[None]:
@@ -98,7 +100,7 @@ class OneCaller:
         """Whether a call is under way."""
         return any(map(_is_running, list(self._calls)))
 
-    def forked(self) -> None:
+    def _forked(self) -> None:
         """No call is under way in a child."""
         self._calls = []
 
