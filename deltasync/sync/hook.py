@@ -44,7 +44,39 @@ class SupportsSendWeights(Protocol):
 
 
 class StepHook:
-    """The handle of `sync_after_step`.
+    """Send the weights after every `every`-th step of `optimizer`.
+
+    Works with any torch optimizer. Nothing is lost by steps between two syncs, by a failed sync, or
+    by a step that a GradScaler skipped: each sync compares with what receivers are known to hold.
+
+    What changes after `step` is sent one step late: masters that a wrapper copies back, router
+    biases, averages (EMA), later hooks. Call `sender.send_weights` after such a change instead.
+
+    Raises ConfigError if the source has none of the parameters that the optimizers step, and warns
+    by name of those that are not sent. A source without a `module` is not checked.
+
+    Args:
+        optimizer: The optimizer whose steps are counted; of several, in the order in which they
+            step, the last one. If a wrapper has no step hooks, as accelerate's, pass the optimizer
+            within it if that steps the model's own parameters.
+        sender: A `WeightSender` or an `EngineSync`; on other ranks of a trainer, a `TrainerRank`.
+        every: Steps from one sync to the next.
+        on_error: After a failed sync, "raise" StepApplied (the step itself was applied), or
+            "continue": the next sync covers both, and a warning is logged after 1, 2, 4, 8 ...
+            failures in a row.
+            Errors that are no DeltaSyncError always raise.
+        on_busy: None: the step returns when the sync is done. Otherwise the step returns at once: a
+            thread syncs during the next step's forward and backward passes, and the optimizer waits
+            only until the weights have been read. Until then nothing else may change them: no
+            earlier step hook, and no forward pass that updates buffers that are sent. If receivers
+            still stage or write when the next sync is due, "wait" for them, or "skip" that sync;
+            the next one covers both. After the last step call `wait`, then `sender.send_weights`.
+            The first sync, one after a failure, and one within `atexit` run within the step. A
+            later step or `wait` raises the error of a background sync.
+        callback: Called with the SyncStats, or with the error, after each sync, in its thread. In
+            that of a background sync, steps and `wait` raise ConfigError.
+        timeout_s: For `send_weights`: each wait for receivers.
+        total_timeout_s: For `send_weights`: the whole call; None for no limit.
 
     Attributes:
         steps: Optimizer steps seen.
@@ -57,16 +89,17 @@ class StepHook:
 
     def __init__(
         self,
-        optimizers: Sequence[torch.optim.Optimizer],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         sender: SupportsSendWeights,
         *,
-        every: int,
-        on_error: Literal["continue", "raise"],
-        on_busy: Literal["wait", "skip"] | None,
-        callback: Callable[[SyncStats | DeltaSyncError], None] | None,
-        timeout_s: float,
-        total_timeout_s: float | None,
+        every: int = 1,
+        on_error: Literal["continue", "raise"] = "continue",
+        on_busy: Literal["wait", "skip"] | None = None,
+        callback: Callable[[SyncStats | DeltaSyncError], None] | None = None,
+        timeout_s: float = 60.0,
+        total_timeout_s: float | None = None,
     ) -> None:
+        optimizers = optimizer if isinstance(optimizer, Sequence) else [optimizer]
         for one in optimizers:
             if not hasattr(one, "_optimizer_step_post_hooks"):
                 raise ConfigError(
@@ -251,60 +284,5 @@ def _own_thread() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="deltasync-sync")
 
 
-def sync_after_step(
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-    sender: SupportsSendWeights,
-    *,
-    every: int = 1,
-    on_error: Literal["continue", "raise"] = "continue",
-    on_busy: Literal["wait", "skip"] | None = None,
-    callback: Callable[[SyncStats | DeltaSyncError], None] | None = None,
-    timeout_s: float = 60.0,
-    total_timeout_s: float | None = None,
-) -> StepHook:
-    """Send the weights after every `every`-th step of `optimizer`.
-
-    Works with any torch optimizer. Nothing is lost by steps between two syncs, by a failed sync, or
-    by a step that a GradScaler skipped: each sync compares with what receivers are known to hold.
-
-    What changes after `step` is sent one step late: masters that a wrapper copies back, router
-    biases, averages (EMA), later hooks. Call `sender.send_weights` after such a change instead.
-
-    Raises ConfigError if the source has none of the parameters that the optimizers step, and warns
-    by name of those that are not sent. A source without a `module` is not checked.
-
-    Args:
-        optimizer: The optimizer whose steps are counted; of several, in the order in which they
-            step, the last one. If a wrapper has no step hooks, as accelerate's, pass the optimizer
-            within it if that steps the model's own parameters.
-        sender: A `WeightSender` or an `EngineSync`; on other ranks of a trainer, a `TrainerRank`.
-        every: Steps from one sync to the next.
-        on_error: After a failed sync, "raise" StepApplied (the step itself was applied), or
-            "continue": the next sync covers both, and a warning is logged after 1, 2, 4, 8 ...
-            failures in a row.
-            Errors that are no DeltaSyncError always raise.
-        on_busy: None: the step returns when the sync is done. Otherwise the step returns at once: a
-            thread syncs during the next step's forward and backward passes, and the optimizer waits
-            only until the weights have been read. Until then nothing else may change them: no
-            earlier step hook, and no forward pass that updates buffers that are sent. If receivers
-            still stage or write when the next sync is due, "wait" for them, or "skip" that sync;
-            the next one covers both. After the last step call `wait`, then `sender.send_weights`.
-            The first sync, one after a failure, and one within `atexit` run within the step. A
-            later step or `wait` raises the error of a background sync.
-        callback: Called with the SyncStats, or with the error, after each sync, in its thread. In
-            that of a background sync, steps and `wait` raise ConfigError.
-        timeout_s: For `send_weights`: each wait for receivers.
-        total_timeout_s: For `send_weights`: the whole call; None for no limit.
-
-    Returns: The hook; its `remove` stops the syncs.
-    """
-    return StepHook(
-        optimizer if isinstance(optimizer, Sequence) else [optimizer],
-        sender,
-        every=every,
-        on_error=on_error,
-        on_busy=on_busy,
-        callback=callback,
-        timeout_s=timeout_s,
-        total_timeout_s=total_timeout_s,
-    )
+sync_after_step = StepHook
+"""`StepHook`, as users make one."""
