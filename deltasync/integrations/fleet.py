@@ -17,6 +17,8 @@ from dataclasses import replace
 from typing import ClassVar, Literal, TypedDict, get_args
 
 from deltasync.delta.modes import plain_mode
+from deltasync.delta.snapshot import Plan
+from deltasync.delta.staging import staged_bytes_of
 from deltasync.errors import ConfigError, EngineTaken, NoReceivers, SyncAborted, TransportTimeout
 from deltasync.integrations.engine import Engine, ServerState
 from deltasync.integrations.trainer_info import Server, TrainerInfo, Unproved, WithoutRoutes
@@ -491,12 +493,12 @@ class _FleetOwner(Owner):
         turns = [turn for turn in here if turn]
         return turns if fleet._pauses == "rolling" else [set().union(*turns)]
 
-    def begun(
-        self, version: int, workers: Collection[str], *, is_full: bool, staged_bytes: int
-    ) -> None:
+    def begun(self, version: int, workers: Collection[str], plan: Plan) -> None:
         """Where workers write what is sent as it arrives, their pause begins before."""
-        self._is_full = is_full
-        self._is_in_place = is_full or staged_bytes > self._fleet._terms.max_staged_bytes
+        room = self._fleet._terms.max_staged_bytes
+        self._is_full = plan.base_version is None
+        staged = staged_bytes_of(payload_bytes=plan.payload_bytes, places=plan.places)
+        self._is_in_place = self._is_full or staged > room
         if self._is_in_place:
             for engine in self._those_of(workers):
                 engine.follow(version, "write", is_in_place=True)

@@ -169,11 +169,11 @@ def _tell(subscription: Subscription, event: SyncEvent) -> None:
 
 
 @contextmanager
-def reporting(make: Callable[[BaseException], SyncFailed | None]) -> Iterator[None]:
-    """Report what is raised inside, unless it makes no event."""
+def reporting(make: Callable[[BaseException], SyncFailed]) -> Iterator[None]:
+    """Report what is raised inside."""
     try:
         yield
     except BaseException as error:
-        if subscriptions and (event := make(error)) is not None:
-            report(event)
+        if subscriptions:
+            report(make(error))
         raise

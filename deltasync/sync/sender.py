@@ -145,7 +145,7 @@ class WeightSender(Closing):
     @property
     def num_receivers(self) -> int:
         """Receivers that hold `version`."""
-        return self._session.num_receivers
+        return sum(len(engine.ranks) for engine in self._session.members.values())
 
     @property
     def engines(self) -> frozenset[str]:
@@ -260,7 +260,9 @@ class WeightSender(Closing):
         if on_source_read is not None and (delta is None or not self._session.members):
             why = reasons(self.lost) or "no receiver is a member"
             raise SyncAborted(f"{why}; the next sync covers this one")
-        engines = {} if has_joined or limit.is_over else self._newcomers()
+        engines = {} if has_joined else self._newcomers()
+        if engines and limit.is_over:
+            engines = {}
         if self.were_asleep and not engines:
             raise ConfigError(f"no weights were sent ({reasons(self.lost)})")
         if self.were_asleep:
@@ -399,7 +401,7 @@ class WeightSender(Closing):
         self, plan: Plan, engines: list[Engine], besides: Collection[str], version: int
     ) -> bool:
         """One round; notes what it does, and who is lost. Arguments and result as of `Round`."""
-        is_join = plan.base_version is None and bool(self.engines)
+        is_join, call = plan.base_version is None and bool(self.engines), self._call
         work = Round(
             self._link,
             self._session,
@@ -411,16 +413,21 @@ class WeightSender(Closing):
         )
         try:
             is_decided = work.run(engines, version=version, stream_id=self.stream_id)
-            if is_decided:
-                self._call.decided(work, is_join=is_join)
+            if is_decided and is_join:
+                call.joined_sent += work.sent
+            elif is_decided:
+                call.sent = work.sent
+            call.receiver_bytes = max(call.receiver_bytes, work.receiver_bytes)
+            call.receiver_commit_s = max(call.receiver_commit_s, work.receiver_commit_s)
             return is_decided
         finally:
             phases = work.phases
             if is_join and phases:
                 phases = [("join", phases[0][1], phases[-1][2])]
-            self._call.phases += phases
+            call.phases += phases
             for engine in engines:
-                self.lost |= engine.named(engine.failures)
+                if engine.failures:
+                    self.lost |= engine.named(engine.failures)
 
     def _newcomers(self) -> Greetings:
         """Complete engines in the lobby, without those whose name is taken."""
@@ -508,7 +515,9 @@ def one_call(sender: WeightSender, limit: CallTimeout) -> Iterator[None]:
     """
     is_inner, group = sender._whole_call.is_called, sender._group
     call = nullcontext() if is_inner else sender._whole_call.call(depth=4)
-    with call, reporting(lambda e: None if is_inner else sender._call.failed(e, sender._session)):
+    is_told, session = bool(subscriptions) and not is_inner, sender._session
+    told = reporting(lambda e: sender._call.failed(e, session)) if is_told else nullcontext()
+    with call, told:
         sender._done, sender.lost = None, {}
         sender._call = SenderCall(sender.stream_id, sender.version + 1)
         with group.one_call(lambda: sender._done, limit) if group else nullcontext():

@@ -19,7 +19,7 @@ from deltasync.delta.tiles import Ints
 from deltasync.errors import NoReceivers, SyncAborted, TransportTimeout
 from deltasync.sync.events import Phase, SyncEvent, SyncFailed
 from deltasync.sync.options import SenderOptions
-from deltasync.sync.protocol.round import Round, SentBuckets
+from deltasync.sync.protocol.round import SentBuckets
 from deltasync.sync.protocol.sender_session import SenderSession
 from deltasync.sync.source.weights import Weights
 from deltasync.sync.target.base import some_of
@@ -164,15 +164,6 @@ class SenderCall:
     receiver_bytes: int = 0
     receiver_commit_s: float = 0.0
 
-    def decided(self, work: Round, *, is_join: bool) -> None:
-        """A round has brought members a version, or others the version that members hold."""
-        if is_join:
-            self.joined_sent += work.sent
-        else:
-            self.sent = work.sent
-        self.receiver_bytes = max(self.receiver_bytes, work.receiver_bytes)
-        self.receiver_commit_s = max(self.receiver_commit_s, work.receiver_commit_s)
-
     def seconds(self, *names: str) -> float:
         """What parts of these names have taken."""
         return sum(end - start for name, start, end in self.phases if name in names)
@@ -220,7 +211,7 @@ def stats_of(
         version=session.version,
         base_version=delta.base_version if delta else None,
         kind="delta" if delta else "full",
-        receivers=session.num_receivers,
+        receivers=sum(len(engine.ranks) for engine in session.members.values()),
         joined=call.joined,
         full_synced=call.full_synced,
         lost=dict(call.lost),

@@ -215,17 +215,14 @@ class Owner:
             return False
         return True
 
-    def begun(
-        self, version: int, engines: Collection[str], *, is_full: bool, staged_bytes: int
-    ) -> None:
+    def begun(self, version: int, engines: Collection[str], plan: Plan) -> None:
         """A sync has begun, and its first payload is ready.
 
         Args:
             version: What it brings.
             engines: Those that take part.
-            is_full: Whether it is a full sync: receivers write it as it arrives, or may do so.
-            staged_bytes: The most memory that staging takes. Receivers that have less write as it
-                arrives.
+            plan: What is sent. A full sync is written as it arrives, or may be, and so is what
+                takes more memory to stage than a receiver has.
         """
 
     def decided(self, version: int, engines: Collection[str], *, is_unchanged: bool) -> None:
@@ -278,7 +275,7 @@ class Round:
 
     def run(self, engines: Sequence[Engine], *, version: int, stream_id: str) -> bool:
         """Do the round. Returns whether the version was decided."""
-        self._version = version
+        self._version, self._engines = version, engines
         try:
             self._session.begin(engines, version=version)
             self._stage(stream_id)
@@ -290,7 +287,10 @@ class Round:
             turns = [frozenset(turn) for turn in self._owner.turns(ready, self._besides)]
             if len(turns) > 1 and self._writes_as_it_arrives():
                 turns = [frozenset().union(*turns)]  # they are paused, all of them
-            self._drop(self._session.narrow(frozenset().union(*turns)))
+            taking = frozenset().union(*turns)
+            if leaving := [engine for engine in engines if engine.name not in taking]:
+                self._session.narrow(leaving)
+                self._drop(leaving)
             if not self._session.participants:
                 self._abort("no engine is to take it")
                 return False
@@ -302,9 +302,10 @@ class Round:
 
     def _stage(self, stream_id: str) -> None:
         began, session = time.perf_counter(), self._session
-        for peer, error in self._link.open(list(session.participants)).items():
+        failed = self._link.open(list(session.participants))
+        for peer, error in failed.items():
             session.failed(peer, reason_of(error))
-        if self._has_failures():
+        if failed:
             return
         coding = self._own.options.compression
         emitter = Emitter(self._plan, self._version, compression=coding, buffer=self._buffer)
@@ -315,13 +316,15 @@ class Round:
             attempt=session.attempt,
         )
         self._send(begin)
-        for peer in self._lost():
+        lost = self._lost()
+        for peer in lost:
             session.failed(peer, "PeerLost: disconnected as the sync began")
-        if self._has_failures():  # the others may write in place what would come now
+        if lost:  # the others may write in place what would come now
             return
         self._send_buckets(emitter)
         sent = time.perf_counter()
-        if self._has_sent_all and (not self._has_failures() or self._goes_on()):
+        is_whole = len(self._sound()) == len(self._engines)
+        if self._has_sent_all and (is_whole or self._goes_on()):
             self._is_answering = self._has_asked = True
             self._send(emitter.prepare())
             # Even if that lost somebody: an answer left unread would be taken for the next one.
@@ -338,7 +341,7 @@ class Round:
         with_shares = ranks is not None and not self._link.knows(plan.space)
         if ranks is not None:
             ranks.start(
-                session.engines,
+                self._engines,
                 session.attempt,
                 is_delta=plan.base_version is not None,
                 with_shares=with_shares,
@@ -372,33 +375,28 @@ class Round:
                 if not self._note_lost(error):
                     raise
 
-    def _has_failures(self) -> bool:
-        return any(engine.failures for engine in self._session.engines)
+    def _sound(self) -> list[str]:
+        """Engines of which no rank has failed."""
+        return [engine.name for engine in self._engines if not engine.failures]
 
     def _goes_on(self) -> bool:
         """Whether engines that have not failed get all payloads, whoever was lost."""
         is_sure = self._link.transport.capabilities.outlives_losses and self._peer_ranks is None
-        return is_sure and bool(self._session.sound)
+        return is_sure and bool(self._sound())
 
-    def _ready(self) -> set[str]:
+    def _ready(self) -> list[str]:
         """Engines of which all ranks have prepared; none if no time is left in which to write."""
         is_late = self._link.limit.is_over
-        may_decide = self._has_asked and not (is_late or self._is_repeated)
-        return {engine.name for engine in self._session.sound} if may_decide else set()
+        return self._sound() if self._has_asked and not (is_late or self._is_repeated) else []
 
     def _report_begun(self) -> None:
         """Once."""
         if not self._has_begun:
             self._has_begun = True
-            self._owner.begun(
-                self._version,
-                {engine.name for engine in self._session.sound},
-                is_full=self._plan.base_version is None,
-                staged_bytes=self._staged_bytes(),
-            )
+            self._owner.begun(self._version, self._sound(), self._plan)
 
     def _collect_prepared(self) -> None:
-        session, incomplete = self._session, dict[int, str]()
+        session, incomplete, digests = self._session, dict[int, str](), dict[int, int]()
         is_delta = self._plan.base_version is not None
         replies = self._link.replies()
         self._is_answering = False
@@ -415,16 +413,16 @@ class Round:
                 if is_delta and isinstance(reply, Failed) and reply.error == DETACHED:
                     engine.asleep.add(peer)
             else:
-                session.prepared(peer, int(reply.digest, 16))
+                digests[peer] = int(reply.digest, 16)
                 self.receiver_bytes = max(self.receiver_bytes, reply.staged_bytes)
         if incomplete:
             self._spare(incomplete)
-        session.judge(self._plan.ledger)
+        session.judge(digests, self._plan.ledger)
 
     def _spare(self, incomplete: Mapping[int, str]) -> None:
         """Receivers that miss a payload stay if another attempt serves them, else have failed."""
         session = self._session
-        lost = [engine for engine in session.engines if engine.must_leave]
+        lost = [engine for engine in self._engines if engine.must_leave]
         is_sure = self._link.transport.capabilities.outlives_losses or self._is_released
         # An abort is dirty where it was written. Nobody else can have a payload that is missing.
         may_repeat = bool(lost) and not (is_sure or self._writes_as_it_arrives())
@@ -489,7 +487,7 @@ class Round:
                 self._note_lost(error)
         self._finished.update(engines)
         for engine in engines:
-            if engine.is_done:
+            if engine.name not in undo:
                 self._owner.held(self._version, engine.name)
 
     def _abort(self, reason: str) -> None:
@@ -518,13 +516,11 @@ class Round:
         for peer in [peer for engine in engines for peer in engine.ranks]:
             self._link.drop(peer)
 
-    def _staged_bytes(self) -> int:
-        return staged_bytes_of(payload_bytes=self._plan.payload_bytes, places=self._plan.places)
-
     def _writes_as_it_arrives(self) -> bool:
         """Whether an engine may have written already what was sent."""
-        room = min(engine.max_staged_bytes for engine in self._session.engines)
-        return self._plan.base_version is None or self._staged_bytes() > room
+        room = min(engine.max_staged_bytes for engine in self._engines)
+        staged = staged_bytes_of(payload_bytes=self._plan.payload_bytes, places=self._plan.places)
+        return self._plan.base_version is None or staged > room
 
     def _send(self, message: Message, payload: Tensor | None = None) -> bool:
         """Whether all that are not lost have it, or will."""

@@ -160,19 +160,9 @@ class SenderSession:
     attempt: int = 0
 
     @property
-    def num_receivers(self) -> int:
-        """Ranks of all members."""
-        return sum(len(engine.ranks) for engine in self.members.values())
-
-    @property
     def engines(self) -> list[Engine]:
         """Those that take part."""
         return list(dict.fromkeys(self.participants.values()))
-
-    @property
-    def sound(self) -> list[Engine]:
-        """Those of them of which no rank has failed."""
-        return [engine for engine in self.engines if not engine.failures]
 
     def captured(self, version: int) -> None:
         """A new version was taken from the source; nobody holds it yet."""
@@ -194,12 +184,15 @@ class SenderSession:
         self.participants[peer].digests[peer] = digest
         self.participants[peer].done.add(peer)
 
-    def judge(self, version: Digests) -> None:
-        """An engine has failed that would arrive at other digests than those of the version.
+    def judge(self, digests: Mapping[int, int], version: Digests) -> None:
+        """Participants have prepared that would arrive at these digests; engines fail for whose
+        ranks together they are not those of the version.
 
         A delta on other weights than its base ends here.
         """
         self._on("judge")
+        for peer, digest in digests.items():
+            self.prepared(peer, digest)
         for engine in self.engines:
             if engine.is_done and not engine.is_at(version):
                 engine.fail("DigestMismatch: it would not arrive at our weights")
@@ -211,16 +204,15 @@ class SenderSession:
         if is_own or peer not in failures:
             failures[peer] = reason
 
-    def narrow(self, names: Collection[str]) -> list[Engine]:
-        """Only these engines go on. Returns the others, which have to leave."""
+    def narrow(self, leaving: Collection[Engine]) -> None:
+        """Engines leave: those of which a rank has failed, and those that are left out."""
         self._on("narrow")
-        leaving = [engine for engine in self.engines if engine.name not in names]
         for engine in leaving:
             if not engine.failures:
                 engine.fail("its engine was left out of the version")
             for peer in engine.ranks:
                 del self.participants[peer]
-        return self._left(leaving)
+        self._left(leaving)
 
     def decide(self) -> None:
         """The version is final. Raises CallOrderError unless every participant has prepared."""
@@ -232,7 +224,9 @@ class SenderSession:
     def abort(self) -> list[Engine]:
         """The version will never be. Returns the engines that have to leave."""
         self._on("abort")
-        return self._left([engine for engine in self.engines if engine.must_leave])
+        leaving = [engine for engine in self.engines if engine.must_leave]
+        self._left(leaving)
+        return leaving
 
     def committed(self, peer: int) -> None:
         """A participant has written the version and read back the digest that it predicted."""
@@ -242,19 +236,20 @@ class SenderSession:
     def finish(self) -> list[Engine]:
         """The sync is over. Returns the engines that have to leave: not all ranks committed."""
         self._on("finish")
+        leaving = [engine for engine in self.engines if not engine.is_done]
         self.members |= {engine.name: engine for engine in self.engines if engine.is_done}
-        return self._left([engine for engine in self.engines if not engine.is_done])
+        self._left(leaving)
+        return leaving
 
     def reset(self) -> None:
         """Nothing is under way any more, wherever that was, and nobody is a member."""
         self._on("reset")
         self.members, self.participants = {}, {}
 
-    def _left(self, engines: list[Engine]) -> list[Engine]:
+    def _left(self, engines: Collection[Engine]) -> None:
         """They are no members any more."""
         for engine in engines:
             self.members.pop(engine.name, None)
-        return engines
 
     def _on(self, event: str, *said: object) -> None:
         """Go where the table leads. Raises CallOrderError, and changes nothing then."""
