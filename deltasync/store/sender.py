@@ -358,8 +358,8 @@ class StoreSender:
         anchor_bytes: int = 0,
         postponed: str = "",
     ) -> PublishStats:
-        version, manifest, options = published.version, published.manifest, self._weights.options
-        warnings = self._watch.look(self._weights, delta, options, version=version)
+        version, manifest = published.version, published.manifest
+        warnings = self._watch.look(self._weights, delta, version=version)
         now = time.perf_counter()
         return PublishStats(
             version=version,

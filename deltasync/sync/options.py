@@ -56,18 +56,6 @@ class SenderOptions(OptionsModel):
     stream_id: StreamId | None = Field(
         default=None, description="names the training run; None for a new one"
     )
-    warn_unchanged_syncs: int | None = Field(
-        default=50,
-        ge=1,
-        description="warn once of parameters that should have changed in so many deltas and have "
-        "not, and if nothing has changed in so many; None for never",
-    )
-    warn_density_factor: float | None = Field(
-        default=10.0,
-        gt=1,
-        description="warn of a delta whose density is so many times the median of the last 50; "
-        "None for never",
-    )
 
 
 def leaves_out(options: SenderOptions, name: str) -> bool:

@@ -28,6 +28,8 @@ from deltasync.wire.messages import ParameterSpec
 logger = logging.getLogger(__name__)
 
 _REMEMBERED, _LEAST = 50, 8  # densities that are compared with, and from how many on
+_LIMIT = 50  # deltas in a row in which what should change has not
+_FACTOR = 10.0  # of the usual density
 
 
 def reasons(lost: Mapping[str, str]) -> str:
@@ -74,8 +76,7 @@ class SyncStats(SyncEvent):
         ended_at: When the call ended, in seconds since the Unix epoch.
         phases: Parts of the call, of each attempt: "capture", "compare", "send", "wait", "commit",
             and "join", for the full sync of receivers that join members.
-        warnings: What an operator should look at, see `SenderOptions.warn_unchanged_syncs` and
-            `warn_density_factor`. Each is logged too.
+        warnings: What an operator should look at. Each is logged too.
     """
 
     version: int
@@ -206,7 +207,7 @@ def stats_of(
         watch: What notices anything unusual of it.
     """
     layout, sent = weights.layout, call.sent
-    warnings = watch.look(weights, delta, options, version=session.version)
+    warnings = watch.look(weights, delta, version=session.version)
     return SyncStats(
         version=session.version,
         base_version=delta.base_version if delta else None,
@@ -269,26 +270,22 @@ class DeltaWatch:
         self._densities: deque[float] = deque(maxlen=_REMEMBERED)
         self._warned_of = 0.0  # the density of the last warning, while it is high
 
-    def look(
-        self, weights: Weights, delta: Plan | None, options: SenderOptions, *, version: int
-    ) -> tuple[str, ...]:
+    def look(self, weights: Weights, delta: Plan | None, *, version: int) -> tuple[str, ...]:
         """`warnings` of `SyncStats`; they are logged too.
 
         Args:
             weights: Whose delta it is.
             delta: What was sent, all of it; None for a full sync.
-            options: When to warn.
             version: What it has brought.
         """
         if delta is None:
             return ()
         self._fit(weights.layout.specs)
-        limit, factor = options.warn_unchanged_syncs, options.warn_density_factor
         if nnz := delta.nnz:
             density = nnz / weights.layout.numel
-            found = [self._unchanged(weights, delta, limit), self._jump(density, factor)]
+            found = [self._unchanged(weights, delta), self._jump(density)]
         else:
-            found = [self._silence(limit)]
+            found = [self._silence()]
         warnings = tuple(filter(None, found))
         for text in warnings:
             logger.warning("v%d: %s", version, text)
@@ -306,28 +303,28 @@ class DeltaWatch:
             self._warned_of = 0.0
         self._specs = specs
 
-    def _silence(self, limit: int | None) -> str:
+    def _silence(self) -> str:
         """Say once that nothing at all has changed in so many deltas in a row."""
         self._silent += 1
-        if self._silent != limit:
+        if self._silent != _LIMIT:
             return ""
         return (
-            f"nothing has changed in {limit} deltas: if training goes on, check that the source "
+            f"nothing has changed in {_LIMIT} deltas: if training goes on, check that the source "
             "has what the optimizer steps, and that its steps show in the dtype that is sent"
         )
 
-    def _unchanged(self, weights: Weights, delta: Plan, limit: int | None) -> str:
+    def _unchanged(self, weights: Weights, delta: Plan) -> str:
         """Which trained parameters should have changed in so many deltas; each is named once."""
         self._deltas, self._silent = self._deltas + 1, 0
         self._changed_in[(delta.counts > 0) | ~weights.trained] = self._deltas
-        if limit is None or self._deltas < limit:
+        if self._deltas < _LIMIT:
             return ""
-        due = np.flatnonzero((self._changed_in <= self._deltas - limit) & ~self._is_named)
+        due = np.flatnonzero((self._changed_in <= self._deltas - _LIMIT) & ~self._is_named)
         self._changed_in[due] = self._deltas  # so that others are looked at again
         names = [self._specs[number].name for number in self._stale(weights, due)]
         text = (
-            f"{some_of(names)} require grad and have not changed in {limit} deltas: check that the "
-            "optimizer has them, and that they get gradients"
+            f"{some_of(names)} require grad and have not changed in {_LIMIT} deltas: check that "
+            "the optimizer has them, and that they get gradients"
         )
         return text if names else ""
 
@@ -345,14 +342,14 @@ class DeltaWatch:
                 yield number
             self._masters[number] = now
 
-    def _jump(self, density: float, factor: float | None) -> str:
+    def _jump(self, density: float) -> str:
         """Say that a density is far above those before; once until it is back, or far higher."""
         usual = median(self._densities) if len(self._densities) >= _LEAST else None
         self._densities.append(density)
-        if factor is None or usual is None or density <= factor * usual:
+        if usual is None or density <= _FACTOR * usual:
             self._warned_of = 0.0
             return ""
-        if density <= factor * self._warned_of:
+        if density <= _FACTOR * self._warned_of:
             return ""
         self._warned_of = density
         return (

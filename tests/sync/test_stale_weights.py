@@ -19,11 +19,16 @@ from deltasync import (
 )
 from deltasync.quant.served import ServedSource
 from deltasync.store.copied import CopiedTarget
+from deltasync.sync import stats
 from tests.worlds.links import fleet
 from tests.worlds.trainers import matrices
 
 LIMIT = 5
-OPTIONS = SenderOptions(warn_unchanged_syncs=LIMIT)
+
+
+@pytest.fixture(autouse=True)
+def _short_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stats, "_LIMIT", LIMIT)
 
 
 def policy_of(dtype: torch.dtype) -> nn.Module:
@@ -52,7 +57,7 @@ def warnings_of(
 ) -> list[str]:
     """What is warned of in 3 * LIMIT steps of a policy, after each of which a source is sent."""
     found: list[str] = []
-    options = OPTIONS if source else OPTIONS.model_copy(update={"wire_dtypes": {"*": "bfloat16"}})
+    options = SenderOptions(wire_dtypes={} if source else {"*": "bfloat16"})
     with fleet(source or policy, options=options) as here:
         here.add(CopiedTarget())
         here.wait(1)
@@ -111,15 +116,18 @@ def test_scales_of_quantized_weights_are_not_warned_of() -> None:
     assert warnings_of(adamw(policy.parameters()), policy, source) == []
 
 
-def test_silence_is_warned_of_again_after_a_change(tmp_path: Path) -> None:
+def test_silence_is_warned_of_again_after_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By whoever sends: to engines, or to a store."""
-    options, model, told = SenderOptions(warn_unchanged_syncs=2), nn.Linear(4, 4), list[list[int]]()
-    sender = StoreSender(ModuleSource(model), tmp_path, options=options)
-    with fleet(model, options=options) as here:
+    monkeypatch.setattr(stats, "_LIMIT", 2)
+    model, told = nn.Linear(4, 4), list[list[int]]()
+    sender = StoreSender(ModuleSource(model), tmp_path)
+    with fleet(model) as here:
         here.add(nn.Linear(4, 4))
         here.wait(1)
         for turn in range(9):
             model.bias.data += turn == 5
             both = here.sender.send_weights(timeout_s=60), sender.publish()
-            told.append([len(stats.warnings) for stats in both])
+            told.append([len(one.warnings) for one in both])
     assert told == [[n, n] for n in (0, 0, 1, 0, 0, 0, 0, 1, 0)]

@@ -13,6 +13,7 @@ from torch import nn
 from deltasync import SenderOptions
 from deltasync.delta.choice import Kernels
 from deltasync.store.copied import CopiedTarget
+from deltasync.sync import stats
 from tests.sync.interpreted import one_kernel_at_a_time
 from tests.worlds.links import Fleet, Model, fleet
 from tests.worlds.trainers import rows_of, trainer_of
@@ -40,10 +41,11 @@ def one(source: nn.Module, options: SenderOptions) -> Iterator[Fleet]:
     "Trained parameters that never change, and densities that jump, are warned of once.",
 )
 def test_trained_parameters_that_never_change_are_named_once(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(stats, "_LIMIT", 3)
     told: dict[int, str] = {}
-    with one(trained(), SenderOptions(warn_unchanged_syncs=3)) as here:
+    with one(trained(), SenderOptions()) as here:
         for number, names in enumerate(["abc", "abc", "ab", "ab", "ab", "ab"]):
             for name in names:
                 here.source.get_parameter(name).data[0] += 1
@@ -59,10 +61,12 @@ def test_trained_parameters_that_never_change_are_named_once(
     "What operators see",
     "Trained parameters that never change, and densities that jump, are warned of once.",
 )
-def test_a_density_that_jumps_is_warned_of_once_and_again_when_it_is_worse() -> None:
-    options = SenderOptions(warn_unchanged_syncs=None, warn_density_factor=5)
+def test_a_density_that_jumps_is_warned_of_once_and_again_when_it_is_worse(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stats, "_FACTOR", 5)
     told: list[int] = []
-    with one(Model({"w": torch.zeros(1000)}), options) as here:
+    with one(Model({"w": torch.zeros(1000)}), SenderOptions()) as here:
         for count in [10] * 8 + [60, 70, 300, 301, 1000, 10, 60]:
             here.source.get_parameter("w").data[:count] += 1
             told += [count] * len(here.sender.send_weights(timeout_s=60).warnings)
@@ -78,16 +82,18 @@ def test_parameters_that_changed_are_counted(kernels: Kernels) -> None:
     with one(source, SenderOptions(kernels=kernels)) as here:
         for name, count in {"layers.0.a": 2, "layers.0.b": 3, "head": 1}.items():
             source.get_parameter(name).data[:count] += 1
-        stats = here.sender.send_weights(timeout_s=60)
-        assert stats.nnz == 6
-        assert stats.parameters == {"changed": 3, "unchanged": 1, "frozen": 0}
+        sent = here.sender.send_weights(timeout_s=60)
+        assert sent.nnz == 6
+        assert sent.parameters == {"changed": 3, "unchanged": 1, "frozen": 0}
 
 
-def test_trainers_of_several_ranks_are_watched_by_what_all_hold() -> None:
+def test_trainers_of_several_ranks_are_watched_by_what_all_hold(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stats, "_LIMIT", 3)
     source = nn.ParameterDict({n: nn.Parameter(torch.zeros(8, 32)) for n in "ab"})
-    options = SenderOptions(warn_unchanged_syncs=3)
     told: list[str] = []
-    with trainer_of(source, rows_of(source, 2), options=options) as here:
+    with trainer_of(source, rows_of(source, 2)) as here:
         for rank in here.sources:
             for tensor in rank.held.values():
                 tensor.requires_grad_()
@@ -98,7 +104,7 @@ def test_trainers_of_several_ranks_are_watched_by_what_all_hold() -> None:
             with torch.no_grad():
                 source["a"][-2:] += 1  # which the last rank holds
                 here.step()
-            stats = here.send()
-            assert stats.parameters == {"changed": 1, "unchanged": 1, "frozen": 0}
-            told += stats.warnings
+            sent = here.send()
+            assert sent.parameters == {"changed": 1, "unchanged": 1, "frozen": 0}
+            told += sent.warnings
     assert [warning.partition(" require")[0] for warning in told] == ["'b'"]
