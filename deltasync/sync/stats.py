@@ -11,7 +11,6 @@ from statistics import median
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from deltasync.delta.coding import Coding
 from deltasync.delta.snapshot import Plan
@@ -51,8 +50,7 @@ class SyncStats(SyncEvent):
         lost: Why members left, by "engine[rank/world]", and why engines were refused, by name.
         numel: Elements of the model.
         nnz: Elements that differed from the snapshot (all, in a full sync).
-        parameters: Number of parameters that are "changed", "unchanged", or "frozen" (unchanged
-            and not trained). They add up to all.
+        changed: Parameters of which an element differed (all, in a full sync).
         payload_bytes: Bytes of all payloads as sent to each receiver, tables included.
         dense_bytes: Bytes of all values: what a dense sync sends.
         joined_bytes: Payload bytes of the full sync to joining receivers, besides the delta's.
@@ -100,7 +98,7 @@ class SyncStats(SyncEvent):
     full_synced: int = 0
     joined_bytes: int = 0
     lost: dict[str, str] = field(default_factory=dict)
-    parameters: dict[str, int] = field(default_factory=dict)
+    changed: int = 0
     bytes_by_codec: dict[str, int] = field(default_factory=dict)
     compression: Coding = "none"
     wait_s: float = 0.0
@@ -218,7 +216,7 @@ def stats_of(
         lost=dict(call.lost),
         numel=layout.numel,
         nnz=delta.nnz if delta else layout.numel * bool(call.full_synced),
-        parameters=_coverage(weights.trained, delta),
+        changed=int(np.count_nonzero(delta.counts)) if delta else len(layout.specs),
         payload_bytes=sent.payload_bytes,
         dense_bytes=layout.num_bytes,
         joined_bytes=call.joined_sent.payload_bytes,
@@ -243,17 +241,6 @@ def stats_of(
     )
 
 
-def _coverage(trained: NDArray[np.bool_], delta: Plan | None) -> dict[str, int]:
-    """How many parameters are "changed", "unchanged", "frozen". All are, without a delta.
-
-    Args: bool[parameters] `trained`: whether each is.
-    """
-    is_changed = np.ones(len(trained), np.bool_) if delta is None else delta.counts > 0
-    count, unchanged = np.count_nonzero(is_changed), np.count_nonzero(trained & ~is_changed)
-    frozen = len(trained) - count - unchanged
-    return {"changed": int(count), "unchanged": int(unchanged), "frozen": int(frozen)}
-
-
 class DeltaWatch:
     """Looks at each delta of one sender that was decided.
 
@@ -264,7 +251,7 @@ class DeltaWatch:
     def __init__(self) -> None:
         self._specs: Sequence[ParameterSpec] = ()
         self._deltas = self._silent = 0  # in which something has changed; in which nothing has
-        self._changed_in: Ints = np.zeros(0, np.int64)  # or frozen: the last of these, by parameter
+        self._changed_in: Ints = np.zeros(0, np.int64)  # by parameter; or looked at in
         self._is_named = np.zeros(0, np.bool_)
         self._masters: dict[int, int] = {}  # of those that were looked at, the sums of their bits
         self._densities: deque[float] = deque(maxlen=_REMEMBERED)
@@ -316,11 +303,12 @@ class DeltaWatch:
     def _unchanged(self, weights: Weights, delta: Plan) -> str:
         """Which trained parameters should have changed in so many deltas; each is named once."""
         self._deltas, self._silent = self._deltas + 1, 0
-        self._changed_in[(delta.counts > 0) | ~weights.trained] = self._deltas
-        if self._deltas < _LIMIT:
-            return ""
+        self._changed_in[delta.counts > 0] = self._deltas
         due = np.flatnonzero((self._changed_in <= self._deltas - _LIMIT) & ~self._is_named)
+        if self._deltas < _LIMIT or not len(due):
+            return ""
         self._changed_in[due] = self._deltas  # so that others are looked at again
+        due = due[weights.trained[due]]  # now and then: it looks at every tensor
         names = [self._specs[number].name for number in self._stale(weights, due)]
         text = (
             f"{some_of(names)} require grad and have not changed in {_LIMIT} deltas: check that "

@@ -95,7 +95,7 @@ def follow(rank: int, folder: Path, kind: str) -> None:
             stats = sender.send_weights(timeout_s=30)
             assert (stats.full_synced, stats.receivers) == (int(number == 0), 1)
             if number:
-                assert stats.parameters == {"changed": 14, "unchanged": 0, "frozen": 1}
+                assert stats.changed == 14
             check(target, model)
 
 

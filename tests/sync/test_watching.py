@@ -84,7 +84,7 @@ def test_parameters_that_changed_are_counted(kernels: Kernels) -> None:
             source.get_parameter(name).data[:count] += 1
         sent = here.sender.send_weights(timeout_s=60)
         assert sent.nnz == 6
-        assert sent.parameters == {"changed": 3, "unchanged": 1, "frozen": 0}
+        assert sent.changed == 3
 
 
 def test_trainers_of_several_ranks_are_watched_by_what_all_hold(
@@ -105,6 +105,6 @@ def test_trainers_of_several_ranks_are_watched_by_what_all_hold(
                 source["a"][-2:] += 1  # which the last rank holds
                 here.step()
             sent = here.send()
-            assert sent.parameters == {"changed": 1, "unchanged": 1, "frozen": 0}
+            assert sent.changed == 1
             told += sent.warnings
     assert [warning.partition(" require")[0] for warning in told] == ["'b'"]

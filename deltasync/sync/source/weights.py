@@ -171,7 +171,6 @@ class OwnWeights(LocalWeights):
         self.source = _Kept(source, options) if options.leave_out else source
         self._nothing = self.layout = SourceLayout(self.source, (), [])
         self._devices: list[torch.device] = []  # of what was captured
-        self._trained: NDArray[np.bool_] | None = None
 
     def declared(self, *, timeout_s: float = 60.0) -> tuple[ParameterSpec, ...]:
         return with_elements(source_specs(self.source.tensors()))
@@ -195,7 +194,7 @@ class OwnWeights(LocalWeights):
         tensors: list[NamedTensor] | None = None,
     ) -> SourceLayout:
         """Start from the source as it is. Arguments as of `SourceLayout`. Returns the layout."""
-        self._is_looked_up, self._trained = False, None
+        self._is_looked_up = False
         tensors = self.source.tensors() if tensors is None else tensors
         layout = SourceLayout(self.source, specs, tensors, boxes)
         last, self._snapshot, self.layout = self._snapshot, None, self._nothing
@@ -219,7 +218,6 @@ class OwnWeights(LocalWeights):
 
     def delta(self, base_version: int) -> Plan:
         layout, snapshot, held = self.layout, self.snapshot, self.options.max_inflight_bytes
-        self._trained = None
         compare = partial(
             snapshot.compare,
             bucket_bytes=self._bucket_bytes(snapshot),
@@ -245,9 +243,7 @@ class OwnWeights(LocalWeights):
 
     @property
     def trained(self) -> NDArray[np.bool_]:
-        if self._trained is None:  # once a sync
-            self._trained = np.array([*map(_IS_TRAINED, self.layout.tensors)], np.bool_)
-        return self._trained
+        return np.array([*map(_IS_TRAINED, self.layout.tensors)], np.bool_)
 
     def masters(self, number: int) -> tuple[bool, int] | None:
         layout, sums, is_rounded = self.layout, list[int](), False
