@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deltasync.testing.links import Ends, Link
-from deltasync.testing.transport import MAX_PAYLOAD_BYTES, TransportContract
+from deltasync.testing.transport import TransportContract
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame
 
@@ -24,8 +24,8 @@ class Lending(inprocess.Sender):
 
 
 class _OfLending(TransportContract):
-    def ends(self, tmp_path: Path, max_payload_bytes: int) -> Ends:
-        sender = Lending(max_payload_bytes=max_payload_bytes)
+    def ends(self, tmp_path: Path) -> Ends:
+        sender = Lending()
         return Ends(lambda: sender, sender.receiver, crosses_processes=False)
 
 
@@ -40,6 +40,6 @@ class _OfLending(TransportContract):
 def test_an_end_that_breaks_a_rule_is_found(name: str, tmp_path: Path) -> None:
     contract = _OfLending()
     with ExitStack() as stack:
-        link = Link(contract.ends(tmp_path, MAX_PAYLOAD_BYTES), stack)
+        link = Link(contract.ends(tmp_path), stack)
         with pytest.raises((AssertionError, pytest.fail.Exception)):
             getattr(contract, name)(link)

@@ -1,8 +1,8 @@
 """The contract that every transport keeps, as tests. Subclass `TransportContract` and run pytest.
 
     class TestMine(TransportContract):
-        def ends(self, tmp_path, max_payload_bytes):
-            sender = partial(MySender, tmp_path / "socket", max_payload_bytes=max_payload_bytes)
+        def ends(self, tmp_path):
+            sender = partial(MySender, tmp_path / "socket")
             return Ends(sender, partial(MyReceiver, tmp_path / "socket"), crosses_processes=True)
 
 Override nothing else: a transport is right when the contract passes as it is.
@@ -37,7 +37,6 @@ from deltasync.testing.links import (
 from deltasync.testing.processes import Child
 from deltasync.transports.base import Frame
 
-MAX_PAYLOAD_BYTES = 16 << 20
 SIZES = [0, 1, 4095, 4096, (1 << 20) + 3]
 
 
@@ -47,14 +46,14 @@ class TransportContract(ABC):
     pytestmark = pytest.mark.timeout(90)
 
     @abstractmethod
-    def ends(self, tmp_path: Path, max_payload_bytes: int) -> Ends:
+    def ends(self, tmp_path: Path) -> Ends:
         """How to make the two ends of one new link."""
 
     @pytest.fixture
     def link(self, tmp_path: Path) -> Iterator[Link]:
         """A sender without receivers."""
         with ExitStack() as stack:
-            yield Link(self.ends(tmp_path, MAX_PAYLOAD_BYTES), stack)
+            yield Link(self.ends(tmp_path), stack)
 
     @pytest.fixture
     def processes(self, link: Link) -> Link:
@@ -94,14 +93,11 @@ class TransportContract(ABC):
             torch.zeros(10, dtype=torch.uint8)[::2],
             torch.zeros(10, dtype=torch.int8),
             torch.zeros(2, 5, dtype=torch.uint8),
-            torch.zeros(MAX_PAYLOAD_BYTES + 1, dtype=torch.uint8),
         ):
             with pytest.raises(ConfigError):
                 link.sender.send(Frame(b"bad", payload), timeout_s=PATIENCE_S)
         with pytest.raises(ConfigError):
             link.sender.send(Frame(b""), timeout_s=PATIENCE_S)
-        with pytest.raises(ConfigError):
-            link.sender.buffer(MAX_PAYLOAD_BYTES + 1, timeout_s=PATIENCE_S)
 
     # Ownership of buffers
 
@@ -397,7 +393,7 @@ class TransportContract(ABC):
         processes.check([good, also_good])
 
     def test_receivers_notice_a_killed_sender(self, tmp_path: Path) -> None:
-        ends = self.ends(tmp_path, MAX_PAYLOAD_BYTES)
+        ends = self.ends(tmp_path)
         if not ends.crosses_processes:
             pytest.skip("does not cross processes")
         receivers = [ends.receiver(), ends.receiver()]

@@ -49,14 +49,12 @@ class Capabilities:
 
     Attributes:
         devices: torch device types that payloads may live on.
-        max_payload_bytes: Largest payload of one frame; None if only memory limits it.
         outlives_losses: Whether the other peers of an epoch get every frame, although a peer was
             lost or dropped as it was sent.
         is_private: Whether nobody else can write to a payload that a receiver was handed.
     """
 
     devices: tuple[str, ...]
-    max_payload_bytes: int | None
     outlives_losses: bool = False
     is_private: bool = False
 

@@ -45,7 +45,6 @@ from deltasync.errors import (
 )
 from deltasync.transports.base import Capabilities, Frame
 from deltasync.transports.collective_messages import (
-    DEFAULT_MAX_PAYLOAD_BYTES,
     FRAME,
     GRACE_S,
     GROUP,
@@ -61,7 +60,6 @@ from deltasync.transports.control.connection import (
     Kind,
     Pace,
     check_frame,
-    check_size,
     deadline_in,
     left_s,
     part_of,
@@ -79,7 +77,7 @@ from deltasync.transports.process_group import (
 )
 from deltasync.transports.sockets import SocketSender
 
-__all__ = ["DEFAULT_MAX_PAYLOAD_BYTES", "Receiver", "Sender"]
+__all__ = ["Receiver", "Sender"]
 
 # How long what was sent may take to leave before a connection is ended on purpose.
 _FAREWELL_S = 5.0
@@ -105,7 +103,6 @@ class Sender(SocketSender):
         backend: str = "gloo",
         device: torch.device | str | None = None,
         secret: bytes | None = None,
-        max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES,
         store_port: int = 0,
     ) -> None:
         """Listen on `host`, which receivers must be able to reach.
@@ -119,7 +116,6 @@ class Sender(SocketSender):
             device: Where payloads live; by default the CPU or the current GPU.
             secret: Signs the control plane; receivers must have the same secret. Without one, an
                 address that is not loopback logs a warning.
-            max_payload_bytes: Larger payloads are refused.
             store_port: Of the rendezvous store, which receivers reach too; 0 chooses a free port.
         """
         check_network(host, secret)
@@ -134,7 +130,7 @@ class Sender(SocketSender):
         self.address: tuple[str, int] = listener.getsockname()[:2]
         if secret is None:
             warn_of_strangers(*self.address)
-        capabilities = Capabilities((device.type,), max_payload_bytes)
+        capabilities = Capabilities((device.type,))
         super().__init__(listener, capabilities, Kind.READY, secret=secret)
         self._name = f"deltasync/{secrets.token_hex(8)}"
         self._membership = Membership(device, num_slots=2)
@@ -172,7 +168,6 @@ class Sender(SocketSender):
 
         GPUs of receivers may wait for what the current stream is given between this and `send`.
         """
-        check_size(num_bytes, self._capabilities)
         with self._gate.entered():
             slot, deadline = self._membership.slots[self._turn], deadline_in(timeout_s)
             self._check(self._settle(slot, deadline))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 
-DEFAULT_MAX_PAYLOAD_BYTES = 4 << 30
 # Of everything but FRAME, first. READY repeats that of what it answers; what is wrong follows.
 TICKET = struct.Struct("<Q")
 # Rank, size, store port, timeout; the back end follows, a space and the group's name.

@@ -17,7 +17,6 @@ import torch
 from deltasync.errors import PeerLost, TransportTimeout
 from deltasync.transports.base import Capabilities, Frame
 from deltasync.transports.collective_messages import (
-    DEFAULT_MAX_PAYLOAD_BYTES,
     FRAME,
     GROUP,
     MAX_COMPLAINT_BYTES,
@@ -29,6 +28,7 @@ from deltasync.transports.collective_messages import (
 )
 from deltasync.transports.control.connection import (
     DEFAULT_MAX_MESSAGE_BYTES,
+    MAX_PAYLOAD_BYTES,
     BrokenProtocol,
     Kind,
     Message,
@@ -78,16 +78,13 @@ class Receiver(SocketReceiver):
         backend: str = "gloo",
         device: torch.device | str | None = None,
         secret: bytes | None = None,
-        max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES,
     ) -> None:
-        """Connect to the sender at `host`:`port`; arguments as there. No memory is
-        allocated for payloads larger than `max_payload_bytes`, whatever the sender declares.
-        """
+        """Connect to the sender at `host`:`port`; arguments as there."""
         check_network(host, secret)
         self._backend = backend
         device = device_of(backend, device)
         self._address = host, port
-        capabilities = Capabilities((device.type,), max_payload_bytes, is_private=True)
+        capabilities = Capabilities((device.type,), is_private=True)
         super().__init__(capabilities, _KINDS, secret=secret)
         # One to read from, one to arrive in, and one for the next.
         self._membership = Membership(device, num_slots=3)
@@ -257,9 +254,8 @@ class Receiver(SocketReceiver):
         if len(data) != ROOM.size:
             raise BrokenProtocol("room of the wrong size")
         (num_bytes,) = ROOM.unpack(data)
-        limit = self._capabilities.max_payload_bytes
-        if num_bytes == 0 or (limit is not None and num_bytes > limit):
-            raise BrokenProtocol(f"a payload of {num_bytes} bytes; this end takes up to {limit}")
+        if not 0 < num_bytes <= MAX_PAYLOAD_BYTES:
+            raise BrokenProtocol(f"a payload of {num_bytes} bytes")
         self._room, self._granted = num_bytes, None
         if self._membership.group is None:
             self._room = 0

@@ -153,11 +153,7 @@ class Sender(UnixSender):
     gpu_class: ClassVar[type[Gpu]] = Gpu
 
     def __init__(
-        self,
-        path: str | Path | None = None,
-        *,
-        device: torch.device | str | None = None,
-        max_payload_bytes: int | None = None,
+        self, path: str | Path | None = None, *, device: torch.device | str | None = None
     ) -> None:
         """As `UnixSender`, with slots on `device`, by default the current GPU.
 
@@ -166,7 +162,7 @@ class Sender(UnixSender):
         """
         gpu = self.gpu_class(device)
         slots = [_Slot(index, gpu) for index in range(NUM_SLOTS)]
-        super().__init__(path, slots, max_payload_bytes=max_payload_bytes)
+        super().__init__(path, slots)
 
     def _dispose(self) -> None:
         super()._dispose()
@@ -211,23 +207,16 @@ class Receiver(UnixReceiver):
 
     gpu_class: ClassVar[type[Gpu]] = Gpu
     segment = _SEGMENT
-    granule_bytes = _GRANULE_BYTES
 
-    def __init__(
-        self,
-        path: str | Path,
-        *,
-        device: torch.device | str | None = None,
-        max_payload_bytes: int | None = None,
-    ) -> None:
-        """Connect to a sender that listens on `path`; larger segments are refused.
+    def __init__(self, path: str | Path, *, device: torch.device | str | None = None) -> None:
+        """Connect to a sender that listens on `path`.
 
         Payloads are on `device`, by default the current GPU: the sender's own memory if that is
         its GPU, else a copy. The sender's GPU must be visible to this process.
         Raises TransportUnavailable without CUDA; so does `receive` if IPC is not possible.
         """
         self._gpu = self.gpu_class(device)
-        super().__init__(path, self._gpu.device, max_payload_bytes=max_payload_bytes)
+        super().__init__(path, self._gpu.device)
         self._copy = torch.empty(0, dtype=torch.uint8, device=self._device)
 
     def _mapped(self, num_bytes: int, handles: tuple[bytes, ...], descriptor: int) -> Segment:

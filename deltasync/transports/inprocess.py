@@ -17,7 +17,7 @@ from torch import Tensor
 from deltasync.errors import PeerLost, TransportClosed, TransportError, TransportTimeout
 from deltasync.transports import forks
 from deltasync.transports.base import Capabilities, Closing, Frame, ReceiveTransport, SendTransport
-from deltasync.transports.control.connection import check_frame, check_size, failure
+from deltasync.transports.control.connection import check_frame, failure
 
 
 @dataclass(slots=True)
@@ -71,13 +71,11 @@ class _End(Closing):
 class Sender(_End, SendTransport):
     """The sender's end. `receiver()` makes receivers in the same process."""
 
-    def __init__(
-        self, *, device: torch.device | str = "cpu", max_payload_bytes: int | None = None
-    ) -> None:
-        """Payloads live on `device`; larger ones than `max_payload_bytes` are refused."""
+    def __init__(self, *, device: torch.device | str = "cpu") -> None:
+        """Payloads live on `device`."""
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
         device_type = self._buffer.device.type
-        capabilities = Capabilities((device_type,), max_payload_bytes, outlives_losses=True)
+        capabilities = Capabilities((device_type,), outlives_losses=True)
         super().__init__(threading.RLock(), capabilities)
         self._links: list[_Link] = []
         self._greetings: list[tuple[int, bytes]] = []
@@ -109,7 +107,6 @@ class Sender(_End, SendTransport):
 
     def buffer(self, num_bytes: int, *, timeout_s: float) -> Tensor:
         """Never waits."""
-        check_size(num_bytes, self._capabilities)
         if self._buffer.numel() < num_bytes:
             self._buffer = self._buffer.new_empty(num_bytes)
         return self._buffer[:num_bytes]

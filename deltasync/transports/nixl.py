@@ -50,7 +50,6 @@ from deltasync.transports.slots import (
     SlotSender,
 )
 
-DEFAULT_MAX_PAYLOAD_BYTES = 4 << 30
 _MEMORY = struct.Struct("<BBxxIQQ")  # slot, memory type, device, bytes, address; metadata follows
 _STAMP_BYTES = 8
 _WRITING = -1
@@ -127,7 +126,6 @@ class Sender(SlotSender):
         *,
         device: torch.device | str | None = None,
         secret: bytes | None = None,
-        max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES,
     ) -> None:
         """Listen on `host`, which receivers must be able to reach.
 
@@ -139,7 +137,6 @@ class Sender(SlotSender):
             device: Where payloads live, by default the CPU; receivers may have theirs elsewhere.
             secret: Signs the control plane; receivers must have the same secret. Without one, an
                 address that is not loopback logs a warning.
-            max_payload_bytes: Larger payloads are refused.
 
         Raises TransportUnavailable without NIXL, or where UCX cannot run.
         """
@@ -151,7 +148,7 @@ class Sender(SlotSender):
         if secret is None:
             warn_of_strangers(*self.address)
         slots = [_Slot(index, self._agent, device) for index in range(NUM_SLOTS)]
-        super().__init__(listener, slots, max_payload_bytes, secret=secret)
+        super().__init__(listener, slots, secret=secret)
 
     def _is_settled(self, slot: Slot) -> bool:
         """It has been read."""
@@ -235,15 +232,12 @@ class Receiver(SlotReceiver):
         *,
         device: torch.device | str | None = None,
         secret: bytes | None = None,
-        max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES,
     ) -> None:
-        """Connect to the sender at `host`:`port`; arguments as there. No memory is
-        allocated for payloads larger than `max_payload_bytes`, whatever the sender declares.
-        """
+        """Connect to the sender at `host`:`port`; arguments as there."""
         check_network(host, secret)
         load_library()
         self._address = host, port
-        super().__init__(device_of(device), max_payload_bytes, Kind.MEMORY, secret=secret)
+        super().__init__(device_of(device), Kind.MEMORY, secret=secret)
         self._agent: Agent | None = None
         self._buffers = _Buffer(self._device), _Buffer(self._device)
         self._segments: dict[int, _Segment] = {}

@@ -63,25 +63,21 @@ class _Slot(Slot):
 class Sender(UnixSender):
     """The sender's end: payloads in host memory."""
 
-    def __init__(
-        self, path: str | Path | None = None, *, max_payload_bytes: int | None = None
-    ) -> None:
+    def __init__(self, path: str | Path | None = None) -> None:
         """As `UnixSender`. Raises TransportUnavailable without memfd."""
         if not hasattr(os, "memfd_create"):
             raise TransportUnavailable("shared memory needs Linux; use the collective transport")
-        slots = [_Slot(index) for index in range(NUM_SLOTS)]
-        super().__init__(path, slots, max_payload_bytes=max_payload_bytes)
+        super().__init__(path, [_Slot(index) for index in range(NUM_SLOTS)])
 
 
 class Receiver(UnixReceiver):
     """A receiver's end: maps the sender's segments and reads payloads in place."""
 
     segment = _SEGMENT
-    granule_bytes = _GRANULE_BYTES
 
-    def __init__(self, path: str | Path, *, max_payload_bytes: int | None = None) -> None:
-        """Connect to a sender that listens on `path`; larger segments are refused."""
-        super().__init__(path, _CPU, max_payload_bytes=max_payload_bytes)
+    def __init__(self, path: str | Path) -> None:
+        """Connect to a sender that listens on `path`."""
+        super().__init__(path, _CPU)
 
     def _mapped(self, num_bytes: int, handles: tuple[bytes, ...], descriptor: int) -> Segment:
         """A copy-on-write mapping: a receiver that writes to a payload affects only itself.

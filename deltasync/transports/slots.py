@@ -33,12 +33,12 @@ from deltasync.errors import (
 from deltasync.transports.base import Capabilities, Frame
 from deltasync.transports.control.connection import (
     DEFAULT_MAX_MESSAGE_BYTES,
+    MAX_PAYLOAD_BYTES,
     BrokenProtocol,
     Kind,
     Message,
     Pace,
     check_frame,
-    check_size,
     deadline_in,
     left_s,
 )
@@ -116,7 +116,6 @@ class SlotSender(SocketSender):
         self,
         listener: socket.socket,
         slots: Sequence[Slot],
-        max_payload_bytes: int | None,
         *,
         secret: bytes | None = None,
         admit: Callable[[socket.socket], None] = lambda sock: None,
@@ -125,7 +124,7 @@ class SlotSender(SocketSender):
         self._slots = slots
         self._empty = slots[0].memory
         device_type = self._empty.device.type
-        capabilities = Capabilities((device_type,), max_payload_bytes, outlives_losses=True)
+        capabilities = Capabilities((device_type,), outlives_losses=True)
         super().__init__(listener, capabilities, Kind.RELEASE, secret=secret, admit=admit)
         self._lent: Slot | None = None
         self._sequence = 0
@@ -140,7 +139,6 @@ class SlotSender(SocketSender):
 
     def buffer(self, num_bytes: int, *, timeout_s: float) -> Tensor:
         """The tensor is the memory that receivers read."""
-        check_size(num_bytes, self._capabilities)
         with self._gate.entered():
             if num_bytes == 0:
                 return self._empty
@@ -279,19 +277,11 @@ class SlotReceiver(SocketReceiver):
     """A receiver's end, less its memory and the way to the sender."""
 
     def __init__(
-        self,
-        device: torch.device,
-        max_payload_bytes: int | None,
-        announcement: Kind,
-        *,
-        secret: bytes | None = None,
+        self, device: torch.device, announcement: Kind, *, secret: bytes | None = None
     ) -> None:
         """Memory is announced in messages of the kind `announcement`."""
-        super().__init__(
-            Capabilities((device.type,), max_payload_bytes),
-            {Kind.FRAME, announcement},
-            secret=secret,
-        )
+        capabilities = Capabilities((device.type,))
+        super().__init__(capabilities, {Kind.FRAME, announcement}, secret=secret)
         self._device = device
         self._waiting: deque[Announcement] = deque()  # told of, not handed out yet
         self._sizes: dict[int, int] = {}  # bytes of the slots that are known
@@ -373,10 +363,8 @@ class SlotReceiver(SocketReceiver):
             raise BrokenProtocol("a frame without a header")
         slot, sequence, start, num_bytes = _FRAME.unpack_from(data)
         if slot not in (NO_SLOT, EMPTY_SLOT):
-            limit = self._capabilities.max_payload_bytes
-            if not 0 < num_bytes <= (limit or num_bytes):
-                raise BrokenProtocol(f"a payload of {num_bytes} bytes; this end takes {limit}")
-            if start + num_bytes > self._sizes.get(slot, 0):
+            is_inside = start + num_bytes <= self._sizes.get(slot, 0)
+            if not is_inside or not 0 < num_bytes <= MAX_PAYLOAD_BYTES:
                 raise BrokenProtocol(f"{num_bytes} bytes at {start} in segment {slot}")
         return Announcement(data[_FRAME.size :], slot, start, num_bytes, sequence)
 

@@ -33,9 +33,7 @@ class UnixSender(SlotSender):
         path: The socket that receivers connect to.
     """
 
-    def __init__(
-        self, path: str | Path | None, slots: Sequence[Slot], *, max_payload_bytes: int | None
-    ) -> None:
+    def __init__(self, path: str | Path | None, slots: Sequence[Slot]) -> None:
         """Listen on `path`, in a directory that exists; by default on a `private_path`.
 
         Payloads live where `slots` do. Only processes of this user, and of root, get in. The socket
@@ -44,7 +42,7 @@ class UnixSender(SlotSender):
         """
         self.path = private_path() if path is None else Path(path)
         listener, self._inode = listen(self.path)
-        super().__init__(listener, slots, max_payload_bytes, admit=check_user)
+        super().__init__(listener, slots, admit=check_user)
 
     def _dispose(self) -> None:
         super()._dispose()
@@ -73,21 +71,17 @@ class UnixReceiver(SlotReceiver):
 
     Attributes:
         segment: Of a SEGMENT message: slot, bytes, and the handles of its memory.
-        granule_bytes: How much larger than a payload a slot may be.
     """
 
     segment: ClassVar[struct.Struct]
-    granule_bytes: ClassVar[int]
 
-    def __init__(
-        self, path: str | Path, device: torch.device, *, max_payload_bytes: int | None
-    ) -> None:
-        """Connect to a sender that listens on `path`; larger segments are refused.
+    def __init__(self, path: str | Path, device: torch.device) -> None:
+        """Connect to a sender that listens on `path`.
 
-        So is a sender of another user, unless that is root.
+        One of another user is refused, unless that is root.
         """
         self._path = Path(path)
-        super().__init__(device, max_payload_bytes, Kind.SEGMENT)
+        super().__init__(device, Kind.SEGMENT)
         self._segments: dict[int, Segment] = {}
         self._held: Announcement | None = None  # handed out
         self._releases: deque[tuple[Mark, Announcement]] = deque()  # let go of, maybe still read
@@ -144,9 +138,7 @@ class UnixReceiver(SlotReceiver):
             if len(message.data) != self.segment.size:
                 raise BrokenProtocol("a segment message of the wrong size")
             index, num_bytes, *handles = self.segment.unpack(message.data)
-            limit = self._capabilities.max_payload_bytes
-            most = num_bytes if limit is None else limit + self.granule_bytes
-            if index >= NUM_SLOTS or not 0 < num_bytes <= most:
+            if index >= NUM_SLOTS or num_bytes == 0:
                 raise BrokenProtocol(f"segment {index} of {num_bytes} bytes")
             in_use = [*self._waiting, *(told for _, told in self._releases)]
             if any(told.slot == index for told in in_use):

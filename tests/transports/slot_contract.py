@@ -26,7 +26,7 @@ from deltasync.testing.links import (
     same_frame,
     within,
 )
-from deltasync.testing.transport import MAX_PAYLOAD_BYTES, TransportContract
+from deltasync.testing.transport import TransportContract
 from deltasync.transports.base import Frame, ReceiveTransport
 from deltasync.transports.control.connection import Connection, Kind
 from tests.descriptors import open_links
@@ -77,7 +77,6 @@ class Liar:
 LIES: dict[str, Callable[[Liar], object]] = {
     "a third slot": lambda liar: liar.announce(2),
     "2**63 bytes": lambda liar: liar.announce(0, 1 << 63),
-    "just over the limit": lambda liar: liar.announce(0, (1 << 20) + (32 << 20) + 1),
     "more than there is": lambda liar: liar.announce(0, MEMORY_BYTES + 1),
     "a short segment": lambda liar: liar.announce(cut=-1),
     "no memory": lambda liar: liar.write(Kind.SEGMENT, SEGMENT.pack(0, MEMORY_BYTES)),
@@ -92,7 +91,7 @@ LIES: dict[str, Callable[[Liar], object]] = {
 
 
 class SlotContract(TransportContract):
-    """The socket of `ends` is `tmp_path / "socket"`, and both ends take `max_payload_bytes`."""
+    """The socket of `ends` is `tmp_path / "socket"`."""
 
     @abstractmethod
     def memory(self) -> Memory:
@@ -116,7 +115,7 @@ class SlotContract(TransportContract):
     @pytest.fixture
     def link(self, unchanged: None, tmp_path: Path) -> Iterator[Link]:
         with ExitStack() as stack:
-            yield Link(self.ends(tmp_path, MAX_PAYLOAD_BYTES), stack)
+            yield Link(self.ends(tmp_path), stack)
 
     @pytest.fixture
     def liar(self, unchanged: None, tmp_path: Path) -> Iterator[tuple[Liar, ReceiveTransport]]:
@@ -125,7 +124,7 @@ class SlotContract(TransportContract):
             listener = stack.enter_context(socket.socket(socket.AF_UNIX))
             listener.bind(str(tmp_path / "socket"))
             listener.listen()
-            receiver = stack.enter_context(closing(self.ends(tmp_path, 1 << 20).receiver()))
+            receiver = stack.enter_context(closing(self.ends(tmp_path).receiver()))
             receiver.connect(b"", timeout_s=PATIENCE_S)
             sock, _ = listener.accept()
             connection = Connection(

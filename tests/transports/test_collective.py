@@ -34,24 +34,24 @@ from deltasync.testing.links import (
 )
 from deltasync.testing.processes import Child
 from deltasync.testing.transport import TransportContract
-from deltasync.transports import collective
+from deltasync.transports import collective, collective_receiver
 from deltasync.transports.base import Frame
-from deltasync.transports.collective import DEFAULT_MAX_PAYLOAD_BYTES, Receiver, Sender
+from deltasync.transports.collective import Receiver, Sender
 from deltasync.transports.control.connection import BrokenProtocol, Connection, Kind, Message
 from deltasync.transports.process_group import Broadcast, Join, serve_store
 from tests.worlds.programs import run
 from tests.worlds.ranks import free_port, free_ports
 
 
-def ends(secret: bytes | None = None, max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES) -> Ends:
+def ends(secret: bytes | None = None) -> Ends:
     port = free_port()
-    sender = partial(Sender, "127.0.0.1", port, secret=secret, max_payload_bytes=max_payload_bytes)
+    sender = partial(Sender, "127.0.0.1", port, secret=secret)
     return Ends(sender, partial(Receiver, "127.0.0.1", port, secret=secret), True)
 
 
 class TestGloo(TransportContract):
-    def ends(self, tmp_path: Path, max_payload_bytes: int) -> Ends:
-        return ends(max_payload_bytes=max_payload_bytes)
+    def ends(self, tmp_path: Path) -> Ends:
+        return ends()
 
 
 @pytest.fixture
@@ -137,18 +137,16 @@ def test_a_process_that_left_a_stuck_group_exits_well() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_receivers_refuse_payloads_beyond_their_limit() -> None:
-    with ExitStack() as stack:
-        all_ends = ends()
-        host, port = all_ends.receiver.args  # type: ignore[attr-defined]
-        small = Ends(all_ends.sender, partial(Receiver, host, port, max_payload_bytes=99), True)
-        link = Link(small, stack)
-        link.add(1)
-        link.open()
-        received = link.receive_later()
-        with pytest.raises(PeerLost):
-            link.sender.send(Frame(b"x", payload_of(100)), timeout_s=PATIENCE_S)
-        assert isinstance(received[0].exception(PATIENCE_S), PeerLost)
+def test_receivers_refuse_payloads_beyond_their_limit(
+    link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collective_receiver, "MAX_PAYLOAD_BYTES", 99)
+    link.add(1)
+    link.open()
+    received = link.receive_later()
+    with pytest.raises(PeerLost):
+        link.sender.send(Frame(b"x", payload_of(100)), timeout_s=PATIENCE_S)
+    assert isinstance(received[0].exception(PATIENCE_S), PeerLost)
 
 
 @pytest.mark.parametrize(

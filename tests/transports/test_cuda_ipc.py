@@ -159,10 +159,10 @@ NOWHERE = b"/proc/0/fd/0".ljust(64, b"\0")
 
 
 class TestHostMemory(SlotContract):
-    def ends(self, tmp_path: Path, max_payload_bytes: int) -> Ends:
+    def ends(self, tmp_path: Path) -> Ends:
         path = tmp_path / "socket"
-        sender = partial(HostSender, path, max_payload_bytes=max_payload_bytes)
-        receiver = partial(HostReceiver, path, max_payload_bytes=max_payload_bytes)
+        sender = partial(HostSender, path)
+        receiver = partial(HostReceiver, path)
         return Ends(sender, receiver, crosses_processes=False)  # they do: on GPUs, and see below
 
     def memory(self) -> Exported:
@@ -301,10 +301,10 @@ def test_no_gpu_is_unavailable(path: Path, end: Callable[[Path], object]) -> Non
 class TestOneGpu(SlotContract):
     """Receivers of this process read the memory as it is, those of others map it."""
 
-    def ends(self, tmp_path: Path, max_payload_bytes: int) -> Ends:
+    def ends(self, tmp_path: Path) -> Ends:
         path = tmp_path / "socket"
-        sender = partial(cuda_ipc.Sender, path, max_payload_bytes=max_payload_bytes)
-        receiver = partial(cuda_ipc.Receiver, path, max_payload_bytes=max_payload_bytes)
+        sender = partial(cuda_ipc.Sender, path)
+        receiver = partial(cuda_ipc.Receiver, path)
         return Ends(sender, receiver, crosses_processes=True)
 
     def memory(self) -> Exported:
@@ -321,11 +321,9 @@ class TestOneGpu(SlotContract):
 class TestTwoGpus(TransportContract):
     """Receivers live on another GPU than the sender."""
 
-    def ends(self, tmp_path: Path, max_payload_bytes: int) -> Ends:
+    def ends(self, tmp_path: Path) -> Ends:
         path = tmp_path / "socket"
-        sender = partial(
-            cuda_ipc.Sender, path, device="cuda:0", max_payload_bytes=max_payload_bytes
-        )
+        sender = partial(cuda_ipc.Sender, path, device="cuda:0")
         receiver = partial(cuda_ipc.Receiver, path, device="cuda:1")
         return Ends(sender, receiver, crosses_processes=True)
 

@@ -10,6 +10,6 @@ from deltasync.transports import inprocess
 
 
 class TestInProcess(TransportContract):
-    def ends(self, tmp_path: Path, max_payload_bytes: int) -> Ends:
-        sender = inprocess.Sender(max_payload_bytes=max_payload_bytes)
+    def ends(self, tmp_path: Path) -> Ends:
+        sender = inprocess.Sender()
         return Ends(lambda: sender, sender.receiver, crosses_processes=False)

@@ -47,18 +47,16 @@ FRAME = struct.Struct("<BxxxIQQ")  # slot, sequence, payload start and bytes; th
 LARGE = 48 << 20
 
 
-def make_ends(*, secret: bytes | None = None, max_payload_bytes: int = 256 << 20) -> Ends:
+def make_ends(*, secret: bytes | None = None) -> Ends:
     port = free_port()
-    sender = partial(Sender, port=port, secret=secret, max_payload_bytes=max_payload_bytes)
-    receiver = partial(
-        Receiver, "127.0.0.1", port, secret=secret, max_payload_bytes=max_payload_bytes
-    )
+    sender = partial(Sender, port=port, secret=secret)
+    receiver = partial(Receiver, "127.0.0.1", port, secret=secret)
     return Ends(sender, receiver, crosses_processes=True)
 
 
 class TestNixl(TransportContract):
-    def ends(self, tmp_path: Path, max_payload_bytes: int) -> Ends:
-        return make_ends(max_payload_bytes=max_payload_bytes)
+    def ends(self, tmp_path: Path) -> Ends:
+        return make_ends()
 
 
 @pytest.fixture
@@ -202,7 +200,7 @@ def liar() -> Iterator[tuple[Liar, Receiver]]:
     with ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         agent = stack.enter_context(closing(Agent(torch.device("cpu"), serves=True)))
-        receiver = Receiver("127.0.0.1", listener.getsockname()[1], max_payload_bytes=1 << 20)
+        receiver = Receiver("127.0.0.1", listener.getsockname()[1])
         stack.enter_context(closing(receiver))
         receiver.connect(b"", timeout_s=PATIENCE_S)
         connection = Connection(
@@ -225,7 +223,7 @@ LIES: dict[str, Callable[[Liar], object]] = {
     "of another frame": lambda liar: announced(liar, 0, 0, 10, 2),
     "memory that is not registered": lambda liar: announced(liar, 0, 0, 1 << 20, num_bytes=1 << 20),
     "memory elsewhere": lambda liar: announced(liar, 0, 0, 10, offset=1 << 40),
-    "over the limit": lambda liar: announced(liar, 0, 0, (1 << 20) + 1, num_bytes=1 << 40),
+    "over the limit": lambda liar: announced(liar, 0, 0, (2 << 30) + 1, num_bytes=1 << 40),
 }
 
 

@@ -37,11 +37,9 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class TestSharedMemory(SlotContract):
-    def ends(self, tmp_path: Path, max_payload_bytes: int) -> Ends:
+    def ends(self, tmp_path: Path) -> Ends:
         path = tmp_path / "socket"
-        sender = partial(Sender, path, max_payload_bytes=max_payload_bytes)
-        receiver = partial(Receiver, path, max_payload_bytes=max_payload_bytes)
-        return Ends(sender, receiver, crosses_processes=True)
+        return Ends(partial(Sender, path), partial(Receiver, path), crosses_processes=True)
 
     def memory(self) -> Memfd:
         return Memfd(MEMORY_BYTES, SEALS)

@@ -44,6 +44,8 @@ from deltasync.transports import forks
 from deltasync.transports.base import Capabilities, Frame
 
 DEFAULT_MAX_MESSAGE_BYTES = 64 << 20
+MAX_PAYLOAD_BYTES = 2 << 30
+"""No receiver allocates more for a payload, whatever the sender declares; syncs send less."""
 LONGEST_S = 1e6
 """The longest wait, 11 days: systems take no more than 2^31 milliseconds."""
 
@@ -160,14 +162,6 @@ def check_frame(frame: Frame, capabilities: Capabilities) -> None:
         raise ConfigError(f"payloads are contiguous uint8[n], not {payload.dtype} {payload.shape}")
     if payload.device.type not in capabilities.devices:
         raise ConfigError(f"payloads live on {capabilities.devices}, not on {payload.device}")
-    check_size(payload.numel(), capabilities)
-
-
-def check_size(num_bytes: int, capabilities: Capabilities) -> None:
-    """Raise ConfigError for a payload larger than the transport carries."""
-    limit = capabilities.max_payload_bytes
-    if num_bytes < 0 or (limit is not None and num_bytes > limit):
-        raise ConfigError(f"a payload of {num_bytes} bytes; this transport takes up to {limit}")
 
 
 class _Seal:
