@@ -6,6 +6,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 from deltasync.testing.links import Ends, Link
 from deltasync.testing.transport import TransportContract
@@ -14,7 +16,12 @@ from deltasync.transports.base import Frame
 
 
 class Lending(inprocess.Sender):
-    """Lends receivers the payload of whoever sends."""
+    """Takes any payload, and lends the same memory again and again."""
+
+    memory = torch.zeros(100_000, dtype=torch.uint8)
+
+    def buffer(self, num_bytes: int, *, timeout_s: float) -> Tensor:
+        return self.memory[:num_bytes]
 
     def send(self, frame: Frame, *, timeout_s: float) -> None:
         with self._lock:
@@ -31,11 +38,7 @@ class _OfLending(TransportContract):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "test_other_payloads_are_refused",
-        "test_a_tensor_may_be_overwritten_once_sent",
-        "test_the_next_buffer_leaves_what_receivers_read_alone",
-    ],
+    ["test_other_payloads_are_refused", "test_the_next_buffer_leaves_what_receivers_read_alone"],
 )
 def test_an_end_that_breaks_a_rule_is_found(name: str, tmp_path: Path) -> None:
     contract = _OfLending()

@@ -95,9 +95,16 @@ def sender_process(make: Callable[[], SendTransport], num_receivers: int) -> Non
     sender = make()
     peers = greeted(sender, num_receivers)
     assert sender.open_epoch(list(peers), timeout_s=PATIENCE_S) == {}
-    payload = payload_of(1000).to(sender.capabilities.devices[0])
-    sender.send(Frame(b"first", payload), timeout_s=PATIENCE_S)
+    send_copy(sender, Frame(b"first", payload_of(1000)))
     time.sleep(60)
+
+
+def send_copy(sender: SendTransport, frame: Frame, *, timeout_s: float = PATIENCE_S) -> None:
+    """Send a frame whose payload may be any tensor."""
+    payload = frame.payload
+    if payload is not None:
+        payload = sender.buffer(len(payload), timeout_s=timeout_s).copy_(payload)
+    sender.send(Frame(frame.header, payload), timeout_s=timeout_s)
 
 
 def greeted(sender: SendTransport, count: int) -> dict[int, bytes]:
@@ -178,10 +185,14 @@ class Link:
 
         return [background(lambda r=receiver: receive(r)) for receiver in self.receivers]  # type: ignore[misc]
 
+    def send(self, frame: Frame, *, timeout_s: float = PATIENCE_S) -> None:
+        """As `send_copy`."""
+        send_copy(self.sender, frame, timeout_s=timeout_s)
+
     def exchange(self, frame: Frame) -> list[Frame]:
         """Send `frame`; what each receiver got."""
         received = self.receive_later()
-        self.sender.send(frame, timeout_s=PATIENCE_S)
+        self.send(frame)
         return [future.result(PATIENCE_S) for future in received]
 
     def check(self, peers: list[int]) -> None:
@@ -190,7 +201,7 @@ class Link:
             self._skip_old_replies(peer)
         assert self.sender.open_epoch(peers, timeout_s=PATIENCE_S) == {}
         frame = Frame(b"check", self.payload_of(10_000, seed=7))
-        self.sender.send(frame, timeout_s=PATIENCE_S)
+        self.send(frame)
         replies = self.sender.collect_replies(timeout_s=PATIENCE_S)
         assert replies == dict.fromkeys(peers, answer_to(frame))
 
@@ -223,7 +234,7 @@ def within(limit_s: float) -> Iterator[None]:
 def send_for_ever(link: Link, frame: Frame, *, timeout_s: float = PATIENCE_S) -> None:
     """Send `frame` until that fails."""
     while True:
-        link.sender.send(frame, timeout_s=timeout_s)
+        link.send(frame, timeout_s=timeout_s)
 
 
 def lost_peers(link: Link, peers: list[int], frame: Frame, *, timeout_s: float) -> set[int]:
@@ -235,7 +246,7 @@ def lost_peers(link: Link, peers: list[int], frame: Frame, *, timeout_s: float) 
     while True:
         try:
             for one in frames:
-                link.sender.send(one, timeout_s=timeout_s)
+                link.send(one, timeout_s=timeout_s)
         except (PeerLost, TransportTimeout):
             return {peer for peer in peers if not link.sender.is_connected(peer)}
         for _ in frames:

@@ -33,7 +33,7 @@ class Frame:
     Attributes:
         header: Opaque bytes, never empty.
         payload: uint8[n], contiguous, on a device that the transport's capabilities list; None for
-            a frame without a payload.
+            a frame without a payload. One of no bytes arrives as None.
         follows_loss: At a receiver: the frame before it had a payload that does not come, since it
             was lost with another peer; see `Capabilities.outlives_losses`.
     """
@@ -110,8 +110,8 @@ class SendTransport(Closing, Protocol):
     def send(self, frame: Frame, *, timeout_s: float) -> None:
         """Send `frame` to every peer of the epoch, in order.
 
-        The payload may be the last `buffer()`, which the caller then no longer owns, or any other
-        tensor, which may be overwritten once `send` has returned.
+        The payload is the tensor that `buffer` returned last, which the caller then no longer
+        owns. Raises ConfigError for another one.
 
         Raises PeerLost or TransportTimeout after dropping the failed peers. The other peers stay
         in the epoch; the frame may or may not have reached them, unless `outlives_losses`.

@@ -45,7 +45,6 @@ from deltasync.errors import (
 )
 from deltasync.transports.base import Capabilities, Frame
 from deltasync.transports.collective_messages import (
-    FRAME,
     GRACE_S,
     GROUP,
     MAX_COMPLAINT_BYTES,
@@ -174,15 +173,16 @@ class Sender(SocketSender):
             if self._membership.group is not None:
                 self._invite(num_bytes)  # while it is packed
             self._lent.set()
-            return slot.view(num_bytes)
+            self._buffer = slot.view(num_bytes)
+            return self._buffer
 
     def send(self, frame: Frame, *, timeout_s: float) -> None:
         """Send a frame. When this returns, the payload is in flight, not delivered."""
-        check_frame(frame, self._capabilities)
+        check_frame(frame, self._buffer)
         deadline = deadline_in(timeout_s)
         with self._gate.entered():
             if frame.payload is None or frame.payload.numel() == 0:
-                self._post_header(self._members, frame.header, is_empty=frame.payload is not None)
+                self._post_header(self._members, frame.header)
                 failures = self._server.flush(self._members, deadline)
             else:
                 failures = self._send_payload(frame.header, frame.payload, deadline)
@@ -218,11 +218,9 @@ class Sender(SocketSender):
         self._membership.leave()
         del self._store
 
-    def _post_header(
-        self, peers: Collection[int], header: bytes, *, is_empty: bool = False
-    ) -> None:
+    def _post_header(self, peers: Collection[int], header: bytes) -> None:
         self._room = 0
-        self._server.write(peers, Kind.FRAME, FRAME.pack(is_empty) + header)
+        self._server.write(peers, Kind.FRAME, header)
 
     def _remove(self, peers: Iterable[int]) -> None:
         """A group with one of them is abandoned."""
@@ -259,13 +257,10 @@ class Sender(SocketSender):
         self, header: bytes, payload: Tensor, deadline: float
     ) -> dict[int, TransportError]:
         """Start to broadcast `payload`. Returns the peers that failed, and why."""
-        slot = self._membership.slots[self._turn]
-        failures = self._settle(slot, deadline) or self._server.losses(self._members)
+        slot, self._buffer = self._membership.slots[self._turn], None
+        failures = self._server.losses(self._members)
         if failures or not self._members:
             return failures
-        if not slot.holds(payload):
-            self._lent.set()
-            payload = slot.view(payload.numel()).copy_(payload)
         slot.mark.set()
         if self._membership.group is None and (failures := self._form_group(deadline)):
             return failures

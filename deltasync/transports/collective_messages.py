@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import struct
 
-# Of everything but FRAME, first. READY repeats that of what it answers; what is wrong follows.
+# Of everything but FRAME, which is a header alone, first. READY repeats that of what it answers;
+# what is wrong follows.
 TICKET = struct.Struct("<Q")
 # Rank, size, store port, timeout; the back end follows, a space and the group's name.
 GROUP = struct.Struct("<IIHxd")
@@ -12,8 +13,6 @@ GROUP = struct.Struct("<IIHxd")
 ROOM = struct.Struct("<Q")
 # Payload bytes, how long it may be in flight; the frame's header follows.
 START = struct.Struct("<Qd")
-# Of a frame without a payload, or with one of no bytes: which of these; the header follows.
-FRAME = struct.Struct("<?")
 MAX_COMPLAINT_BYTES = 2000
 # How long ABANDON, or the loss that made a group fail, may take to show.
 GRACE_S = 1.0

@@ -17,7 +17,6 @@ import torch
 from deltasync.errors import PeerLost, TransportTimeout
 from deltasync.transports.base import Capabilities, Frame
 from deltasync.transports.collective_messages import (
-    FRAME,
     GROUP,
     MAX_COMPLAINT_BYTES,
     MOMENT_S,
@@ -216,17 +215,14 @@ class Receiver(SocketReceiver):
             self._forget()
             raise
 
-    def _on_frame(self, data: bytes) -> None:
-        header = data[FRAME.size :]
+    def _on_frame(self, header: bytes) -> None:
         if not header:
             raise BrokenProtocol("a frame without a header")
         num_bytes = sum(len(one.frame.header) for one in self._waiting)
         if len(self._waiting) >= _MAX_WAITING or num_bytes > DEFAULT_MAX_MESSAGE_BYTES:
             raise BrokenProtocol("more frames than can wait for a payload")
         self._room, self._granted = 0, None
-        (is_empty,) = FRAME.unpack_from(data)
-        payload = self._membership.slots[0].view(0) if is_empty else None
-        self._expect(_Arrival(Frame(header, payload), None, deadline_in(0.0)))
+        self._expect(_Arrival(Frame(header), None, deadline_in(0.0)))
 
     def _on_group(self, data: bytes) -> None:
         if len(data) <= GROUP.size:

@@ -1,6 +1,6 @@
 """Threads of one process: the reference implementation of the contract.
 
-A payload is cloned once on send; all receivers read the same clone.
+Each `buffer` is a new one, which all receivers read.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ class Sender(_End, SendTransport):
 
     def __init__(self, *, device: torch.device | str = "cpu") -> None:
         """Payloads live on `device`."""
-        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
-        device_type = self._buffer.device.type
-        capabilities = Capabilities((device_type,), outlives_losses=True)
+        self._device = torch.device(device)
+        self._buffer: Tensor | None = None  # that was returned last, and is not sent
+        capabilities = Capabilities((self._device.type,), outlives_losses=True)
         super().__init__(threading.RLock(), capabilities)
         self._links: list[_Link] = []
         self._greetings: list[tuple[int, bytes]] = []
@@ -107,19 +107,18 @@ class Sender(_End, SendTransport):
 
     def buffer(self, num_bytes: int, *, timeout_s: float) -> Tensor:
         """Never waits."""
-        if self._buffer.numel() < num_bytes:
-            self._buffer = self._buffer.new_empty(num_bytes)
-        return self._buffer[:num_bytes]
+        self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        return self._buffer
 
     def send(self, frame: Frame, *, timeout_s: float) -> None:
         """Never waits: frames queue in memory."""
-        check_frame(frame, self._capabilities)
-        payload = frame.payload
-        if payload is not None:  # a copy, which another thread may read at once
-            payload = payload.detach().clone()
-            if payload.is_cuda:
-                torch.cuda.current_stream(payload.device).synchronize()
-        self._post(self._members, Frame(frame.header, payload))
+        check_frame(frame, self._buffer)
+        payload, self._buffer = frame.payload, None
+        if payload is None or payload.numel() == 0:
+            frame = Frame(frame.header)
+        elif payload.is_cuda:  # another thread may read it at once
+            torch.cuda.current_stream(payload.device).synchronize()
+        self._post(self._members, frame)
 
     def tell(self, peers: Collection[int], header: bytes, *, timeout_s: float) -> None:
         """Never waits."""

@@ -42,7 +42,7 @@ from deltasync.transports.control.tcp import check_network, dial_tcp, listen_tcp
 from deltasync.transports.marks import Mark
 from deltasync.transports.nixl_agent import MEMORY_TYPES, Agent, Place, device_of, load_library
 from deltasync.transports.slots import (
-    EMPTY_SLOT,
+    NO_SLOT,
     NUM_SLOTS,
     Announcement,
     Slot,
@@ -318,7 +318,7 @@ class Receiver(SlotReceiver):
     def _advance(self) -> None:
         """Go on with reading payloads, in order, as far as there are buffers."""
         for told in self._waiting:
-            if told.slot >= EMPTY_SLOT:
+            if told.slot == NO_SLOT:
                 continue
             buffer = self._buffer_of(told)
             free = [one for one in self._buffers if one.told is None and one.mark.is_done()]
@@ -337,7 +337,7 @@ class Receiver(SlotReceiver):
         """Begin to read a payload."""
         assert self._agent is not None
         segment, payload = self._segments[told.slot], buffer.open(self._agent, told)
-        buffer.read = self._agent.read(segment.owner, segment.place.after(told.start), payload)
+        buffer.read = self._agent.read(segment.owner, segment.place, payload)
 
     def _go_on(self, buffer: _Buffer, told: Announcement) -> None:
         """Read the stamp once the payload is here, and release it once that is right."""

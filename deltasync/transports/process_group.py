@@ -114,10 +114,6 @@ class PayloadBuffer:
             self.mark.set()  # an allocator may hand out what its stream has still to finish with
         return self._memory[:num_bytes]
 
-    def holds(self, payload: Tensor) -> bool:
-        """Whether `payload`, not empty, lies in its memory."""
-        return payload.untyped_storage().data_ptr() == self._memory.untyped_storage().data_ptr()
-
     def abandon(self) -> None:
         """Give up the memory if a broadcast still reads or writes it."""
         if self.flight is not None and not self.flight.is_done():

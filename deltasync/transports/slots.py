@@ -47,8 +47,7 @@ from deltasync.transports.sockets import SocketReceiver, SocketSender
 
 NUM_SLOTS = 2
 NO_SLOT = 0xFF  # a frame without a payload
-EMPTY_SLOT = 0xFE  # a payload of no bytes
-_FRAME = struct.Struct("<BxxxIQQ")  # slot, sequence, payload start and bytes; the header follows
+_FRAME = struct.Struct("<BxxxIQ")  # slot, sequence, payload bytes; the header follows
 _RELEASE = struct.Struct("<BxxxI")  # slot, sequence
 _GRACE_S = 1.0  # what ending connections on purpose waits for payloads on their way
 _POLL_S = 0.0001
@@ -102,12 +101,6 @@ class Slot(ABC):
     def free(self) -> None:
         """Give the memory up. Idempotent."""
 
-    def find(self, tensor: Tensor) -> int | None:
-        """Where `tensor` begins in this slot's memory, or None if it lies elsewhere."""
-        start = tensor.data_ptr() - self.memory.data_ptr()
-        inside = start >= 0 and start + tensor.numel() <= self.memory.numel()
-        return start if inside else None
-
 
 class SlotSender(SocketSender):
     """The sender's end, over any stream socket."""
@@ -122,8 +115,7 @@ class SlotSender(SocketSender):
     ) -> None:
         """Serve on `listener`, with payloads in `slots`; `secret` and `admit` as in `Server`."""
         self._slots = slots
-        self._empty = slots[0].memory
-        device_type = self._empty.device.type
+        device_type = slots[0].memory.device.type
         capabilities = Capabilities((device_type,), outlives_losses=True)
         super().__init__(listener, capabilities, Kind.RELEASE, secret=secret, admit=admit)
         self._lent: Slot | None = None
@@ -140,23 +132,19 @@ class SlotSender(SocketSender):
     def buffer(self, num_bytes: int, *, timeout_s: float) -> Tensor:
         """The tensor is the memory that receivers read."""
         with self._gate.entered():
-            if num_bytes == 0:
-                return self._empty
             self._lent = self._lent or self._free_slot(deadline_in(timeout_s))
-            return self._lent.open(num_bytes)
+            self._buffer = self._lent.open(max(1, num_bytes))[:num_bytes]
+            return self._buffer
 
     def send(self, frame: Frame, *, timeout_s: float) -> None:
-        """Copies only a payload that was not packed into `buffer`."""
-        check_frame(frame, self._capabilities)
+        check_frame(frame, self._buffer)
         deadline = deadline_in(timeout_s)
         with self._gate.entered():
             failures: dict[int, TransportError] = {}
-            if frame.payload is None:
+            if frame.payload is None or frame.payload.numel() == 0:
                 self._post_header(self._members, frame.header)
-            elif frame.payload.numel() == 0:
-                self._post_header(self._members, frame.header, EMPTY_SLOT)
             else:
-                failures = self._post_payload(frame.header, frame.payload, deadline)
+                failures = self._post_payload(frame.header, frame.payload.numel(), deadline)
             self._check(self._server.flush(self._members, deadline) | failures)
 
     def collect_replies(self, *, timeout_s: float) -> dict[int, bytes | TransportError]:
@@ -173,6 +161,7 @@ class SlotSender(SocketSender):
     def _dispose(self) -> None:
         self._settle(self._slots)
         self._server.close()
+        self._buffer = None
         for slot in self._slots:
             slot.free()
 
@@ -186,19 +175,17 @@ class SlotSender(SocketSender):
         return slot.mark.is_done()
 
     def _post_payload(
-        self, header: bytes, payload: Tensor, deadline: float
+        self, header: bytes, num_bytes: int, deadline: float
     ) -> dict[int, TransportError]:
         """Post a frame with a payload. Returns the peers that could not be told of its slot."""
-        slot = self._lent or self._free_slot(deadline)
-        start = slot.find(payload) if slot is self._lent else None
-        if start is None:
-            slot.open(payload.numel()).copy_(payload)
+        self._buffer = None
+        slot, self._lent = self._lent, None
+        assert slot is not None
         self._sequence = slot.sequence = (self._sequence + 1) & 0xFFFFFFFF
         slot.filled()
-        self._lent = None
         failures = self._announce(slot, deadline)
         slot.readers = set(self._members)
-        place = _FRAME.pack(slot.index, slot.sequence, start or 0, payload.numel())
+        place = _FRAME.pack(slot.index, slot.sequence, num_bytes)
         self._server.write(self._members, Kind.FRAME, place + header)
         return failures
 
@@ -212,8 +199,8 @@ class SlotSender(SocketSender):
         slot.known_to |= self._members
         return failures
 
-    def _post_header(self, peers: Collection[int], header: bytes, slot: int = NO_SLOT) -> None:
-        self._server.write(peers, Kind.FRAME, _FRAME.pack(slot, 0, 0, 0) + header)
+    def _post_header(self, peers: Collection[int], header: bytes) -> None:
+        self._server.write(peers, Kind.FRAME, _FRAME.pack(NO_SLOT, 0, 0) + header)
 
     def _free_slot(self, deadline: float) -> Slot:
         """A slot that nobody reads. Drops the peers that have not let go by the deadline."""
@@ -260,15 +247,13 @@ class Announcement:
 
     Attributes:
         header: The frame's header.
-        slot: Its slot, or NO_SLOT or EMPTY_SLOT.
-        start: Where the payload begins, in bytes.
-        num_bytes: Its length.
+        slot: Its slot, or NO_SLOT.
+        num_bytes: The payload's length.
         sequence: Its number, if it has a payload.
     """
 
     header: bytes
     slot: int
-    start: int
     num_bytes: int
     sequence: int
 
@@ -361,19 +346,16 @@ class SlotReceiver(SocketReceiver):
         """Read a FRAME message. Raises BrokenProtocol."""
         if len(data) <= _FRAME.size:
             raise BrokenProtocol("a frame without a header")
-        slot, sequence, start, num_bytes = _FRAME.unpack_from(data)
-        if slot not in (NO_SLOT, EMPTY_SLOT):
-            is_inside = start + num_bytes <= self._sizes.get(slot, 0)
-            if not is_inside or not 0 < num_bytes <= MAX_PAYLOAD_BYTES:
-                raise BrokenProtocol(f"{num_bytes} bytes at {start} in segment {slot}")
-        return Announcement(data[_FRAME.size :], slot, start, num_bytes, sequence)
+        slot, sequence, num_bytes = _FRAME.unpack_from(data)
+        most = min(MAX_PAYLOAD_BYTES, self._sizes.get(slot, 0))
+        if slot != NO_SLOT and not 0 < num_bytes <= most:
+            raise BrokenProtocol(f"a payload of {num_bytes} bytes in segment {slot}")
+        return Announcement(data[_FRAME.size :], slot, num_bytes, sequence)
 
     def _hand_out(self, first: Announcement) -> Frame | None:
         """The oldest frame, if its payload is here."""
-        payload: Tensor | None = None
-        if first.slot == EMPTY_SLOT:
-            payload = torch.empty(0, dtype=torch.uint8, device=self._device)
-        elif first.slot != NO_SLOT and (payload := self._payload(first)) is None:
+        payload = None if first.slot == NO_SLOT else self._payload(first)
+        if payload is None and first.slot != NO_SLOT:
             return None
         self._waiting.popleft()
         return Frame(first.header, payload)

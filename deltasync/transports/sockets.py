@@ -7,6 +7,8 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 
+from torch import Tensor
+
 from deltasync.errors import TransportClosed, TransportError
 from deltasync.transports.base import Capabilities, ReceiveTransport, SendTransport
 from deltasync.transports.control.connection import Gate, Kind, busy_s, deadline_in, failure
@@ -34,6 +36,7 @@ class SocketSender(SendTransport, ABC):
         )
         self._epoch: tuple[int, ...] = ()
         self._members: set[int] = set()
+        self._buffer: Tensor | None = None  # that was returned last, and is not sent
 
     @property
     def capabilities(self) -> Capabilities:

@@ -130,7 +130,7 @@ class UnixReceiver(SlotReceiver):
         if not segment.mark.is_done():
             return None
         self._held = told
-        return segment.memory[told.start : told.start + told.num_bytes]
+        return segment.memory[: told.num_bytes]
 
     def _map(self, message: Message) -> None:
         assert message.descriptor is not None  # without one it is no SEGMENT

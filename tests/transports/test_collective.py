@@ -30,6 +30,7 @@ from deltasync.testing.links import (
     greeted,
     payload_of,
     same_frame,
+    send_copy,
     within,
 )
 from deltasync.testing.processes import Child
@@ -86,11 +87,11 @@ def test_a_payload_that_a_receiver_is_late_for_reaches_nobody(link: Link) -> Non
     link.open()
     received = background(lambda: link.receivers[0].receive(timeout_s=PATIENCE_S))
     with within(PROMPT_S), pytest.raises(TransportTimeout):
-        link.sender.send(Frame(b"half", payload_of(1000)), timeout_s=1.5)
+        link.send(Frame(b"half", payload_of(1000)), timeout_s=1.5)
     assert [link.sender.is_connected(peer) for peer in link.peers] == [True, False]
     # The survivor waits on, and the next payload forms a new group by itself.
     frame = Frame(b"whole", payload_of(1000))
-    link.sender.send(frame, timeout_s=PATIENCE_S)
+    link.send(frame)
     assert same_frame(received.result(PATIENCE_S), frame)
 
 
@@ -107,17 +108,17 @@ SEND_UNTIL_LATE = """
 import sys, time
 import torch
 from deltasync.errors import TransportTimeout
-from deltasync.testing.links import greeted
-from deltasync.transports.base import Frame, ReceiveTransport
+from deltasync.testing.links import greeted, send_copy
+from deltasync.transports.base import Frame
 from deltasync.transports.collective import Sender
 
 sender = Sender("127.0.0.1", int(sys.argv[1]))
 assert sender.open_epoch(list(greeted(sender, 1)), timeout_s=60) == {}
 frame = Frame(b"x", torch.zeros(64 << 20, dtype=torch.uint8))
-sender.send(frame, timeout_s=60)
+send_copy(sender, frame)
 try:
     while True:
-        sender.send(frame, timeout_s=1)
+        send_copy(sender, frame, timeout_s=1)
 except TransportTimeout:
     pass
 
@@ -145,7 +146,7 @@ def test_receivers_refuse_payloads_beyond_their_limit(
     link.open()
     received = link.receive_later()
     with pytest.raises(PeerLost):
-        link.sender.send(Frame(b"x", payload_of(100)), timeout_s=PATIENCE_S)
+        link.send(Frame(b"x", payload_of(100)))
     assert isinstance(received[0].exception(PATIENCE_S), PeerLost)
 
 
@@ -153,7 +154,6 @@ def test_receivers_refuse_payloads_beyond_their_limit(
     ("kind", "data"),
     [
         (Kind.FRAME, b""),
-        (Kind.FRAME, b"\0"),
         (Kind.ROOM, b"short"),
         (Kind.ROOM, struct.pack("<QI", 1, 1)),
         (Kind.ROOM, struct.pack("<QQ", 1, 0)),
@@ -189,7 +189,7 @@ def liar() -> Iterator[tuple[Connection, Receiver]]:
         connection.close()
 
 
-ROOM, FRAME = (Kind.ROOM, struct.pack("<QQ", 2, 100)), (Kind.FRAME, b"\0header")
+ROOM, FRAME = (Kind.ROOM, struct.pack("<QQ", 2, 100)), (Kind.FRAME, b"header")
 
 
 def start(num_bytes: int) -> tuple[Kind, bytes]:
@@ -275,7 +275,7 @@ def test_a_receiver_that_cannot_join_is_dropped_with_its_reason(link: Link) -> N
     assert link.sender.open_epoch([good, peer], timeout_s=PATIENCE_S) == {}
     answering = background(lambda: complain(unable))
     with pytest.raises(PeerLost, match="two left hands"):
-        link.sender.send(Frame(b"x", payload_of(10)), timeout_s=PATIENCE_S)
+        link.send(Frame(b"x", payload_of(10)))
     assert not link.sender.is_connected(peer)
     answering.result(PATIENCE_S)
     unable.close()
@@ -308,7 +308,7 @@ def test_payloads_start_when_all_have_granted_room_after(
         elif number:
             link.sender.send(Frame(b"header"), timeout_s=PATIENCE_S)
             assert link.sender.collect_replies(timeout_s=PATIENCE_S)[good] == b"header"
-        link.sender.send(frame, timeout_s=PATIENCE_S)
+        link.send(frame)
         assert link.sender.collect_replies(timeout_s=PATIENCE_S)[good] == answer_to(frame)
     for frame, got in zip(frames, answering.result(PATIENCE_S), strict=True):
         assert same_frame(Frame(frame.header, got), frame)
@@ -378,11 +378,11 @@ def test_readers_grant_ahead_once_they_have_called_progress_for_a_payload(
     def send(frame: Frame) -> None:
         """Others receive it, and the `last` one is to grant room for it."""
         received.extend(link.receive_later())
-        sent.append(background(lambda: link.sender.send(frame, timeout_s=PATIENCE_S)))
+        sent.append(background(lambda: link.send(frame)))
 
     received, sent = link.receive_later(), list[Any]()
     first = background(receive)
-    link.sender.send(frames[0], timeout_s=PATIENCE_S)
+    link.send(frames[0])
     assert same_frame(first.result(PATIENCE_S), frames[0])
     send(frames[1])
     nothing_starts(3, calls=False)
@@ -476,7 +476,7 @@ def die_on_gpu(port: int, phase: str) -> None:
 def exchange_on_gpu(sender: Sender) -> None:
     peers = list(greeted(sender, 1))
     assert sender.open_epoch(peers, timeout_s=60) == {}
-    for num_bytes in (0, 1, 4097, 64 * MIB):
+    for num_bytes in (1, 4097, 64 * MIB):
         frame = Frame(b"x", sender.buffer(num_bytes, timeout_s=PATIENCE_S))
         assert frame.payload is not None
         frame.payload.copy_(payload_of(num_bytes))
@@ -495,7 +495,7 @@ def test_nccl_loses_and_regains_a_receiver(phase: str) -> None:
             exchange_on_gpu(sender)
             child.kill()
             with within(PROMPT_S), pytest.raises(PeerLost):
-                sender.send(Frame(b"x", payload_of(MIB).to("cuda:0")), timeout_s=10)
+                send_copy(sender, Frame(b"x", payload_of(MIB)), timeout_s=10)
         with Child(die_on_gpu, port, phase):
             (peer,) = greeted(sender, 1)
             assert sender.open_epoch([peer], timeout_s=60) == {}
@@ -548,15 +548,9 @@ def test_nccl_orders_payloads_in_flight_after_packing_and_before_reading(
         assert sender.open_epoch([peer], timeout_s=60) == {}
         with torch.cuda.device(0), torch.cuda.stream(new_stream()):
             for number in range(1, count + 1):
-                if number % 3:
-                    buffer = sender.buffer(num_bytes, timeout_s=PATIENCE_S)
-                else:  # a tensor of the caller's, overwritten as soon as it is sent
-                    buffer = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda:0")
+                buffer = sender.buffer(num_bytes, timeout_s=PATIENCE_S)
                 occupy_gpu(CYCLES)  # packing ends late
-                buffer.fill_(number)
-                sender.send(Frame(b"x", buffer), timeout_s=60)
-                if number % 3 == 0:
-                    buffer.fill_(99)
+                sender.send(Frame(b"x", buffer.fill_(number)), timeout_s=60)
         replies = sender.collect_replies(timeout_s=60)
         expected = b",".join(b"%d" % (n * num_bytes) for n in range(1, count + 1))
         assert replies == {peer: expected}
@@ -622,9 +616,8 @@ def test_nccl_on_one_gpu_is_refused_and_the_way_out_named() -> None:
         Child(echo_on_the_same_gpu, sender.address[1]),
     ):
         assert sender.open_epoch(list(greeted(sender, 1)), timeout_s=60) == {}
-        payload = torch.zeros(10, dtype=torch.uint8, device="cuda:0")
         with pytest.raises((TransportUnavailable, PeerLost), match="cuda_ipc"):
-            sender.send(Frame(b"x", payload), timeout_s=60)
+            send_copy(sender, Frame(b"x", payload_of(10)), timeout_s=60)
 
 
 @pytest.mark.promise(

@@ -18,6 +18,7 @@ SENDER = """
 import sys
 import torch
 from deltasync.errors import DeltaSyncError
+from deltasync.testing.links import send_copy
 from deltasync.transports.base import Frame
 from deltasync.transports.collective import Sender
 
@@ -28,7 +29,7 @@ while True:
     answers = {}
     try:
         if peers:
-            sender.send(Frame(b"x", torch.zeros(1 << 20, dtype=torch.uint8)), timeout_s=6)
+            send_copy(sender, Frame(b"x", torch.zeros(1 << 20, dtype=torch.uint8)), timeout_s=6)
             answers = sender.collect_replies(timeout_s=6)
     except DeltaSyncError:
         pass

@@ -29,11 +29,12 @@ from deltasync.testing.links import (
     greeted,
     payload_of,
     same_frame,
+    send_for_ever,
     within,
 )
 from deltasync.testing.processes import Child
 from deltasync.testing.transport import TransportContract
-from deltasync.transports.base import Frame, ReceiveTransport, SendTransport
+from deltasync.transports.base import Frame, ReceiveTransport
 from deltasync.transports.control.connection import Connection, Kind
 from tests.worlds.ranks import free_port
 
@@ -43,7 +44,7 @@ from deltasync.transports.nixl import Receiver, Sender
 from deltasync.transports.nixl_agent import Agent, Place
 
 MEMORY = struct.Struct("<BBxxIQQ")  # slot, memory type, device, bytes, address; metadata follows
-FRAME = struct.Struct("<BxxxIQQ")  # slot, sequence, payload start and bytes; the header follows
+FRAME = struct.Struct("<BxxxIQ")  # slot, sequence, payload bytes; the header follows
 LARGE = 48 << 20
 
 
@@ -63,12 +64,6 @@ class TestNixl(TransportContract):
 def link() -> Iterator[Link]:
     with ExitStack() as stack:
         yield Link(make_ends(), stack)
-
-
-def send_for_ever(sender: SendTransport) -> None:
-    while True:
-        sender.buffer(LARGE, timeout_s=PATIENCE_S)
-        sender.send(Frame(b"x", payload_of(LARGE)), timeout_s=PATIENCE_S)
 
 
 # What it promises of peers
@@ -160,7 +155,7 @@ def test_receivers_killed_while_they_read_are_lost_and_others_get_all(link: Link
             killer = threading.Timer(delay_s, child.kill)
             killer.start()
             with pytest.raises(PeerLost):
-                send_for_ever(link.sender)
+                send_for_ever(link, Frame(b"x", payload_of(LARGE)))
             killer.join()
             assert not link.sender.is_connected(peer)
         link.check([good])
@@ -191,8 +186,8 @@ class Liar:
         place = MEMORY.pack(index, 0, 0, num_bytes, self.address + offset)
         self.connection.write(Kind.MEMORY, place + said)
 
-    def frame(self, slot: int, start: int, num_bytes: int, sequence: int = 1) -> None:
-        self.connection.write(Kind.FRAME, FRAME.pack(slot, sequence, start, num_bytes) + b"header")
+    def frame(self, slot: int, num_bytes: int, sequence: int = 1) -> None:
+        self.connection.write(Kind.FRAME, FRAME.pack(slot, sequence, num_bytes) + b"header")
 
 
 @pytest.fixture
@@ -220,10 +215,10 @@ LIES: dict[str, Callable[[Liar], object]] = {
     "no metadata": lambda liar: liar.announce(metadata=b""),
     "other metadata": lambda liar: liar.announce(metadata=b"nixl" * 100),
     "a short announcement": lambda liar: liar.connection.write(Kind.MEMORY, b"short"),
-    "of another frame": lambda liar: announced(liar, 0, 0, 10, 2),
-    "memory that is not registered": lambda liar: announced(liar, 0, 0, 1 << 20, num_bytes=1 << 20),
-    "memory elsewhere": lambda liar: announced(liar, 0, 0, 10, offset=1 << 40),
-    "over the limit": lambda liar: announced(liar, 0, 0, (2 << 30) + 1, num_bytes=1 << 40),
+    "of another frame": lambda liar: announced(liar, 0, 10, 2),
+    "memory that is not registered": lambda liar: announced(liar, 0, 1 << 20, num_bytes=1 << 20),
+    "memory elsewhere": lambda liar: announced(liar, 0, 10, offset=1 << 40),
+    "over the limit": lambda liar: announced(liar, 0, (2 << 30) + 1, num_bytes=1 << 40),
 }
 
 
@@ -238,6 +233,6 @@ def test_a_sender_that_lies_is_lost(
 
 
 def test_what_is_no_lie_is_read(liar: tuple[Liar, Receiver]) -> None:
-    announced(liar[0], 0, 0, 4096)
+    announced(liar[0], 0, 4096)
     frame = liar[1].receive(timeout_s=PATIENCE_S)
     assert same_frame(frame, Frame(b"header", torch.zeros(4096, dtype=torch.uint8)))

@@ -51,7 +51,9 @@ class TestSharedMemory(SlotContract):
         link.add(2)
         link.open()
         buffer = link.sender.buffer(1000, timeout_s=PATIENCE_S)
-        first, second = link.exchange(Frame(b"x", buffer.fill_(2)))
+        received = link.receive_later()
+        link.sender.send(Frame(b"x", buffer.fill_(2)), timeout_s=PATIENCE_S)
+        first, second = (future.result(PATIENCE_S) for future in received)
         assert first.payload is not None
         assert second.payload is not None
         first.payload.fill_(3)  # against the rules
@@ -67,7 +69,7 @@ class TestSharedMemory(SlotContract):
     ) -> None:
         with closing(Memfd(num_bytes, seals)) as memory:
             Liar(liar[0].connection, memory).announce(0, num_bytes)
-        liar[0].frame(0, 0, min(10, num_bytes))
+        liar[0].frame(0, min(10, num_bytes))
         with within(PROMPT_S), pytest.raises(PeerLost):
             liar[1].receive(timeout_s=PATIENCE_S)
 

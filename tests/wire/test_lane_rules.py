@@ -17,6 +17,7 @@ from deltasync.errors import CallOrderError, PeerLost, ProtocolViolation, Transp
 from deltasync.sync.protocol import sender_session
 from deltasync.sync.protocol.links import ReceiverLinks
 from deltasync.sync.protocol.sender_session import Engine, SenderSession
+from deltasync.testing.links import send_copy
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame
 from deltasync.wire.frame import decode, encode
@@ -65,7 +66,7 @@ class Rank:
         for message in said:
             payload = torch.zeros(64, dtype=torch.uint8) if isinstance(message, Bucket) else None
             header = encode(message, payload_bytes=0 if payload is None else 64)
-            self.link.send(Frame(header, payload), timeout_s=60)
+            send_copy(self.link, Frame(header, payload))
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from deltasync import (
 )
 from deltasync.delta.bits import as_bits
 from deltasync.errors import TransportTimeout
+from deltasync.testing.links import send_copy
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame
 from deltasync.wire.frame import FORMAT_VERSION, decode, encode, join_header
@@ -184,7 +185,7 @@ class Hand:
         assert not self.transport.open_epoch([self.peer], timeout_s=0)
         for message in messages:
             sent = message if isinstance(message, Frame) else Frame(encode(message))
-            self.transport.send(sent, timeout_s=0)
+            send_copy(self.transport, sent, timeout_s=0)
         while True:
             try:
                 self.receiver.receive_weights(timeout_s=0)

@@ -31,7 +31,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
-import torch
+from torch import Tensor
 
 from deltasync.errors import (
     ConfigError,
@@ -41,7 +41,7 @@ from deltasync.errors import (
     TransportTimeout,
 )
 from deltasync.transports import forks
-from deltasync.transports.base import Capabilities, Frame
+from deltasync.transports.base import Frame
 
 DEFAULT_MAX_MESSAGE_BYTES = 64 << 20
 MAX_PAYLOAD_BYTES = 2 << 30
@@ -150,18 +150,13 @@ def failure(errors: Mapping[int, TransportError]) -> TransportError:
     return PeerLost(text) if lost else TransportTimeout(text)
 
 
-def check_frame(frame: Frame, capabilities: Capabilities) -> None:
-    """Raise ConfigError for a frame that no transport of these capabilities carries."""
+def check_frame(frame: Frame, lent: Tensor | None) -> None:
+    """Raise ConfigError for a frame that no transport carries; `lent` is the last buffer."""
     most = DEFAULT_MAX_MESSAGE_BYTES // 2
     if not 0 < len(frame.header) <= most:
         raise ConfigError(f"a frame header of {len(frame.header)} bytes; 1 to {most} are carried")
-    payload = frame.payload
-    if payload is None:
-        return
-    if payload.dtype is not torch.uint8 or payload.dim() != 1 or not payload.is_contiguous():
-        raise ConfigError(f"payloads are contiguous uint8[n], not {payload.dtype} {payload.shape}")
-    if payload.device.type not in capabilities.devices:
-        raise ConfigError(f"payloads live on {capabilities.devices}, not on {payload.device}")
+    if frame.payload is not None and frame.payload is not lent:
+        raise ConfigError("a payload is the tensor that `buffer` returned last")
 
 
 class _Seal:
