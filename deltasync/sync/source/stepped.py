@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import count
+from itertools import accumulate, count
 
 import torch
 from torch import Tensor
 
 from deltasync.delta.bits import has_storage
+from deltasync.delta.region import Region
 from deltasync.delta.shard import is_sharded, local_of
 from deltasync.errors import ConfigError
 from deltasync.sync.module import named_tensors
@@ -22,16 +24,17 @@ logger = logging.getLogger(__name__)
 def check_stepped(optimizers: Sequence[torch.optim.Optimizer], source: WeightSource | None) -> None:
     """Log a warning that names what optimizers step and a source does not send.
 
-    What has storage in common with something that is sent counts as sent. Raises ConfigError if
-    nothing that they step is. Nothing is known of a source that has no `module`: it may compute
-    what it sends.
+    Raises ConfigError if that is all they step. Nothing is known of a source that has no `module`:
+    it may compute what it sends.
     """
     module = getattr(source, "module", None)
     if source is None or module is None:
         return
     stepped = dict(_placed(_stepped(optimizers)))
-    sent = {storage for _, (storage, _) in _placed(("", one.tensor) for one in source.tensors())}
-    lacking = {name: place for name, place in stepped.items() if place[0] not in sent}
+    sent = sorted(span for _, span in _placed(("", one.tensor) for one in source.tensors()))
+    begins, ends = [begin for begin, _ in sent], list(accumulate((end for _, end in sent), max))
+    before = {name: bisect_left(begins, end) for name, (_, end) in stepped.items()}
+    lacking = {n: at for n, at in stepped.items() if not before[n] or ends[before[n] - 1] <= at[0]}
     if lacking and len(lacking) == len(stepped):
         raise ConfigError(
             f"none of the {len(stepped)} parameters that the optimizer steps are in the source, so "
@@ -39,7 +42,7 @@ def check_stepped(optimizers: Sequence[torch.optim.Optimizer], source: WeightSou
             "if masters are copied into it, call sender.send_weights() after that instead"
         )
     if lacking:
-        known = {place: name for name, place in _placed(named_tensors(module))}
+        known = {span: name for name, span in _placed(named_tensors(module))}
         logger.warning(
             "%d of the %d parameters that the optimizer steps are not sent: %s. If engines have "
             "them, look at `rename`, `leave_out` and the source's module; if they are masters, "
@@ -58,8 +61,9 @@ def _stepped(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[tuple[str,
 
 
 def _placed(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, tuple[int, int]]]:
-    """(address of the storage, address of the elements) of tensors that are in memory here."""
+    """Between which addresses the elements of tensors lie that are in memory here."""
     for name, tensor in named:
         local = local_of(tensor) if is_sharded(tensor) else tensor
         if has_storage(local) and local.numel() and local.data_ptr():
-            yield name, (local.untyped_storage().data_ptr(), local.data_ptr())
+            region = Region.of_bytes(local)
+            yield name, (region.start, region.stop)
