@@ -168,6 +168,19 @@ def test_closing_ends_a_sync_of_another_thread_and_waits_for_nobody_who_hangs(
         until(lambda: not here.servers["0"].is_paused)
 
 
+def test_closing_resumes_servers_although_another_one_hangs(tmp_path: Path) -> None:
+    with fleet_of(tmp_path, 3, timeout_s=3.0) as here:
+        here.send(timeout_s=60)
+        for server in here.servers.values():
+            server.fails = "resume"
+        assert set(here.train().lost) == set(here.servers)
+        assert all(state.is_paused for state in here.fleet.servers().values())
+        here.servers["0"].hangs = "resume"
+        with in_thread(here.fleet.close):
+            pass
+        assert [server.is_paused for server in here.servers.values()] == [True, False, False]
+
+
 def test_a_fleet_reports_what_its_call_returns(tmp_path: Path) -> None:
     """Its servers by their own names, with those that are behind."""
     sent: list[SyncEvent] = []

@@ -37,6 +37,7 @@ from deltasync.store.copied import CopiedTarget
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.source.weights import LocalWeights
 from deltasync.transports import shared_memory
+from tests.worlds.fleets import Here, engine_of, fleet_of
 from tests.worlds.links import random_model
 from tests.worlds.toy_engines import specs
 from tests.worlds.trainers import matrices, rows_of, trainer_of
@@ -219,3 +220,17 @@ def test_ranks_of_a_trainer_send_in_any_mode(schedule: Schedule) -> None:
             here.around = partial(mode, name)
             here.send(timeout_s=60)
             assert same(trainer, engine)
+
+
+@schedules
+@pytest.mark.parametrize("made", [engine_of, partial(fleet_of, count=2)], ids=["engine", "fleet"])
+def test_running_engines_follow_in_any_mode(
+    made: Callable[[Path], AbstractContextManager[Here]], schedule: Schedule, tmp_path: Path
+) -> None:
+    with made(tmp_path) as here:
+        for name in schedule[1]:
+            change(here.source)
+            with mode(name):
+                here.sync.connect()
+                here.send(timeout_s=60)
+            here.check()

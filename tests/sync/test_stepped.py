@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from deltasync import ModuleSource, SenderOptions, WeightSource, sync_after_step
 from deltasync.errors import ConfigError
@@ -19,7 +20,7 @@ from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.fleet import EngineFleet
 from deltasync.quant.served import ServedSource
 from deltasync.transports import shared_memory
-from tests.worlds.links import fleet
+from tests.worlds.links import bits_equal, fleet
 from tests.worlds.trainers import Rounded, matrices
 from tests.worlds.trainers import Trainer as SourcesOfRanks
 
@@ -84,9 +85,7 @@ def by_name(model: nn.Module) -> Any:
 def in_one_buffer(model: nn.Module) -> Any:
     """As Megatron keeps parameters."""
     held = list(model.parameters())
-    parts = torch.cat([p.detach().flatten() for p in held]).split([p.numel() for p in held])
-    for parameter, part in zip(held, parts, strict=True):
-        parameter.data = part.view(parameter.shape)
+    vector_to_parameters(parameters_to_vector(held).detach(), held)
     return by_name(model)
 
 
@@ -95,6 +94,12 @@ HOOKS: dict[str, tuple[Callable[[nn.Module], Any], Callable[[Any], Any], tuple[s
     # What is stepped and not sent is named.
     "leave_out": (by_name, ModuleSource, (OF_6, "2.weight")),
     "leave_out of one buffer": (in_one_buffer, ModuleSource, (OF_6, "2.weight")),
+    "rename": (
+        by_name,
+        lambda m: ModuleSource(m, rename=lambda name: None if name[0] == "2" else name),
+        (OF_6, "2.weight"),
+    ),
+    "part of a model": (by_name, lambda m: ModuleSource(m[:2]), (OF_6, "2.weight")),
     "masters of some": (
         lambda m: adamw(masters_of_matrices(m)),
         ModuleSource,
@@ -123,6 +128,38 @@ def test_what_is_stepped_and_not_sent_is_named_and_nothing_else(
         sync_after_step(optimizer, here.sender)
     assert all(words in caplog.text for words in said)
     assert ("not sent" in caplog.text) == bool(said)
+
+
+class MasterWeights:
+    """Copies float32 masters into a model after its optimizer's step; it is none of torch's."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = list(model.parameters())
+        self.masters = [p.detach().float().requires_grad_() for p in self.model]
+        self.inner = adamw(self.masters)
+
+    def step(self) -> None:
+        for master, own in zip(self.masters, self.model, strict=True):
+            assert own.grad is not None
+            master.grad = own.grad.float()
+        self.inner.step()
+        for master, own in zip(self.masters, self.model, strict=True):
+            own.data.copy_(master)
+
+
+def test_a_wrapper_with_masters_is_followed_by_the_advice_of_both_errors() -> None:
+    model, engine = network().bfloat16(), network().bfloat16()
+    wrapper: Any = MasterWeights(model)
+    with fleet(model) as here:
+        here.join(engine)
+        for wrong in (wrapper, wrapper.inner):
+            with pytest.raises(ConfigError, match=r"sender\.send_weights\(\) after"):
+                sync_after_step(wrong, here.sender)
+        for seed in range(3):
+            train(model, seed)
+            wrapper.step()
+            here.sender.send_weights(timeout_s=60)
+            assert bits_equal(model, engine)
 
 
 def test_senders_of_all_kinds_look(tmp_path: Path) -> None:

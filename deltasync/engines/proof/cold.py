@@ -241,9 +241,7 @@ def refusing_failures() -> Iterator[None]:
         raise
     except FAILURES as error:
         raise ConfigError(
-            f"what a fresh engine makes of other weights cannot be found out: {error!r}; "
-            "EngineSync(unproved='accept_stale_weights') goes on without, at the risk that the "
-            "engine computes with stale weights"
+            f"what a fresh engine makes of other weights cannot be found out: {error!r}"
         ) from error
 
 
