@@ -144,11 +144,13 @@ class Receiver(SocketReceiver):
     def _leave(self) -> None:
         """Be in no group; what is on its way does not arrive."""
         waiting, self._waiting = self._waiting, deque()
+        was_last, self._misses = self._misses, False  # it came after all of them
         for one in waiting:
             if one.slot is not None and one.slot.flight is not None:
                 self._misses = True
             else:
                 self._expect(one)
+        self._misses |= was_last
         self._membership.leave()
         self._room, self._granted = 0, None
 

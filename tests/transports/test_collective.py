@@ -225,6 +225,56 @@ def test_a_sender_that_starts_what_was_not_granted_is_lost(
     del join, store
 
 
+def test_a_loss_is_told_by_the_frame_after_it_however_often_the_group_is_left(
+    liar: tuple[Connection, Receiver],
+) -> None:
+    connection, receiver = liar
+    frames = [Frame(b"%d" % number, payload_of(100, number)) for number in range(4)]
+
+    def receive() -> Frame:
+        return receiver.receive(timeout_s=PATIENCE_S)
+
+    def await_answer() -> None:
+        """Beside the payload that is read."""
+        while connection.take() is None:
+            receiver.progress()
+            connection.read()
+
+    received, flights = background(receive), list[Broadcast]()
+    assert next_message(connection).kind is Kind.GREETING
+    port, store = serve_store("127.0.0.1", 0)
+    connection.write(Kind.GROUP, struct.pack("<QIIHxd", 1, 1, 2, port, 60.0) + b"gloo name")
+    join = joined(port, "name", rank=0, size=2)
+    assert join.group is not None
+    assert next_message(connection).kind is Kind.READY
+    connection.write(*ROOM)
+    for number, frame in enumerate(frames):
+        assert frame.payload is not None
+        if number < 2:
+            assert next_message(connection).kind is Kind.READY
+        else:
+            await_answer()
+        connection.write(Kind.START, struct.pack("<QQd", 3, 100, 60.0) + frame.header)
+        if number < 3:  # the last one never comes
+            flights.append(Broadcast(frame.payload))
+            flights[-1].start(join.group, 60.0)
+        if number < 2:
+            assert same_frame(received.result(PATIENCE_S), frame)
+            receiver.progress()
+        if number == 0:
+            received = background(receive)
+    while not all(flight.is_done() for flight in receiver._membership.flights):
+        time.sleep(0.001)
+    for _ in range(2):  # a sender abandons, and does so again when it knows who is lost
+        connection.write(Kind.ABANDON, bytes(8))
+        await_answer()
+    connection.write(*FRAME)
+    third, header = receive(), receive()
+    assert same_frame(third, frames[2])
+    assert (third.follows_loss, header.header, header.follows_loss) == (False, b"header", True)
+    del join, store
+
+
 def receive_for_ever(receiver: Receiver) -> None:
     while True:
         receiver.receive(timeout_s=PATIENCE_S)
