@@ -327,18 +327,14 @@ class Sender(SocketSender):
 
     def _blame(self, complaints: dict[int, str], deadline: float) -> dict[int, TransportError]:
         """Abandon the group and drop those to blame: the lost, else the late, else this end if it
-        could not join, else who has something to complain of.
+        could not join, else who has something to complain of; of these, who is slow to leave.
         """
         join = self._membership.join
         self._abandon()
         # A lost member makes others fail, who are not to blame; so does one that was stopped.
-        while not (losses := self._server.losses(self._members)):
-            self._take_answers()
-            late = self._members - self._answers.keys()
-            if not late or time.monotonic() >= deadline:
-                break
-            self._server.pump(left_s(deadline))
-        if losses:
+        slow = self._silent(min(deadline, deadline_in(GRACE_S)))
+        late = self._silent(deadline)
+        if losses := self._server.losses(self._members):
             return losses
         if late:
             return {p: self._server.expire(p, complaints.get(p, _LATE)) for p in late}
@@ -350,12 +346,22 @@ class Sender(SocketSender):
                 raise TransportUnavailable(f"no group could be formed: {join.error}")
         if not complaints:
             raise TransportTimeout("this end was not ready in time")
+        complaints = {p: why for p, why in complaints.items() if p in slow} or complaints
         for peer, complaint in complaints.items():
             self._server.expire(peer, complaint)
         return {
             peer: TransportTimeout(text) if text == _LATE else self._server.loss(peer)
             for peer, text in complaints.items()
         }
+
+    def _silent(self, deadline: float) -> set[int]:
+        """Members that have not answered by then. Waits no longer once one is lost."""
+        while True:
+            self._take_answers()
+            silent = self._members - self._answers.keys()
+            if not silent or self._server.losses(self._members) or time.monotonic() >= deadline:
+                return silent
+            self._server.pump(left_s(deadline))
 
     def _take_answers(self) -> None:
         for peer in self._members - self._answers.keys():

@@ -95,6 +95,30 @@ def test_a_payload_that_a_receiver_is_late_for_reaches_nobody(link: Link) -> Non
     assert same_frame(received.result(PATIENCE_S), frame)
 
 
+def test_one_that_starts_a_payload_late_is_dropped_alone(link: Link) -> None:
+    """It is back before all of the timeout has passed, and then everybody answers."""
+    timeout_s, slow = 15.0, link.receiver()
+    assert isinstance(slow, Receiver)
+    on_start, is_slow = slow._on_start, threading.Event()
+
+    def start(data: bytes) -> None:
+        if is_slow.is_set():
+            time.sleep(0.755 * timeout_s)
+        on_start(data)
+
+    slow._on_start = start  # type: ignore[method-assign]
+    background(lambda: echo(slow, b"slow"))
+    peers = [*greeted(link.sender, 1), link.add_echo(), link.add_echo()]
+    link.check(peers)
+    is_slow.set()
+    link.sender.send(Frame(b"x", payload_of(4 << 20)), timeout_s=timeout_s)
+    link.sender.send(Frame(b"who is here?"), timeout_s=timeout_s)
+    replies = link.sender.collect_replies(timeout_s=timeout_s)
+    assert isinstance(replies[peers[0]], TransportTimeout)
+    assert [link.sender.is_connected(peer) for peer in peers] == [False, True, True]
+    link.check(peers[1:])
+
+
 def stop_while_receiving(make: Callable[[], Receiver]) -> None:
     receiver = make()
     receiver.connect(b"hello", timeout_s=PATIENCE_S)
