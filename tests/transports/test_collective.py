@@ -111,7 +111,7 @@ def test_one_that_starts_a_payload_late_is_dropped_alone(link: Link) -> None:
     peers = [*greeted(link.sender, 1), link.add_echo(), link.add_echo()]
     link.check(peers)
     is_slow.set()
-    link.sender.send(Frame(b"x", payload_of(4 << 20)), timeout_s=timeout_s)
+    link.send(Frame(b"x", payload_of(4 << 20)), timeout_s=timeout_s)
     link.sender.send(Frame(b"who is here?"), timeout_s=timeout_s)
     replies = link.sender.collect_replies(timeout_s=timeout_s)
     assert isinstance(replies[peers[0]], TransportTimeout)
