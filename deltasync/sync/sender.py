@@ -38,7 +38,7 @@ from deltasync.sync.protocol.links import (
     reason_of,
 )
 from deltasync.sync.protocol.lobby import Greetings, Lobby, join
-from deltasync.sync.protocol.round import Owner, Round
+from deltasync.sync.protocol.round import Owner, Round, SentBuckets
 from deltasync.sync.protocol.sender_session import Engine, SenderSession
 from deltasync.sync.source.layout import SentLayout, check_engine, specs_of
 from deltasync.sync.source.tensors import WeightSource
@@ -269,7 +269,7 @@ class WeightSender(Closing):
             self._forget(*self.engines)
             self.were_asleep = False  # those that join are written
         if not self._session.members:
-            delta = None
+            delta, self._call.sent, self._call.receiver_commit_s = None, SentBuckets(), 0.0
             if not engines or not self._capture(engines):
                 raise nothing_sent(self.lost, is_too_late=limit.is_over)
         self._join(engines, join_timeout_s)
@@ -418,7 +418,8 @@ class WeightSender(Closing):
             elif is_decided:
                 call.sent = work.sent
             call.receiver_bytes = max(call.receiver_bytes, work.receiver_bytes)
-            call.receiver_commit_s = max(call.receiver_commit_s, work.receiver_commit_s)
+            if not is_join:
+                call.receiver_commit_s = max(call.receiver_commit_s, work.receiver_commit_s)
             return is_decided
         finally:
             phases = work.phases

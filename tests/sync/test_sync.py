@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,10 +26,13 @@ from deltasync.errors import (
     TransportTimeout,
 )
 from deltasync.transports.base import Capabilities, Frame
+from deltasync.wire.frame import decode, encode
+from deltasync.wire.messages import Committed
 from tests.worlds.links import (
     Model,
     Serving,
     Stubborn,
+    ThroughReceiver,
     ThroughSender,
     bits_equal,
     fleet,
@@ -118,6 +122,43 @@ def test_the_others_go_on_when_one_is_lost_and_losing_all_loses_nothing() -> Non
         nudge(source)
         assert here.join({"stays": stays}).version == stats.version + 1
         assert bits_equal(source, stays)
+
+
+def test_a_full_sync_after_a_delta_that_nobody_has_written_counts_alone() -> None:
+    source = model()
+    stubborn = Stubborn(model())
+    with fleet(source) as here:
+        here.join({"stubborn": stubborn})
+        nudge(source)
+        same = copy.deepcopy(source)
+        here.add(same, engine="same")
+        here.wait(2)
+        stubborn.fails = True
+        stats = here.sender.send_weights(timeout_s=60)
+        assert (stats.kind, stats.version, stats.engines) == ("full", 3, ("same",))
+        assert (stats.payload_bytes, stats.num_buckets, stats.bytes_by_codec) == (0, 0, {})
+        assert (stats.transfer_s, stats.commit_s, stats.receiver_commit_s) == (0, 0, 0)
+
+
+class CommitsFor(ThroughReceiver):
+    """A link of a receiver that says that its commit has taken an hour."""
+
+    def reply(self, data: bytes, *, timeout_s: float) -> None:
+        message, _ = decode(data)
+        if isinstance(message, Committed):
+            data = encode(message.model_copy(update={"commit_s": 3600.0}))
+        super().reply(data, timeout_s=timeout_s)
+
+
+def test_the_commits_of_members_are_not_those_of_receivers_that_join_them() -> None:
+    """What one of them takes is a part of what all take."""
+    source = model()
+    with fleet(source) as here:
+        here.join({"member": model()})
+        nudge(source)
+        stats = here.join({"late": model(2)}, wrap=CommitsFor)
+        assert (stats.kind, stats.joined, stats.full_synced) == ("delta", 1, 1)
+        assert 0 < stats.receiver_commit_s <= stats.commit_s
 
 
 class WaitsForOne(ThroughSender):
