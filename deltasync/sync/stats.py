@@ -255,6 +255,7 @@ class DeltaWatch:
         self._deltas = self._silent = 0  # in which something has changed; in which nothing has
         self._changed_in: Ints = np.zeros(0, np.int64)  # by parameter; or looked at in
         self._is_named = np.zeros(0, np.bool_)
+        self._was_frozen = np.zeros(0, np.bool_)  # when it was looked at, or at first
         self._masters: dict[int, int] = {}  # of those that were looked at, the sums of their bits
         self._densities: deque[float] = deque(maxlen=_REMEMBERED)
         self._warned_of = 0.0  # the density of the last warning, while it is high
@@ -269,7 +270,7 @@ class DeltaWatch:
         """
         if delta is None:
             return ()
-        self._fit(weights.layout.specs)
+        self._fit(weights)
         if nnz := delta.nnz:
             density = nnz / weights.layout.numel
             found = [self._unchanged(weights, delta), self._jump(density)]
@@ -280,13 +281,15 @@ class DeltaWatch:
             logger.warning("v%d: %s", version, text)
         return warnings
 
-    def _fit(self, specs: Sequence[ParameterSpec]) -> None:
+    def _fit(self, weights: Weights) -> None:
         """Start over if this is another model."""
+        specs = weights.layout.specs
         if specs is self._specs:
             return
         if [spec.names for spec in specs] != [spec.names for spec in self._specs]:
             self._deltas, self._changed_in = 0, np.zeros(len(specs), np.int64)
             self._is_named = np.zeros(len(specs), np.bool_)
+            self._was_frozen = ~weights.trained
             self._masters.clear()
             self._densities.clear()
             self._warned_of = 0.0
@@ -310,7 +313,9 @@ class DeltaWatch:
         if self._deltas < _LIMIT or not len(due):
             return ""
         self._changed_in[due] = self._deltas  # so that others are looked at again
-        due = due[weights.trained[due]]  # now and then: it looks at every tensor
+        is_frozen = ~weights.trained[due]  # now and then: it looks at every tensor
+        was_frozen, self._was_frozen[due] = self._was_frozen[due], is_frozen
+        due = due[~(is_frozen | was_frozen)]
         names = [self._specs[number].name for number in self._stale(weights, due)]
         text = (
             f"{some_of(names)} require grad and have not changed in {_LIMIT} deltas: check that "

@@ -57,6 +57,22 @@ def test_trained_parameters_that_never_change_are_named_once(
     assert told[4].startswith("'c' require grad")
 
 
+def test_parameters_that_were_frozen_have_as_many_deltas_as_others_to_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stats, "_LIMIT", 3)
+    told: dict[int, str] = {}
+    with one(trained(), SenderOptions()) as here:
+        for number in range(1, 10):
+            here.source.get_parameter("frozen").requires_grad_(number >= 3)
+            for name in "abcde":
+                here.source.get_parameter(name).data[0] += 1
+            for warning in here.sender.send_weights(timeout_s=60).warnings:
+                told[number] = warning
+    assert list(told) == [6]
+    assert told[6].startswith("'frozen' require grad and have not changed in 3 deltas: ")
+
+
 @pytest.mark.promise(
     "What operators see",
     "Trained parameters that never change, and densities that jump, are warned of once.",
