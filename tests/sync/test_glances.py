@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from deltasync import ModuleSource, SenderOptions
+from deltasync.delta import device
 from deltasync.delta.choice import Kernels
 from tests.sync.interpreted import one_kernel_at_a_time
 from tests.worlds.links import Model, bits_equal, fleet, random_model
@@ -42,6 +44,10 @@ def test_a_source_that_others_look_at_too(kernels: Kernels, leave_out: tuple[str
                 assert bits_equal(trainer, replica)
 
 
+def out_of_memory(plan: Tensor) -> Tensor:
+    raise torch.OutOfMemoryError
+
+
 def replaced(module: Model, name: str) -> None:
     module.register_parameter(name, nn.Parameter(module.get_parameter(name).detach() + 1))
 
@@ -74,3 +80,17 @@ def test_small_parameters_that_move_once_they_are_read_together(
             held = {n: p.detach().bfloat16() for n, p in trainer.named_parameters()}
             assert bits_equal(Model(held), replica)
             assert here.sender.send_weights().nnz == 0
+
+
+def test_a_look_that_was_broken_off_vouches_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, replica = random_model(SHAPES, 0), random_model(SHAPES, 1)
+    with fleet(ModuleSource(trainer), options=SenderOptions(kernels="triton")) as here:
+        here.join(replica)
+        with monkeypatch.context() as memory:
+            memory.setattr(device, "summed", out_of_memory)
+            with pytest.raises(torch.OutOfMemoryError):
+                here.sender.send_weights()
+        move(trainer)
+        here.sender.refresh_source()
+        here.sender.send_weights(on_source_read=lambda: None)
+        assert bits_equal(trainer, replica)

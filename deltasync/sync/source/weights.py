@@ -225,11 +225,11 @@ class OwnWeights(LocalWeights):
             base_version=base_version,
         )
         is_known = self._is_looked_up
-        is_glanced = not is_known and snapshot.device is not None and layout.glance()
-        if not (is_known or is_glanced):
+        rest = None if is_known or snapshot.device is None else layout.glance()
+        if not is_known and rest is None:
             layout.refresh()
         readers = layout.readers
-        delta = compare(readers, meanwhile=layout.refresh if is_glanced else None)
+        delta = compare(readers, meanwhile=None if rest is None else partial(layout.refresh, rest))
         if layout.readers is not readers:
             delta = compare(layout.readers)
         self._is_looked_up = self._on_source_read is not None  # if this is tried again
@@ -289,7 +289,6 @@ class SourceLayout(SentLayout):
         self._source, self._boxes = source, boxes
         self._numbers = {spec.name: number for number, spec in enumerate(self.specs)}
         self.tensors: list[NamedTensor] = []
-        self._rest: Callable[[], bool] | None = None  # of a look that has begun
         self.readers: list[Reader] = []
         self._names = list(map(_NAMES, tensors))
         self.sent = self._shares(tensors)
@@ -298,23 +297,21 @@ class SourceLayout(SentLayout):
             if entry.computed is not None:
                 entry.computed.check()
 
-    def glance(self) -> bool:
-        """Whether `readers` may be used before `refresh` has completed the look that this begins.
+    def glance(self) -> Callable[[], bool] | None:
+        """What completes the look that this begins, if `readers` may be used before that.
 
         Not so if the source can only look as a whole. Readers keep what they read alive, so that
         a tensor whose address is the same is read where it was. `refresh` finds the rest.
         """
         look = getattr(self._source, "glance", None)
-        self._rest = None if look is None else look(self.tensors)
-        return self._rest is not None
+        return None if look is None else look(self.tensors)
 
-    def refresh(self) -> None:
+    def refresh(self, rest: Callable[[], bool] | None = None) -> None:
         """Look at the source again, or complete the look that `glance` has begun.
 
         `readers` is another list then if anything has moved. Raises SourceChanged if it is not the
         same model any more.
         """
-        rest, self._rest = self._rest, None
         if rest is None or not rest():
             tensors = self._source.tensors()
             if tensors is not self.tensors and list(map(_NAMES, tensors)) != self._names:
