@@ -18,11 +18,19 @@ from torch.utils._pytree import tree_leaves
 from deltasync import SenderOptions, SyncStats
 from deltasync.delta.shard import ShardSpec, placed
 from deltasync.engines.routed import RoutedTarget
-from deltasync.errors import ConfigError, PeerLost, SyncAborted, TransportTimeout
+from deltasync.errors import (
+    ConfigError,
+    MalformedMessage,
+    PeerLost,
+    SyncAborted,
+    TransportError,
+    TransportTimeout,
+)
 from deltasync.sync.group import orders
 from deltasync.sync.group.rank import TrainerRank
 from deltasync.sync.protocol.receiver_session import ReceiverState
 from deltasync.transports.base import Frame, ReceiveTransport, SendTransport
+from deltasync.wire.frame import encode
 from tests.delta.shards import placements
 from tests.worlds.links import (
     Model,
@@ -410,3 +418,32 @@ def test_no_rank_makes_a_tensor_of_full_size() -> None:
             assert bits_equal(source, target)
     held = sum(tensor.numel() * 4 for tensor in source.parameters()) // 4
     assert 0 < Largest.num_bytes <= 1.01 * held
+
+
+def test_a_rank_that_miscounts_parameters_fails_the_call_before_the_decision(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source, target = model(1), model(1)
+    with trainer_of(source, rows_of(source, 2)) as here:
+        joined(here, target)
+        change(here, 1)
+        before, collect = here.sender.version, here.hub.collect_replies
+
+        def miscounted(*, timeout_s: float) -> dict[int, bytes | TransportError]:
+            return {peer: one_more(said) for peer, said in collect(timeout_s=timeout_s).items()}
+
+        with monkeypatch.context() as hub:
+            hub.setattr(here.hub, "collect_replies", miscounted)
+            outcome = here.outcomes()[0]
+        assert isinstance(outcome, MalformedMessage)
+        assert here.sender.version == before
+        assert here.send().version == before + 1
+        assert bits_equal(source, target)
+
+
+def one_more(said: bytes | TransportError) -> bytes | TransportError:
+    """The same answer, of one parameter more if it says which have changed."""
+    found = orders.decode(said) if isinstance(said, bytes) else None
+    if not isinstance(found, orders.Found) or not found.changed:
+        return said
+    return encode(found.model_copy(update={"changed": (*found.changed, (1, 0))}))

@@ -163,7 +163,9 @@ class GroupWeights:
         said = self._all(orders.Compare(agreed=text_of(self._agreed())), orders.Found)
         refuse_drifted(self._declared, [one.alike for one in said])
         assert self._work.undecided is not None
-        return GroupPlan(self._work.undecided[1], self, said)
+        plan = GroupPlan(self._work.undecided[1], self, said)
+        _ = plan.counts  # what a rank has miscounted is found before anything is sent
+        return plan
 
     def decided(self, base_version: int | None) -> None:
         """What all have sent is decided: what differs from this version, or all of it."""
