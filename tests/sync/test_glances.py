@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from deltasync import ModuleSource, SenderOptions
 from deltasync.delta import device
 from deltasync.delta.choice import Kernels
+from deltasync.errors import SourceChanged
 from tests.sync.interpreted import one_kernel_at_a_time
 from tests.worlds.links import Model, bits_equal, fleet, random_model
 
@@ -94,3 +95,16 @@ def test_a_look_that_was_broken_off_vouches_for_nothing(monkeypatch: pytest.Monk
         here.sender.refresh_source()
         here.sender.send_weights(on_source_read=lambda: None)
         assert bits_equal(trainer, replica)
+
+
+def test_an_earlier_look_vouches_for_nothing_once_a_later_one_has_failed() -> None:
+    trainer, replica = random_model(SHAPES, 0), random_model(SHAPES, 1)
+    with fleet(ModuleSource(trainer), options=SenderOptions(kernels="torch")) as here:
+        here.join(replica)
+        here.sender.refresh_source()
+        trainer.register_parameter("new", nn.Parameter(torch.zeros(3)))
+        move(trainer)
+        with pytest.raises(SourceChanged):
+            here.sender.refresh_source()
+        with pytest.raises(SourceChanged):
+            here.sender.send_weights(on_source_read=lambda: None)

@@ -212,6 +212,7 @@ class OwnWeights(LocalWeights):
         return layout
 
     def refresh_source(self) -> None:
+        self._is_looked_up = False  # if this fails
         if self.layout.specs:
             self.layout.refresh()
             self._is_looked_up = True
