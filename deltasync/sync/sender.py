@@ -413,7 +413,7 @@ class WeightSender(Closing):
         )
         try:
             is_decided = work.run(engines, version=version, stream_id=self.stream_id)
-            if is_decided and is_join:
+            if is_join:
                 call.joined_sent += work.sent
             elif is_decided:
                 call.sent = work.sent

@@ -53,7 +53,8 @@ class SyncStats(SyncEvent):
         changed: Parameters of which an element differed (all, in a full sync).
         payload_bytes: Bytes of all payloads as sent to each receiver, tables included.
         dense_bytes: Bytes of all values: what a dense sync sends.
-        joined_bytes: Payload bytes of the full sync to joining receivers, besides the delta's.
+        joined_bytes: Payload bytes of full syncs to joining receivers, besides the delta's, also of
+            those that failed.
         bytes_by_codec: `payload_bytes` by what was done to payloads: as `compression`, or "zstd"
             where a codec has no old bits, or "none" where nothing made one shorter.
         compression: What payloads were coded with.

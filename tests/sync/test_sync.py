@@ -27,7 +27,7 @@ from deltasync.errors import (
 )
 from deltasync.transports.base import Capabilities, Frame
 from deltasync.wire.frame import decode, encode
-from deltasync.wire.messages import Committed
+from deltasync.wire.messages import Committed, Failed, Prepared
 from tests.worlds.links import (
     Model,
     Serving,
@@ -159,6 +159,27 @@ def test_the_commits_of_members_are_not_those_of_receivers_that_join_them() -> N
         stats = here.join({"late": model(2)}, wrap=CommitsFor)
         assert (stats.kind, stats.joined, stats.full_synced) == ("delta", 1, 1)
         assert 0 < stats.receiver_commit_s <= stats.commit_s
+
+
+class CannotPrepare(ThroughReceiver):
+    """A link of a receiver that fails when it has everything."""
+
+    def reply(self, data: bytes, *, timeout_s: float) -> None:
+        message, _ = decode(data)
+        if isinstance(message, Prepared):
+            data = encode(Failed(version=message.version, error="E", reason="planted"))
+        super().reply(data, timeout_s=timeout_s)
+
+
+def test_what_was_sent_in_vain_to_who_joins_is_counted() -> None:
+    """Who cannot join costs a full sync in each call, and operators see that."""
+    source = model()
+    with fleet(source) as here:
+        here.join({"member": model()})
+        nudge(source)
+        stats = here.join({"late": model(2)}, wrap=CannotPrepare)
+        assert (stats.kind, stats.joined, list(stats.lost)) == ("delta", 0, ["late[0/1]"])
+        assert stats.joined_bytes >= stats.dense_bytes
 
 
 class WaitsForOne(ThroughSender):
