@@ -18,14 +18,13 @@ from typing import ClassVar, Literal, TypedDict, get_args
 
 from deltasync.delta.modes import plain_mode
 from deltasync.delta.snapshot import Plan
-from deltasync.delta.staging import staged_bytes_of
 from deltasync.errors import ConfigError, EngineTaken, NoReceivers, SyncAborted, TransportTimeout
 from deltasync.integrations.engine import Engine, ServerState
 from deltasync.integrations.trainer_info import Server, TrainerInfo, Unproved, WithoutRoutes
 from deltasync.sync.group.group import TrainerGroup
 from deltasync.sync.options import SenderOptions
 from deltasync.sync.protocol.links import CallTimeout, OneCaller, check_seconds
-from deltasync.sync.protocol.round import Owner
+from deltasync.sync.protocol.round import Owner, writes_as_it_arrives
 from deltasync.sync.sender import EngineSender, one_call
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.source.weights import LocalWeights
@@ -495,10 +494,8 @@ class _FleetOwner(Owner):
 
     def begun(self, version: int, workers: Collection[str], plan: Plan) -> None:
         """Where workers write what is sent as it arrives, their pause begins before."""
-        room = self._fleet._terms.max_staged_bytes
         self._is_full = plan.base_version is None
-        staged = staged_bytes_of(payload_bytes=plan.payload_bytes, places=plan.places)
-        self._is_in_place = self._is_full or staged > room
+        self._is_in_place = writes_as_it_arrives(plan, self._fleet._terms.max_staged_bytes)
         if self._is_in_place:
             for engine in self._those_of(workers):
                 engine.follow(version, "write", is_in_place=True)

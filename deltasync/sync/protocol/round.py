@@ -238,6 +238,12 @@ class Owner:
         """All ranks of an engine have written a version and read it back."""
 
 
+def writes_as_it_arrives(plan: Plan, max_staged_bytes: int) -> bool:
+    """Whether receivers write what is sent as it arrives, or may, with so much memory to stage."""
+    staged = staged_bytes_of(payload_bytes=plan.payload_bytes, places=plan.places)
+    return plan.base_version is None or staged > max_staged_bytes
+
+
 class Round:
     """Takes members from one version to the next, all or nothing for each engine.
 
@@ -519,8 +525,7 @@ class Round:
     def _writes_as_it_arrives(self) -> bool:
         """Whether an engine may have written already what was sent."""
         room = min(engine.max_staged_bytes for engine in self._engines)
-        staged = staged_bytes_of(payload_bytes=self._plan.payload_bytes, places=self._plan.places)
-        return self._plan.base_version is None or staged > room
+        return writes_as_it_arrives(self._plan, room)
 
     def _send(self, message: Message, payload: Tensor | None = None) -> bool:
         """Whether all that are not lost have it, or will."""
