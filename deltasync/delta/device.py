@@ -230,28 +230,30 @@ class DeviceSnapshot(Snapshot):
             changed = torch.empty(count, dtype=torch.int32, device=self.device)
             if source.masks is not None:
                 source.masks.compare(words)
-            for section in self.space.sections:
-                tiles = slice(section.first, section.stop)
-                own_plan = plan[4 * section.first : 4 * section.stop]
-                self._compare(source, section, words[tiles], own_plan, changed[tiles])
+            parts = [
+                (words[low:high], plan[4 * low : 4 * high], changed[low:high])
+                for low, high in ((one.first, one.stop) for one in self.space.sections)
+            ]
+            for section, part in zip(self.space.sections, parts, strict=True):
+                self._compare(source, section, *part)
             ends = summed(plan)
             numbers = Numbers(ends[self._borders_of(groups)])
             meanwhile()
             sums, found, at = numbers.read(), list[DeviceFound](), 0
-            for section, group in zip(self.space.sections, groups, strict=True):
+            for section, group, part in zip(self.space.sections, groups, parts, strict=True):
+                own_words, own_plan, own_changed = part
                 stop = at + 4 * (-(-(section.stop - section.first) // group) + 1)
                 own = sums[at:stop].reshape(4, -1)
                 before, at = (own - own[:, :1]).T, stop
-                tiles = slice(section.first, section.stop)
                 one = DeviceFound(
                     self,
                     source,
                     section,
                     group,
-                    words[tiles],
-                    plan[4 * section.first : 4 * section.stop],
+                    own_words,
+                    own_plan,
                     ends[4 * section.first : 4 * section.stop + 1],
-                    changed[tiles],
+                    own_changed,
                     before[:, :3],
                     before[:, 3],
                 )
