@@ -165,10 +165,10 @@ class SenderCall:
     receiver_commit_s: float = 0.0
 
     def seconds(self, *names: str) -> float:
-        """What parts of these names have taken, from the last capture on, if there was one."""
-        is_capture = [name == "capture" for name, *_ in self.phases]
-        parts = self.phases[is_capture.index(True) :] if any(is_capture) else self.phases
-        return sum(end - start for name, start, end in parts if name in names)
+        """What parts of these names have taken, from the capture on, if there was one."""
+        all_names = [name for name, *_ in self.phases]
+        begin = all_names.index("capture") if "capture" in all_names else 0
+        return sum(end - start for name, start, end in self.phases[begin:] if name in names)
 
     def failed(self, error: BaseException, session: SenderSession) -> SyncFailed:
         """What is reported of it if this was raised. Members have stayed, as those that sleep."""
