@@ -2,54 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 from torch import nn
 
 from deltasync import DeltaSyncError, SyncStats
 from deltasync.delta.bits import as_bits
-from deltasync.transports.base import ReceiveTransport
-from deltasync.wire.frame import decode, encode
-from deltasync.wire.messages import Message
-from tests.worlds.links import Fleet, ThroughReceiver, bits_equal, fleet, until
-from tests.worlds.peers import model, prepare, said, welcome
-
-Tamper = Callable[[Any], list[Message | bytes]]
-
-
-class Liar(ThroughReceiver):
-    """A receiver's link that says something else, once, for one kind of message."""
-
-    def __init__(self, inner: ReceiveTransport, kind: str, tamper: Tamper) -> None:
-        super().__init__(inner)
-        self._kind, self._tamper = kind, tamper
-
-    def connect(self, greeting: bytes, *, timeout_s: float) -> None:
-        for data in self._tampered(greeting):
-            self._inner.connect(data, timeout_s=timeout_s)
-
-    def reply(self, data: bytes, *, timeout_s: float) -> None:
-        for each in self._tampered(data):
-            self._inner.reply(each, timeout_s=timeout_s)
-
-    def _tampered(self, data: bytes) -> list[bytes]:
-        message = decode(data)[0]
-        if message.kind != self._kind:
-            return [data]
-        self._kind = ""
-        return [m if isinstance(m, bytes) else encode(m) for m in self._tamper(message)]
-
-
-def with_(**fields: Any) -> Tamper:
-    """The same message with other fields, legal ones or not."""
-
-    def tamper(message: Message) -> list[Message | bytes]:
-        return [said(message, **fields).header]
-
-    return tamper
-
+from tests.worlds.links import Fleet, bits_equal, fleet, until
+from tests.worlds.peers import Liar, Tamper, model, prepare, welcome, with_
 
 WRONG = "0123456789abcdef"
 

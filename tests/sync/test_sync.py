@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,19 +27,18 @@ from deltasync.errors import (
     TransportTimeout,
 )
 from deltasync.transports.base import Capabilities, Frame
-from deltasync.wire.frame import decode, encode
-from deltasync.wire.messages import Committed, Failed, Prepared
+from deltasync.wire.messages import Failed, Message, Prepared
 from tests.worlds.links import (
     Model,
     Serving,
     Stubborn,
-    ThroughReceiver,
     ThroughSender,
     bits_equal,
     fleet,
     random_model,
     until,
 )
+from tests.worlds.peers import Liar, with_
 
 BF16 = torch.bfloat16
 
@@ -140,35 +140,17 @@ def test_a_full_sync_after_a_delta_that_nobody_has_written_counts_alone() -> Non
         assert (stats.transfer_s, stats.commit_s, stats.receiver_commit_s) == (0, 0, 0)
 
 
-class CommitsFor(ThroughReceiver):
-    """A link of a receiver that says that its commit has taken an hour."""
-
-    def reply(self, data: bytes, *, timeout_s: float) -> None:
-        message, _ = decode(data)
-        if isinstance(message, Committed):
-            data = encode(message.model_copy(update={"commit_s": 3600.0}))
-        super().reply(data, timeout_s=timeout_s)
-
-
 def test_the_commits_of_members_are_not_those_of_receivers_that_join_them() -> None:
     """What one of them takes is a part of what all take."""
     source = model()
     with fleet(source) as here:
         here.join({"member": model()})
         nudge(source)
-        stats = here.join({"late": model(2)}, wrap=CommitsFor)
+        stats = here.join(
+            {"late": model(2)}, wrap=partial(Liar, kind="committed", tamper=with_(commit_s=3600.0))
+        )
         assert (stats.kind, stats.joined, stats.full_synced) == ("delta", 1, 1)
         assert 0 < stats.receiver_commit_s <= stats.commit_s
-
-
-class CannotPrepare(ThroughReceiver):
-    """A link of a receiver that fails when it has everything."""
-
-    def reply(self, data: bytes, *, timeout_s: float) -> None:
-        message, _ = decode(data)
-        if isinstance(message, Prepared):
-            data = encode(Failed(version=message.version, error="E", reason="planted"))
-        super().reply(data, timeout_s=timeout_s)
 
 
 def test_what_was_sent_in_vain_to_who_joins_is_counted() -> None:
@@ -177,7 +159,11 @@ def test_what_was_sent_in_vain_to_who_joins_is_counted() -> None:
     with fleet(source) as here:
         here.join({"member": model()})
         nudge(source)
-        stats = here.join({"late": model(2)}, wrap=CannotPrepare)
+
+        def fail(prepared: Prepared) -> list[Message | bytes]:
+            return [Failed(version=prepared.version, error="E", reason="planted")]
+
+        stats = here.join({"late": model(2)}, wrap=partial(Liar, kind="prepared", tamper=fail))
         assert (stats.kind, stats.joined, list(stats.lost)) == ("delta", 0, ["late[0/1]"])
         assert stats.joined_bytes >= stats.dense_bytes
 

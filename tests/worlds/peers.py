@@ -1,9 +1,11 @@
-"""A sender by hand: what it says, legal unless told otherwise, and who hears it."""
+"""A sender by hand: what it says, legal unless told otherwise, and who hears it; and receivers
+that lie.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,7 @@ from deltasync.delta.bits import as_bits
 from deltasync.errors import TransportTimeout
 from deltasync.testing.links import send_copy
 from deltasync.transports import inprocess
-from deltasync.transports.base import Frame
+from deltasync.transports.base import Frame, ReceiveTransport
 from deltasync.wire.frame import FORMAT_VERSION, decode, encode, join_header
 from deltasync.wire.messages import (
     Begin,
@@ -41,7 +43,7 @@ from deltasync.wire.messages import (
 )
 from tests.wire import reference
 from tests.wire.reference import Tile
-from tests.worlds.links import AMPLE_S, Model, Serving, Wrap, bits_equal
+from tests.worlds.links import AMPLE_S, Model, Serving, ThroughReceiver, Wrap, bits_equal
 
 SPECS = (
     ParameterSpec(("a",), (8, 5), dtypes.BY_NAME["bfloat16"]),
@@ -219,3 +221,38 @@ class Hand:
         finally:
             serving.stop()
             sender.close()
+
+
+Tamper = Callable[[Any], list[Message | bytes]]
+
+
+class Liar(ThroughReceiver):
+    """A receiver's link that says something else, once, for one kind of message."""
+
+    def __init__(self, inner: ReceiveTransport, kind: str, tamper: Tamper) -> None:
+        super().__init__(inner)
+        self._kind, self._tamper = kind, tamper
+
+    def connect(self, greeting: bytes, *, timeout_s: float) -> None:
+        for data in self._tampered(greeting):
+            self._inner.connect(data, timeout_s=timeout_s)
+
+    def reply(self, data: bytes, *, timeout_s: float) -> None:
+        for each in self._tampered(data):
+            self._inner.reply(each, timeout_s=timeout_s)
+
+    def _tampered(self, data: bytes) -> list[bytes]:
+        message = decode(data)[0]
+        if message.kind != self._kind:
+            return [data]
+        self._kind = ""
+        return [m if isinstance(m, bytes) else encode(m) for m in self._tamper(message)]
+
+
+def with_(**fields: Any) -> Tamper:
+    """The same message with other fields, legal ones or not."""
+
+    def tamper(message: Message) -> list[Message | bytes]:
+        return [said(message, **fields).header]
+
+    return tamper
