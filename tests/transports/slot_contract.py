@@ -28,6 +28,7 @@ from deltasync.testing.links import (
 from deltasync.testing.transport import TransportContract
 from deltasync.transports.base import Frame, ReceiveTransport
 from deltasync.transports.control.connection import Connection, Kind
+from deltasync.transports.slots import NUM_SLOTS
 from tests.descriptors import open_links
 
 FRAME = struct.Struct("<BxxxIQ")  # slot, sequence, payload bytes; the header follows
@@ -138,18 +139,19 @@ class SlotContract(TransportContract):
     def test_the_buffer_is_what_receivers_read(self, link: Link) -> None:
         link.add(2)
         link.open()
-        buffer = link.sender.buffer(1000, timeout_s=PATIENCE_S)
-        address = buffer.data_ptr()
-        received = link.receive_later()
-        link.sender.send(Frame(b"x", buffer.fill_(1)), timeout_s=PATIENCE_S)
-        first, second = (future.result(PATIENCE_S) for future in received)
-        assert first.payload is not None
-        assert second.payload is not None
-        buffer.fill_(2)  # against the rules, to see that the memory is one
-        assert int(first.payload[0]) == int(second.payload[999]) == 2
-        link.exchange(Frame(b"x", link.payload_of(1000)))
+        addresses = []
+        for _ in range(NUM_SLOTS):  # each buffer is taken while both receivers hold the one before
+            buffer = link.sender.buffer(1000, timeout_s=PATIENCE_S)
+            received = link.receive_later()
+            link.sender.send(Frame(b"x", buffer.fill_(1)), timeout_s=PATIENCE_S)
+            first, second = (future.result(PATIENCE_S) for future in received)
+            assert first.payload is not None
+            assert second.payload is not None
+            buffer.fill_(2)  # against the rules, to see that the memory is one
+            assert int(first.payload[0]) == int(second.payload[999]) == 2
+            addresses.append(buffer.data_ptr())
         link.exchange(Frame(b"header only"))
-        assert link.sender.buffer(1000, timeout_s=PATIENCE_S).data_ptr() == address
+        assert link.sender.buffer(1000, timeout_s=PATIENCE_S).data_ptr() == addresses[0]
 
     # Readers
 
