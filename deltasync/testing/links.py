@@ -134,7 +134,7 @@ class Link:
 
     def payload_of(self, num_bytes: int, seed: int = 0) -> Tensor:
         """As the function, on a device that the transport takes."""
-        return payload_of(num_bytes, seed).to(self.sender.capabilities.devices[0])
+        return payload_of(num_bytes, seed).to(self.sender.device)
 
     def connect(self, receiver: ReceiveTransport) -> int:
         """Connect `receiver` (again); its new peer number."""

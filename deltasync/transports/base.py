@@ -21,6 +21,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
+import torch
 from torch import Tensor
 
 from deltasync.errors import TransportError
@@ -32,31 +33,15 @@ class Frame:
 
     Attributes:
         header: Opaque bytes, never empty.
-        payload: uint8[n], contiguous, on a device that the transport's capabilities list; None for
-            a frame without a payload. One of no bytes arrives as None.
+        payload: uint8[n], contiguous, on the transport's device; None for a frame without a
+            payload. One of no bytes arrives as None.
         follows_loss: At a receiver: the frame before it had a payload that does not come, since it
-            was lost with another peer; see `Capabilities.outlives_losses`.
+            was lost with another peer; see `SendTransport.outlives_losses`.
     """
 
     header: bytes
     payload: Tensor | None = None
     follows_loss: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Capabilities:
-    """What a transport can do. Callers decide by these facts, never by the transport's name.
-
-    Attributes:
-        devices: torch device types that payloads may live on.
-        outlives_losses: Whether the other peers of an epoch get every frame, although a peer was
-            lost or dropped as it was sent.
-        is_private: Whether nobody else can write to a payload that a receiver was handed.
-    """
-
-    devices: tuple[str, ...]
-    outlives_losses: bool = False
-    is_private: bool = False
 
 
 class Closing(Protocol):
@@ -74,10 +59,18 @@ class Closing(Protocol):
 
 
 class SendTransport(Closing, Protocol):
-    """The sender's end. Every timeout is in seconds and covers the whole call."""
+    """The sender's end. Every timeout is in seconds and covers the whole call.
 
-    @property
-    def capabilities(self) -> Capabilities: ...
+    Callers decide by these facts, never by a transport's name.
+
+    Attributes:
+        device: Where payloads live.
+        outlives_losses: Whether the other peers of an epoch get every frame, although a peer was
+            lost or dropped as it was sent.
+    """
+
+    device: torch.device
+    outlives_losses: bool = False
 
     def poll(self, *, timeout_s: float) -> list[tuple[int, bytes]]:
         """Return the greetings of peers that connected since the last call, in order of arrival.
@@ -156,10 +149,15 @@ class SendTransport(Closing, Protocol):
 
 
 class ReceiveTransport(Closing, Protocol):
-    """The receiver's end. Every timeout is in seconds and covers the whole call."""
+    """The receiver's end. Every timeout is in seconds and covers the whole call.
 
-    @property
-    def capabilities(self) -> Capabilities: ...
+    Attributes:
+        device: Where payloads live.
+        is_private: Whether nobody else can write to a payload that was handed out.
+    """
+
+    device: torch.device
+    is_private: bool = False
 
     def connect(self, greeting: bytes, *, timeout_s: float) -> None:
         """Connect as a new peer and send the greeting. Closes an earlier connection.

@@ -43,7 +43,7 @@ from deltasync.errors import (
     TransportTimeout,
     TransportUnavailable,
 )
-from deltasync.transports.base import Capabilities, Frame
+from deltasync.transports.base import Frame
 from deltasync.transports.collective_messages import (
     GRACE_S,
     GROUP,
@@ -129,8 +129,7 @@ class Sender(SocketSender):
         self.address: tuple[str, int] = listener.getsockname()[:2]
         if secret is None:
             warn_of_strangers(*self.address)
-        capabilities = Capabilities((device.type,))
-        super().__init__(listener, capabilities, Kind.READY, secret=secret)
+        super().__init__(listener, device, Kind.READY, secret=secret)
         self._name = f"deltasync/{secrets.token_hex(8)}"
         self._membership = Membership(device, num_slots=2)
         self._turn = 0  # the slot of the next payload

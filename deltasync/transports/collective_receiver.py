@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from deltasync.errors import PeerLost, TransportTimeout
-from deltasync.transports.base import Capabilities, Frame
+from deltasync.transports.base import Frame
 from deltasync.transports.collective_messages import (
     GROUP,
     MAX_COMPLAINT_BYTES,
@@ -69,6 +69,8 @@ class _Arrival:
 class Receiver(SocketReceiver):
     """A receiver's end: joins the groups that the sender forms, during `receive`."""
 
+    is_private = True
+
     def __init__(
         self,
         host: str,
@@ -83,8 +85,7 @@ class Receiver(SocketReceiver):
         self._backend = backend
         device = device_of(backend, device)
         self._address = host, port
-        capabilities = Capabilities((device.type,), is_private=True)
-        super().__init__(capabilities, _KINDS, secret=secret)
+        super().__init__(device, _KINDS, secret=secret)
         # One to read from, one to arrive in, and one for the next.
         self._membership = Membership(device, num_slots=3)
         self._waiting: deque[_Arrival] = deque()

@@ -217,7 +217,7 @@ class Receiver(UnixReceiver):
         """
         self._gpu = self.gpu_class(device)
         super().__init__(path, self._gpu.device)
-        self._copy = torch.empty(0, dtype=torch.uint8, device=self._device)
+        self._copy = torch.empty(0, dtype=torch.uint8, device=self.device)
 
     def _mapped(self, num_bytes: int, handles: tuple[bytes, ...], descriptor: int) -> Segment:
         return _Imported(self._gpu, handles, num_bytes, descriptor)
@@ -225,7 +225,7 @@ class Receiver(UnixReceiver):
     def _payload(self, told: Announcement) -> Tensor | None:
         """Of another GPU a copy, once: patches are read several times."""
         payload = super()._payload(told)
-        if payload is None or payload.device == self._device:
+        if payload is None or payload.device == self.device:
             return payload
         if self._copy.numel() < payload.numel():
             self._copy = self._copy.new_empty(payload.numel())

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deltasync.errors import PeerLost, TransportClosed, TransportError, TransportTimeout
 from deltasync.transports import forks
-from deltasync.transports.base import Capabilities, Closing, Frame, ReceiveTransport, SendTransport
+from deltasync.transports.base import Closing, Frame, ReceiveTransport, SendTransport
 from deltasync.transports.control.connection import check_frame, failure
 
 
@@ -32,10 +32,9 @@ class _Link:
 class _End(Closing):
     """What both ends are: closed or not, and held by one thread at a time."""
 
-    def __init__(self, lock: threading.RLock, capabilities: Capabilities) -> None:
+    def __init__(self, lock: threading.RLock, device: torch.device) -> None:
         """`lock` is an RLock, whose `with` no interrupt leaves locked."""
-        self._lock, self._changed = lock, threading.Condition(lock)
-        self._capabilities = capabilities
+        self._lock, self._changed, self.device = lock, threading.Condition(lock), device
         self._closed = ""  # why it is
         forks.inert_in_children(self._forked)
 
@@ -43,10 +42,6 @@ class _End(Closing):
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._closed = f"this end of the transport cannot be used: {forks.PARENTS_OWN}"
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
 
     def close(self) -> None:
         with self._lock:
@@ -71,12 +66,12 @@ class _End(Closing):
 class Sender(_End, SendTransport):
     """The sender's end. `receiver()` makes receivers in the same process."""
 
+    outlives_losses = True
+
     def __init__(self, *, device: torch.device | str = "cpu") -> None:
         """Payloads live on `device`."""
-        self._device = torch.device(device)
+        super().__init__(threading.RLock(), torch.device(device))
         self._buffer: Tensor | None = None  # that was returned last, and is not sent
-        capabilities = Capabilities((self._device.type,), outlives_losses=True)
-        super().__init__(threading.RLock(), capabilities)
         self._links: list[_Link] = []
         self._greetings: list[tuple[int, bytes]] = []
         self._epoch: tuple[int, ...] = ()
@@ -107,7 +102,7 @@ class Sender(_End, SendTransport):
 
     def buffer(self, num_bytes: int, *, timeout_s: float) -> Tensor:
         """Never waits."""
-        self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         return self._buffer
 
     def send(self, frame: Frame, *, timeout_s: float) -> None:
@@ -191,7 +186,7 @@ class Receiver(_End, ReceiveTransport):
     """A receiver's end; made by `Sender.receiver`."""
 
     def __init__(self, sender: Sender) -> None:
-        super().__init__(sender._lock, sender.capabilities)
+        super().__init__(sender._lock, sender.device)
         self._changed = sender._changed
         self._sender = sender
         self._link: _Link | None = None

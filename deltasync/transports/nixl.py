@@ -239,7 +239,7 @@ class Receiver(SlotReceiver):
         self._address = host, port
         super().__init__(device_of(device), Kind.MEMORY, secret=secret)
         self._agent: Agent | None = None
-        self._buffers = _Buffer(self._device), _Buffer(self._device)
+        self._buffers = _Buffer(self.device), _Buffer(self.device)
         self._segments: dict[int, _Segment] = {}
         self._held: _Buffer | None = None  # whose payload was handed out last
         self._cut_off: float | None = None  # the connection has ended; reads may end until then
@@ -248,7 +248,7 @@ class Receiver(SlotReceiver):
         """With a secret, waits for the sender to poll. Raises TransportUnavailable without UCX."""
         with self._gate.entered():
             self._forget()
-            self._agent = Agent(self._device, serves=False)
+            self._agent = Agent(self.device, serves=False)
             self._client.connect(greeting, deadline_in(timeout_s))
 
     def progress(self) -> None:

@@ -30,7 +30,7 @@ from deltasync.errors import (
     TransportTimeout,
     TransportUnavailable,
 )
-from deltasync.transports.base import Capabilities, Frame
+from deltasync.transports.base import Frame
 from deltasync.transports.control.connection import (
     DEFAULT_MAX_MESSAGE_BYTES,
     MAX_PAYLOAD_BYTES,
@@ -105,6 +105,8 @@ class Slot(ABC):
 class SlotSender(SocketSender):
     """The sender's end, over any stream socket."""
 
+    outlives_losses = True
+
     def __init__(
         self,
         listener: socket.socket,
@@ -115,9 +117,8 @@ class SlotSender(SocketSender):
     ) -> None:
         """Serve on `listener`, with payloads in `slots`; `secret` and `admit` as in `Server`."""
         self._slots = slots
-        device_type = slots[0].memory.device.type
-        capabilities = Capabilities((device_type,), outlives_losses=True)
-        super().__init__(listener, capabilities, Kind.RELEASE, secret=secret, admit=admit)
+        device = slots[0].memory.device
+        super().__init__(listener, device, Kind.RELEASE, secret=secret, admit=admit)
         self._lent: Slot | None = None
         self._sequence = 0
 
@@ -265,9 +266,7 @@ class SlotReceiver(SocketReceiver):
         self, device: torch.device, announcement: Kind, *, secret: bytes | None = None
     ) -> None:
         """Memory is announced in messages of the kind `announcement`."""
-        capabilities = Capabilities((device.type,))
-        super().__init__(capabilities, {Kind.FRAME, announcement}, secret=secret)
-        self._device = device
+        super().__init__(device, {Kind.FRAME, announcement}, secret=secret)
         self._waiting: deque[Announcement] = deque()  # told of, not handed out yet
         self._sizes: dict[int, int] = {}  # bytes of the slots that are known
 

@@ -7,10 +7,11 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 
+import torch
 from torch import Tensor
 
 from deltasync.errors import TransportClosed, TransportError
-from deltasync.transports.base import Capabilities, ReceiveTransport, SendTransport
+from deltasync.transports.base import ReceiveTransport, SendTransport
 from deltasync.transports.control.connection import Gate, Kind, busy_s, deadline_in, failure
 from deltasync.transports.control.endpoints import Client, Server
 
@@ -21,15 +22,15 @@ class SocketSender(SendTransport, ABC):
     def __init__(
         self,
         listener: socket.socket,
-        capabilities: Capabilities,
+        device: torch.device,
         kind: Kind,
         *,
         secret: bytes | None = None,
         admit: Callable[[socket.socket], None] = lambda sock: None,
     ) -> None:
         """Serve on `listener`. Peers send replies and `kind`; `secret` and `admit` as `Server`."""
-        self._capabilities = capabilities
-        self._busy_s = busy_s(capabilities.devices[0])
+        self.device = device
+        self._busy_s = busy_s(device.type)
         self._gate = Gate(self._busy_s)
         self._server = Server(
             listener, self._gate, kinds={Kind.REPLY, kind}, secret=secret, admit=admit
@@ -37,10 +38,6 @@ class SocketSender(SendTransport, ABC):
         self._epoch: tuple[int, ...] = ()
         self._members: set[int] = set()
         self._buffer: Tensor | None = None  # that was returned last, and is not sent
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
 
     def poll(self, *, timeout_s: float) -> list[tuple[int, bytes]]:
         with self._gate.entered():
@@ -98,17 +95,13 @@ class SocketReceiver(ReceiveTransport, ABC):
     """A receiver's end."""
 
     def __init__(
-        self, capabilities: Capabilities, kinds: Collection[Kind], *, secret: bytes | None = None
+        self, device: torch.device, kinds: Collection[Kind], *, secret: bytes | None = None
     ) -> None:
         """The sender sends `kinds`."""
-        self._capabilities = capabilities
-        self._busy_s = busy_s(capabilities.devices[0])
+        self.device = device
+        self._busy_s = busy_s(device.type)
         self._gate = Gate(self._busy_s)
         self._client = Client(self._dial, self._gate, kinds=kinds, secret=secret)
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
 
     def connect(self, greeting: bytes, *, timeout_s: float) -> None:
         """With a secret, waits for the sender to poll."""

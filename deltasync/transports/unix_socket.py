@@ -114,7 +114,7 @@ class UnixReceiver(SlotReceiver):
             self._releases.append((self._new_mark().set(), held))
 
     def _new_mark(self) -> Mark:
-        return Mark(self._device)
+        return Mark(self.device)
 
     def _advance(self) -> None:
         """Release to the sender what nothing reads any more."""

@@ -6,7 +6,6 @@ import copy
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +25,7 @@ from deltasync.errors import (
     SyncAborted,
     TransportTimeout,
 )
-from deltasync.transports.base import Capabilities, Frame
+from deltasync.transports.base import Frame, SendTransport
 from deltasync.wire.messages import Failed, Message, Prepared
 from tests.worlds.links import (
     Model,
@@ -173,9 +172,9 @@ class WaitsForOne(ThroughSender):
 
     is_waiting = False
 
-    @property
-    def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, outlives_losses=False)
+    def __init__(self, inner: SendTransport) -> None:
+        super().__init__(inner)
+        self.outlives_losses = False
 
     def send(self, frame: Frame, *, timeout_s: float) -> None:
         if self.is_waiting and frame.payload is not None:

@@ -28,7 +28,7 @@ from deltasync.errors import TargetMoved, TransportClosed, TransportError, Trans
 from deltasync.sync.protocol.round import Owner
 from deltasync.sync.source.weights import LocalWeights
 from deltasync.transports import collective, inprocess, shared_memory
-from deltasync.transports.base import Capabilities, Frame, ReceiveTransport, SendTransport
+from deltasync.transports.base import Frame, ReceiveTransport, SendTransport
 from deltasync.wire.frame import decode
 
 AMPLE_S = 60.0  # for what is expected to succeed, on a busy machine
@@ -137,10 +137,7 @@ class ThroughReceiver(ReceiveTransport):
 
     def __init__(self, inner: ReceiveTransport) -> None:
         self._inner = inner
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._inner.capabilities
+        self.device, self.is_private = inner.device, inner.is_private
 
     def connect(self, greeting: bytes, *, timeout_s: float) -> None:
         self._inner.connect(greeting, timeout_s=timeout_s)
@@ -166,10 +163,7 @@ class ThroughSender(SendTransport):
 
     def __init__(self, inner: SendTransport) -> None:
         self._inner = inner
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._inner.capabilities
+        self.device, self.outlives_losses = inner.device, inner.outlives_losses
 
     def poll(self, *, timeout_s: float) -> list[tuple[int, bytes]]:
         return self._inner.poll(timeout_s=timeout_s)

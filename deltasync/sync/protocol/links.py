@@ -306,12 +306,12 @@ class ReceiverLinks:
     Attributes:
         progress: `ReceiveTransport.progress` of all that is awaited.
         follows_loss: Of the message that was received last, as in `Frame`.
-        are_private: Whether nobody else can write to payloads, see `Capabilities`.
+        are_private: Whether nobody else can write to payloads, see `ReceiveTransport`.
     """
 
     def __init__(self, links: Sequence[ReceiveTransport]) -> None:
         self._links = list(links)
-        self.are_private = all(link.capabilities.is_private for link in links)
+        self.are_private = all(link.is_private for link in links)
         self.progress = links[0].progress if len(links) == 1 else self._progress
         self._attempts = [0] * len(links)  # that lanes are at; the first, that has begun
         self._ended = [True] * len(links)
@@ -413,7 +413,7 @@ class ReceiverLinks:
         if self._awaited() == [0]:
             timeout_s = max(0.0, deadline - time.monotonic())
             return 0, self._links[0].receive(timeout_s=timeout_s)
-        pace = Pace(busy_s(self._links[0].capabilities.devices[0]))
+        pace = Pace(busy_s(self._links[0].device.type))
         while True:
             for lane in self._awaited():
                 with suppress(TransportTimeout):

@@ -387,7 +387,7 @@ class Round:
 
     def _goes_on(self) -> bool:
         """Whether engines that have not failed get all payloads, whoever was lost."""
-        is_sure = self._link.transport.capabilities.outlives_losses and self._peer_ranks is None
+        is_sure = self._link.transport.outlives_losses and self._peer_ranks is None
         return is_sure and bool(self._sound())
 
     def _ready(self) -> list[str]:
@@ -429,7 +429,7 @@ class Round:
         """Receivers that miss a payload stay if another attempt serves them, else have failed."""
         session = self._session
         lost = [engine for engine in self._engines if engine.must_leave]
-        is_sure = self._link.transport.capabilities.outlives_losses or self._is_released
+        is_sure = self._link.transport.outlives_losses or self._is_released
         # An abort is dirty where it was written. Nobody else can have a payload that is missing.
         may_repeat = bool(lost) and not (is_sure or self._writes_as_it_arrives())
         for peer, reason in incomplete.items():
