@@ -331,6 +331,26 @@ def test_what_somebody_does_on_the_cable_is_noticed(
     assert wire.server.take() is None
 
 
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_reset_ends_newcomers_whose_arrival_was_interrupted(make_star: MakeStar) -> None:
+    """Or they come in later. Also while a traceback lives, whose frames hold what was accepted."""
+    star, tracer = make_star(), Tracer(opcodes=True)
+    star.raw(GREETING)
+    tracer.places(lambda: star.server.poll(deadline_in(PATIENCE_S)))
+    places = [place for place in tracer.hits if place[0].co_qualname.startswith("Newcomers.")]
+    for place in places:
+        newcomer = star.raw(GREETING)
+        with pytest.raises(Struck) as held:
+            tracer.strike(lambda: star.server.poll(deadline_in(PATIENCE_S)), Strike(place))
+        star.server.reset()
+        give_up = deadline_in(PATIENCE_S)
+        while not star.server.poll(deadline_in(0.01)) and not is_closed(newcomer, timeout_s=0.01):
+            assert time.monotonic() < give_up, place
+        assert held.traceback
+    assert len(places) > 100
+
+
 @pytest.mark.parametrize("secret", [None, b"secret"], ids=["plain", "signed"])
 def test_an_interrupt_at_any_line_repeats_and_loses_no_message(secret: bytes | None) -> None:
     """What arrives is whole, in order and there once. What is missing is a message whose `write`

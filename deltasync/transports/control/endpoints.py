@@ -62,6 +62,7 @@ class Newcomers:
         listener.setblocking(False)
         self.listener, self._gate, self._secret = listener, gate, secret
         self._timeout_s, self._admit = timeout_s, admit
+        self._arrived: socket.socket | None = None  # last, perhaps not a connection yet
         self._ends_at: dict[Connection, float] = {}  # on our clock, in order of arrival
         self._clock_s, self._ticked_at = 0.0, time.monotonic()
         self._saved_s, self._spent_at = _MOMENT_S, self._ticked_at
@@ -99,17 +100,17 @@ class Newcomers:
         while len(accepted) < _MAX_ACCEPTED:
             try:
                 with forks.making:
-                    sock = forks.closed_in_children(self.listener.accept()[0])
+                    self._arrived = forks.closed_in_children(self.listener.accept()[0])
             except (BlockingIOError, ConnectionError):
                 break
             except OSError as error:  # no descriptor, or no memory, for one more
                 self._take_a_rest(str(error.strerror))
                 break
-            if sock.fileno() >= _most_descriptors():
-                sock.close()
+            if self._arrived.fileno() >= _most_descriptors():
+                self._arrived.close()
                 self._take_a_rest("few file descriptors are left")
                 break
-            if (connection := self._opened(sock)) is not None:
+            if (connection := self._opened(self._arrived)) is not None:
                 accepted.append(connection)
         return accepted
 
@@ -154,9 +155,11 @@ class Newcomers:
         self.listener.close()
 
     def reset(self) -> None:
-        """Turn all away."""
+        """Turn all away, also one that an interrupt kept from becoming a connection."""
         for connection in list(self._ends_at):
             self.turn_away(connection)
+        if self._arrived is not None:
+            self._arrived.close()
         self._gate.reset(self.listener)
 
     def _opened(self, sock: socket.socket) -> Connection | None:
