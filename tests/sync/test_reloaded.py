@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deltasync import ReloadedTarget, WeightTarget
+from deltasync import ReloadedTarget
 from deltasync.errors import ConfigError, EngineFailed, LayoutMismatch, SyncAborted
 from tests.worlds.links import fleet, random_model
-from tests.worlds.target_contract import TargetContract
 from tests.worlds.toy_engines import specs
 
 SHAPES = {"a": (40, 16), "b": (16,), "c": (7, 3)}
@@ -65,10 +64,3 @@ def test_a_reload_that_fails_is_refused_without_a_way_that_would_fail_too() -> N
         target.reload()
     assert "accept_stale_weights" not in str(caught.value)
     assert torch.equal(engine.weight, before)
-
-
-class TestReloadedTarget(TargetContract):
-    def make_target(self, state: dict[str, Tensor]) -> WeightTarget:
-        target = ReloadedTarget(specs(state), lambda weights: None)
-        target.set_loaded_weights(state.items())
-        return target

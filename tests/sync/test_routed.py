@@ -9,15 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltasync import ReceiverOptions, SenderOptions, WeightTarget
+from deltasync import ReceiverOptions, SenderOptions
 from deltasync.delta.bits import as_bits
 from deltasync.engines.routed import RoutedTarget
 from deltasync.errors import ConfigError, DigestMismatch, SyncAborted
 from tests.worlds.links import Model, bits_equal, fleet, random_model, step
-from tests.worlds.target_contract import TargetContract
 from tests.worlds.toy_engines import (
     CHECKPOINT,
-    SHAPES,
     Rank,
     Wide,
     fails,
@@ -189,26 +187,6 @@ def test_what_has_no_route_is_refused_by_name(
         assert "\n" not in str(raised.value)
     after = dict(made.named_parameters())
     assert all(before[name] is after[name] and not after[name].any() for name in before)
-
-
-KEPT_IN = {"q": "qkv", "kv": "qkv", "gate": "w1", "down": "w2"}
-
-
-class TestRoutedTarget(TargetContract):
-    engine: Rank
-    names = tuple(SHAPES)
-    shapes = tuple(SHAPES.values())
-    wire_dtypes = ("bfloat16",) * len(SHAPES)
-
-    def make_target(self, state: dict[str, Tensor]) -> WeightTarget:
-        self.engine = Rank(0, 1)
-        self.engine.load_weights(state.items())
-        return RoutedTarget(self.engine, CHECKPOINT)
-
-    def replace_storage(self, name: str) -> None:
-        own = name.rstrip("01")
-        parameter = self.engine.get_parameter(KEPT_IN.get(own, own))
-        parameter.data = parameter.data.clone()
 
 
 # Ranks, none of which holds the whole checkpoint.

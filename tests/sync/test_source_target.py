@@ -14,7 +14,6 @@ from deltasync import (
     ModuleTarget,
     SenderOptions,
     StoreSender,
-    WeightTarget,
 )
 from deltasync.delta.choice import Kernels
 from deltasync.errors import (
@@ -26,7 +25,6 @@ from deltasync.errors import (
 from deltasync.integrations.streamed import StreamedWeights
 from tests.sync.interpreted import one_kernel_at_a_time
 from tests.worlds.links import Model
-from tests.worlds.target_contract import TargetContract
 from tests.worlds.toy_engines import joined
 from tests.worlds.trainers import by_expert
 
@@ -265,37 +263,6 @@ def test_an_engine_that_does_not_fit_is_refused_by_name(
     with joined(model, engine):
         assert torch.equal(engine.embed.weight, model.embed.weight)
     assert not engine_tied or engine.head.weight is engine.embed.weight
-
-
-class TestModuleTarget(TargetContract):
-    module: nn.Module
-
-    def make_target(self, state: dict[str, Tensor]) -> WeightTarget:
-        self.module = nn.Module()
-        for name, tensor in state.items():
-            *path, key = name.split(".")
-            owner = self.module
-            for part in path:
-                if not hasattr(owner, part):
-                    owner.add_module(part, nn.Module())
-                owner = owner.get_submodule(part)
-            owner.register_parameter(key, nn.Parameter(tensor.clone()))
-        return ModuleTarget(self.module)
-
-    def replace_storage(self, name: str) -> None:
-        parameter = self.module.get_parameter(name)
-        parameter.data = parameter.data.clone()
-
-
-class TestTransposedModuleTarget(TestModuleTarget):
-    """Live weights that are not contiguous, as fused engines keep them."""
-
-    def make_target(self, state: dict[str, Tensor]) -> WeightTarget:
-        target = super().make_target(state)
-        for parameter in self.module.parameters():
-            if parameter.dim() == 2:
-                parameter.data = parameter.data.T.contiguous().T
-        return target
 
 
 def test_tensors_that_share_bytes_without_being_tied_are_refused() -> None:

@@ -286,7 +286,8 @@ def played(
     started = first if is_same else made.draw(seed + 1)
     engines = made.ranks(started)
     targets = [made.target(engine, started) for engine in engines]
-    source = Weights({name: tensor.clone() for name, tensor in first.items()})
+    # In another order than the engine's.
+    source = Weights({name: tensor.clone() for name, tensor in reversed(first.items())})
     sending = SenderOptions(
         bucket_bytes=size,
         compression=compression,

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltasync.delta.bits import Flat, Live
+from deltasync.delta.bits import Live
 from deltasync.delta.payloads import PayloadReader
 from deltasync.delta.shard import whole
 from deltasync.delta.staging import LiveWeights, Staging, staged_bytes_of
@@ -64,21 +64,3 @@ def stage_tiles(
         staging.stage(received)
         payload.fill_(POISON)
     return staging
-
-
-def tiles_between(
-    space: Space, old: Mapping[str, Tensor], new: Mapping[str, Tensor], *, go_whole: bool = False
-) -> list[Tile]:
-    """What makes one model of another."""
-    found = []
-    for number, (share, start, numel) in enumerate(
-        zip(space.share.tolist(), space.start.tolist(), space.numel.tolist(), strict=True)
-    ):
-        name = space.shares[share].spec.name
-        before, after = (Flat.of(one[name]).read(start, start + numel) for one in (old, new))
-        places = (before != after).nonzero().squeeze(1)
-        bits = after if go_whole else after[places]
-        unsigned = tuple(bits.numpy().view(f"u{bits.element_size()}").tolist())
-        if go_whole or len(places):
-            found.append(Tile(number, None if go_whole else tuple(places.tolist()), unsigned))
-    return found
