@@ -15,13 +15,12 @@ from deltasync import ModuleTarget, SenderOptions
 from deltasync.errors import (
     ConfigError,
     NoReceivers,
-    PeerLost,
     SyncAborted,
 )
 from deltasync.integrations.fleet import Pauses
 from deltasync.integrations.trainer_info import TrainerInfo
 from deltasync.integrations.worker import Worker
-from deltasync.transports import collective, shared_memory
+from deltasync.transports import shared_memory
 from deltasync.transports.base import Frame
 from tests.worlds.fleets import (
     CALLS,
@@ -309,66 +308,6 @@ def test_too_few_servers_abort_a_version_and_nobody_changes(
             assert [server.version for server in here.servers.values()] == [1, 1, 1]
             until(lambda: not any(server.is_paused for server in here.servers.values()))
         here.servers["1"].before = lambda call: None
-        here.catch_up()
-        here.check()
-
-
-@pytest.mark.promise(
-    "All or nothing",
-    "A server lost while others write what arrives leaves none of them dirty, where the "
-    "transport outlives losses.",
-)
-@pytest.mark.parametrize("number", [0, 3], ids=["full sync", "third bucket"])
-def test_a_server_lost_while_all_write_what_arrives_leaves_nobody_dirty(
-    number: int, tmp_path: Path
-) -> None:
-    with fleet_of(tmp_path, 3, **IN_PLACE) as here:
-        if number:
-            here.send()
-        for server in here.servers.values():
-            server.calls.clear()
-        change(here)
-        here.link.before = at(number or 3, "bucket", here.servers["1"].die)
-        stats = here.send()
-        assert (stats.receivers, list(stats.lost)) == (2, ["1"])
-        assert (stats.num_buckets > 3, here.dirty()) == (True, [])
-        here.check("0", "2")
-        for name in ("0", "2"):
-            assert here.servers[name].calls == ["connect"] * (not number) + CALLS
-        here.catch_up()
-        here.check()
-
-
-@pytest.mark.promise(
-    "All or nothing",
-    "Where a payload travels by way of other receivers and is lost with one of them, those "
-    "that miss it stay members, and have the version when the call returns.",
-)
-@pytest.mark.timeout(300)  # gloo forms groups anew
-@pytest.mark.parametrize("dies", ["0", "1", "2"])
-def test_who_is_sent_to_by_way_of_one_that_dies_has_the_version(
-    dies: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is ready for the last payload, and passes it on to nobody."""
-    receive, doomed = collective.Receiver._on_start, list[object]()
-
-    def start(receiver: collective.Receiver, data: bytes) -> None:
-        if receiver in doomed and receiver._granted is not None:
-            doomed.clear()
-            receiver._forget()
-            raise PeerLost("planted")
-        receive(receiver, data)
-
-    monkeypatch.setattr(collective.Receiver, "_on_start", start)
-    with fleet_of(tmp_path, 3, link=lambda path: collective.Sender(), timeout_s=25) as here:
-        here.send()
-        (worker,) = here.servers[dies].workers
-        assert worker._receiver is not None
-        doomed += worker._receiver._links._links
-        stats = here.train()
-        assert not doomed
-        assert (stats.receivers, list(stats.lost), here.dirty()) == (2, [dies], [])
-        here.follow(*({"0", "1", "2"} - {dies}))
         here.catch_up()
         here.check()
 

@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 
 from deltasync import ReceiverOptions
-from deltasync.errors import ConfigError
 from deltasync.sync.protocol.receiver_session import ReceiverState
-from deltasync.testing.links import PROMPT_S, within
 from tests.sync import asleep
-from tests.worlds.engines import bits_of, model, staging_engine
+from tests.worlds.engines import model, staging_engine
 from tests.worlds.links import bits_equal, fleet, until
 from tests.worlds.programs import run
 
@@ -23,32 +21,6 @@ def test_nothing_looks_at_weights_that_were_released() -> None:
     """They cannot be read while the engine sleeps; a trainer sends all the time."""
     done = run(Path(asleep.__file__))
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("max_staged_bytes", [1 << 20, 1], ids=["staged", "in place"])
-def test_weights_that_are_kept_take_the_next_delta(max_staged_bytes: int) -> None:
-    """A sync that begins while the engine sleeps costs nothing else. Twice is the same as once."""
-    options = ReceiverOptions(stall_timeout_s=2, max_staged_bytes=max_staged_bytes)
-    with staging_engine(options) as (here, staging):
-        here.receiver.attach()
-        here.join(staging)
-        for syncs in range(3):
-            before = bits_of(here.replica)
-            here.receiver.detach()
-            here.receiver.detach()
-            assert here.receiver.is_detached
-            assert here.sender.num_receivers == 1  # it has not left
-            with within(PROMPT_S):  # of a timeout of 60 each
-                for _ in range(syncs):
-                    with pytest.raises(ConfigError, match=r"\[0/1\]: .* sleep.*: wake them up"):
-                        here.send_step().result(PROMPT_S)
-            assert not staging.wait_staged(timeout_s=0.1)
-            assert here.holds(before)
-            here.receiver.attach()
-            here.receiver.attach()
-            stats = here.join(staging)
-            assert (stats.kind, stats.joined, stats.full_synced) == ("delta", 0, 0)
-        assert staging.last_error is None
 
 
 @pytest.mark.parametrize("moved", [False, True])

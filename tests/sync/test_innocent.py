@@ -39,6 +39,11 @@ def change(source: Model, seed: int = 1) -> None:
 
 @pytest.mark.promise("All or nothing", "A receiver that has written nothing is not dirty.")
 @pytest.mark.promise("All or nothing", "A receiver killed in any phase costs the others nothing.")
+@pytest.mark.promise(
+    "All or nothing",
+    "A server lost while others write what arrives leaves none of them dirty, where the "
+    "transport outlives losses.",
+)
 @pytest.mark.parametrize("options", OPTIONS, ids=WAYS)
 @pytest.mark.parametrize("kind", ["full", "delta"])
 @pytest.mark.parametrize("phase", ["begin", "bucket"])

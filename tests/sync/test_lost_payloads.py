@@ -39,6 +39,11 @@ class Link(collective.Sender):
         return End(*self.address)
 
 
+@pytest.mark.promise(
+    "All or nothing",
+    "Where a payload travels by way of other receivers and is lost with one of them, those "
+    "that miss it stay members, and have the version when the call returns.",
+)
 @pytest.mark.timeout(300)  # gloo forms groups anew
 def test_who_misses_a_payload_has_the_version_after_the_next_attempt() -> None:
     """One of three is lost at each place of the chain, and rejoins at its end."""
