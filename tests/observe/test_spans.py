@@ -1,22 +1,18 @@
-"""Syncs as traces: one a version over two processes, without a word about it on the wire."""
+"""Syncs as traces: one a version of both ends, without a word about it on the wire."""
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
-from deltasync import ModuleSource, ModuleTarget, WeightReceiver, WeightSender, subscribe
+from deltasync import subscribe
 from deltasync.errors import SyncAborted
 from deltasync.observe.flat import flat
-from deltasync.testing.processes import Child
-from deltasync.transports import shared_memory
 from tests.observe.made import failed, published, received, sync
+from tests.worlds.links import fleet, until
 
 pytest.importorskip("opentelemetry.sdk")
 from opentelemetry import trace
@@ -44,6 +40,9 @@ class Traced:
     def spans(self) -> list[ReadableSpan]:
         return list(self.exporter.get_finished_spans())
 
+    def of(self, name: str) -> list[ReadableSpan]:
+        return [span for span in self.spans if span.name == f"deltasync.{name}"]
+
 
 def facts(span: ReadableSpan) -> dict[str, Any]:
     assert span.context is not None
@@ -60,47 +59,23 @@ def facts(span: ReadableSpan) -> dict[str, Any]:
     }
 
 
-def trainer(folder: Path) -> None:
-    traced, model = Traced(), nn.Linear(32, 8)
-    with (
-        subscribe(Spans(traced.provider)),
-        WeightSender(ModuleSource(model), shared_memory.Sender(folder / "link")) as sender,
-    ):
-        sender.wait_for_receivers(1, timeout_s=60)
-        for _ in range(VERSIONS):
-            with torch.no_grad():
-                model.weight[0] += 1
-            sender.send_weights(timeout_s=30)
-        spans = [facts(span) for span in traced.spans]
-        (folder / "trainer").write_text(json.dumps([sender.stream_id, spans]))
-
-
-def engine(folder: Path) -> None:
-    traced = Traced()
-    link = shared_memory.Receiver(folder / "link")
-    with (
-        subscribe(Spans(traced.provider)),
-        WeightReceiver(ModuleTarget(nn.Linear(32, 8)), link) as receiver,
-    ):
-        for _ in range(VERSIONS):
-            receiver.receive_weights(timeout_s=60)
-        (folder / "engine").write_text(json.dumps([facts(span) for span in traced.spans]))
-
-
 @pytest.mark.promise(
     "What operators see",
     "Trainer and engines make one trace of a version, and nothing about it is sent.",
 )
-def test_two_processes_make_one_trace_of_each_version(tmp_path: Path) -> None:
-    with Child(trainer, tmp_path) as one, Child(engine, tmp_path) as other:
-        one.wait(timeout_s=80)
-        other.wait(timeout_s=80)
-    stream_id, sent = json.loads((tmp_path / "trainer").read_text())
-    got = json.loads((tmp_path / "engine").read_text())
+def test_both_ends_make_one_trace_of_each_version() -> None:
+    """Each in a thread of its own, which knows nothing of a span that is current in the other."""
+    traced, model = Traced(), nn.Linear(32, 8)
+    with subscribe(Spans(traced.provider)), fleet(model) as here:
+        for version in range(1, VERSIONS + 1):
+            model.weight.data[0] += 1
+            here.join(nn.Linear(32, 8)) if version == 1 else here.sender.send_weights()
+            until(lambda v=version: len(traced.of("receive")) == v)  # type: ignore[misc]
+    sent_and_got, stream_id = [facts(span) for span in traced.spans], here.sender.stream_id
     for version in range(1, VERSIONS + 1):
         trace_number, top_number = ids_of(stream_id, version)
         trace_id, top = f"{trace_number:032x}", f"{top_number:016x}"
-        found = [span for span in sent + got if span["trace"] == trace_id]
+        found = [span for span in sent_and_got if span["trace"] == trace_id]
         send, receive = (
             next(span for span in found if span["name"] == f"deltasync.{name}")
             for name in ("sync", "receive")

@@ -1,4 +1,4 @@
-"""Matrices that engines fuse, and the scales that these share."""
+"""Engines of each form hold what a cold load gives; matrices that they fuse share scales."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deltasync import ModuleSource
+from deltasync import ModuleSource, SenderOptions
 from deltasync.integrations.streamed import StreamedWeights
 from deltasync.quant.block_fp8 import BlockFp8
 from deltasync.quant.form import Form
 from deltasync.quant.fp8 import Fp8
 from deltasync.quant.int4 import Int4
+from deltasync.quant.int8 import Int8
+from deltasync.quant.mxfp8 import MxFp8
 from deltasync.quant.nvfp4 import CompressedNvfp4, ModelOptNvfp4
 from deltasync.quant.served import ServedSource, served_weights
 from deltasync.quant.sharing import siblings
@@ -28,7 +30,7 @@ SHAPES = {
     "attn.k_proj": (16, 64),
     "attn.v_proj": (16, 64),
     "mlp.gate_proj": (40, 64),
-    "mlp.down_proj": (64, 32),
+    "mlp.down_proj": (130, 160),  # of several blocks, and parts of others
     "mlp.up_proj": (40, 64),
 }
 
@@ -76,7 +78,7 @@ def test_layers_that_engines_fuse_share() -> None:
 
 def passing(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """A stream of the model's weights that has one buffer for matrices."""
-    passed = torch.empty(48 * 64, dtype=torch.bfloat16)
+    passed = torch.empty(130 * 160, dtype=torch.bfloat16)
     for name, tensor in model.state_dict().items():
         if tensor.dim() < 2:
             yield name, tensor
@@ -84,36 +86,60 @@ def passing(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name, passed[: tensor.numel()].view(tensor.shape).copy_(tensor)
 
 
+FORMS: list[tuple[Form, torch.dtype]] = [
+    (CompressedNvfp4(), torch.bfloat16),
+    (CompressedNvfp4(), torch.float32),
+    (ModelOptNvfp4(), torch.bfloat16),
+    (Fp8("tensor"), torch.bfloat16),
+    (Fp8("channel"), torch.float32),
+    (Int4(32), torch.float32),
+    (Int8(), torch.bfloat16),
+    (MxFp8(), torch.float32),
+    (BlockFp8(), torch.bfloat16),
+    (BlockFp8("ue8m0"), torch.float32),
+]
+WIDE = Fp8("channel"), Fp8("tensor"), Int8()
+"""Of which engines may hold scales as float32."""
+
+
+@pytest.mark.promise(
+    "Bits",
+    "An engine that serves a quantized form holds what it would load from a checkpoint of the "
+    "trainer's weights.",
+)
 @pytest.mark.promise(
     "Bits",
     "Matrices of 4 bits that engines fuse share their scale, in streams too.",
 )
-@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.timeout(300)  # Triton's interpreter takes long, beside other tests
 @pytest.mark.parametrize(
-    ("form", "dtype"),
+    ("form", "dtype", "way"),
     [
-        (CompressedNvfp4(), torch.bfloat16),
-        (CompressedNvfp4(), torch.float32),
-        (ModelOptNvfp4(), torch.bfloat16),
-        (Fp8("tensor"), torch.bfloat16),
-        (Int4(32), torch.float32),
-        (BlockFp8(), torch.bfloat16),
+        *((*each, way) for each in FORMS for way in ("module", "stream")),
+        *((form, torch.bfloat16, "wide scales") for form in WIDE),
+        (BlockFp8(), torch.bfloat16, "kernels"),
     ],
     ids=str,
 )
-def test_an_engine_of_4_bits_holds_what_a_cold_load_gives(
-    form: Form, dtype: torch.dtype, is_stream: bool
-) -> None:
+def test_an_engine_holds_what_a_cold_load_gives(form: Form, dtype: torch.dtype, way: str) -> None:
     """Of a stream, too, which holds back what shares a scale; and what is constant stays."""
-    model = trainer(dtype)
+
+    def loaded() -> dict[str, Tensor]:
+        return scale | {
+            name: tensor.float() if way == "wide scales" and name.endswith("_scale") else tensor
+            for name, tensor in cold(model, form).items()
+        }
+
+    model, is_stream = trainer(dtype), way == "stream"
     scale = {} if is_stream else {"attn.q_proj.input_scale": torch.tensor(0.25)}
-    replica = engine(cold(model, form) | scale)
+    replica = engine(loaded())
     streamed = StreamedWeights()
+    options = SenderOptions(kernels="triton") if way == "kernels" else None
     own = ServedSource(
         ModuleSource(model), lambda name, shape: form_of(form, name), constants=scale
     )
     generator = torch.Generator().manual_seed(0)
-    with fleet(cast("Any", streamed if is_stream else own)) as here:
+    with fleet(cast("Any", streamed if is_stream else own), options=options) as here:
         here.add(replica)
         for number in range(4):
             for parameter in model.parameters():
@@ -125,9 +151,8 @@ def test_an_engine_of_4_bits_holds_what_a_cold_load_gives(
                 streamed.take(served_weights(passing(model), lambda name, _: form_of(form, name)))
             here.wait(1)
             here.sender.send_weights(timeout_s=60)
-            expected = cold(model, form) | scale
-            assert set(expected) == set(replica.state_dict())
-            assert_holds(replica, expected)
+            assert set(loaded()) == set(replica.state_dict())
+            assert_holds(replica, loaded())
 
 
 def test_a_layer_without_its_siblings_comes_at_the_end() -> None:

@@ -14,15 +14,12 @@ import torch
 from deltasync import (
     ModuleSource,
     ModuleTarget,
-    ReceiverOptions,
     StoreReceiver,
     StoreSender,
     SyncStats,
     subscribe,
 )
-from deltasync.delta.bits import as_bits
 from deltasync.errors import (
-    DirtyReceiver,
     SourceChanged,
     SyncAborted,
     TransportTimeout,
@@ -143,28 +140,6 @@ def test_a_sync_that_a_receiver_breaks_is_a_failure_at_both_ends() -> None:
     assert "planted" in failed["receiver"].reason
     assert not failed["receiver"].is_dirty
     assert stats.lost == {}  # it was told with the failure
-
-
-@pytest.mark.promise("What operators see", "What the scrub finds is reported.")
-def test_what_a_scrub_finds_is_reported_and_so_is_its_repair() -> None:
-    source, replica = random_model({"a": (64,)}, 0), random_model({"a": (64,)}, 1)
-    options = ReceiverOptions(scrub_every=1)
-    with heard() as events, fleet(source) as here:
-        here.join(replica, options=options)
-        serving = here.serving["engine/0"]
-        until(lambda: not serving.receiver._scrub_is_due)
-        source.get_parameter("a").data[:4] += 1
-        here.sender.send_weights(timeout_s=60)
-        as_bits(replica.get_parameter("a").data)[63] ^= 1
-        serving.receiver._scrub_is_due = True
-        until(lambda: any(event.corrupted for event in of(events, SyncFailed)))
-        here.wait(1)
-        here.sender.send_weights(timeout_s=60)
-        until(lambda: of(events, ReceiveStats)[-1].was_dirty)
-    found = next(event for event in of(events, SyncFailed) if event.corrupted)
-    assert isinstance(found.error, DirtyReceiver)
-    assert (found.corrupted, found.is_dirty) == ("a", True)
-    assert of(events, ReceiveStats)[-1].kind == "full"
 
 
 @pytest.mark.promise(

@@ -14,6 +14,7 @@ from deltasync import (
     ReceiverOptions,
     WeightReceiver,
     WeightSender,
+    subscribe,
 )
 from deltasync.errors import (
     DirtyReceiver,
@@ -23,6 +24,7 @@ from deltasync.errors import (
     UnsupportedVersion,
 )
 from deltasync.sync import receiver
+from deltasync.sync.events import ReceiveStats, SyncEvent, SyncFailed
 from deltasync.testing.processes import Child
 from deltasync.transports import shared_memory
 from deltasync.wire import frame
@@ -74,6 +76,7 @@ def test_a_release_of_another_format_is_named_at_both_ends(tmp_path: Path) -> No
     "Checks",
     "The scrub checks all weights within 64 syncs and names what changed; a full sync repairs it.",
 )
+@pytest.mark.promise("What operators see", "What the scrub finds is reported.")
 @pytest.mark.parametrize("every", [3, 64])
 @pytest.mark.parametrize(("name", "position"), [("a", 9), ("c", 0), ("d", 24)])
 def test_what_a_scrub_finds_between_syncs_is_named_at_both_ends(
@@ -81,8 +84,8 @@ def test_what_a_scrub_finds_between_syncs_is_named_at_both_ends(
 ) -> None:
     shapes: dict[str, tuple[int, ...]] = {"a": (10,), "b": (0,), "c": (), "d": (5, 5), "step": (1,)}
     source, engine = (Model({n: torch.zeros(s) for n, s in shapes.items()}) for _ in range(2))
-    options = ReceiverOptions(scrub_every=every, stall_timeout_s=60)
-    with joined(source, engine, receiving=options) as here:
+    options, events = ReceiverOptions(scrub_every=every, stall_timeout_s=60), list[SyncEvent]()
+    with subscribe(events.append), joined(source, engine, receiving=options) as here:
         serving, told, full_synced = here.serving["engine/0"], "", 0
         engine.get_parameter(name).data.view(-1)[position] = -0.0
         for _ in range(every + 1):  # one may be over before the last one's scrub
@@ -102,6 +105,9 @@ def test_what_a_scrub_finds_between_syncs_is_named_at_both_ends(
         assert bits_equal(source, engine)
         assert f"DirtyReceiver: {name}: weights changed" in told
         assert isinstance(serving.errors[0], DirtyReceiver)
+        until(lambda: any(isinstance(one, ReceiveStats) and one.was_dirty for one in events))
+    failures = [one for one in events if isinstance(one, SyncFailed) and one.corrupted]
+    assert [(one.corrupted, one.is_dirty) for one in failures] == [(name, True)]
 
 
 @pytest.mark.promise(

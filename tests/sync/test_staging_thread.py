@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from copy import deepcopy
 
 import pytest
 
@@ -19,7 +20,7 @@ from deltasync.sync.protocol.receiver_session import ReceiverState
 from deltasync.testing.links import PROMPT_S, within
 from deltasync.transports.base import Frame, ReceiveTransport
 from deltasync.wire.frame import decode
-from tests.worlds.engines import bits_of, engine, replace_storage, staging_engine
+from tests.worlds.engines import engine, replace_storage, staging_engine
 from tests.worlds.links import ThroughReceiver, bits_equal
 
 by_options = pytest.mark.parametrize(
@@ -42,12 +43,12 @@ def test_the_engine_serves_the_old_version_until_it_commits(options: ReceiverOpt
     with staging_engine(options) as (here, staging):
         assert not staging.is_staged()
         for version in range(1, 4):
-            old = bits_of(here.replica)
+            old = deepcopy(here.replica)
             sent = here.send_step()
             while not staging.is_staged():
-                assert here.holds(old)  # a request is served
+                assert bits_equal(here.replica, old)  # a request is served
             time.sleep(0.05)
-            assert here.holds(old)
+            assert bits_equal(here.replica, old)
             assert not sent.done()
             assert staging.commit() == here.receiver.version == version
             assert bits_equal(here.source, here.replica)
@@ -63,12 +64,12 @@ def test_storage_replaced_before_the_pause_is_noticed_in_it(options: ReceiverOpt
         here.join(staging)
         sent = here.stage_step(staging)
         replace_storage(here.replica)
-        old = bits_of(here.replica)
+        old = deepcopy(here.replica)
         with pytest.raises(TargetMoved):
             staging.commit()
         is_in_place = options.max_staged_bytes == 0
         assert here.receiver.is_dirty is is_in_place
-        assert is_in_place or here.holds(old)
+        assert is_in_place or bits_equal(here.replica, old)
         with pytest.raises(SyncAborted, match="TargetMoved"):
             sent.result(60)
 
@@ -117,13 +118,13 @@ def test_leaving_with_a_staged_version_fails_it_at_the_sender_and_loses_nothing(
     with engine() as here:
         with StagingThread(here.receiver) as staging:
             here.join(staging)
-            old = bits_of(here.replica)
+            old = deepcopy(here.replica)
             sent = here.stage_step(staging, timeout_s=2)
             began = time.monotonic()
         assert time.monotonic() - began < PROMPT_S
         with within(PROMPT_S), pytest.raises(SyncAborted):
             sent.result(60)
-        assert here.holds(old)
+        assert bits_equal(here.replica, old)
         assert not here.receiver.is_dirty
         # The version was decided: who comes later may write it still, and then rejoins.
         with StagingThread(here.receiver) as later:

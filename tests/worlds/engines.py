@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from deltasync import (
     ModuleSource,
@@ -20,18 +19,13 @@ from deltasync import (
 )
 from deltasync.delta.bits import as_bits
 from deltasync.transports import inprocess
-from tests.worlds.links import Model, Wrap, bits_equal
+from tests.worlds.links import Model, Wrap, bits_equal, random_model
 
 LIMIT_S = 60.0
 
 
 def model(seed: int) -> Model:
-    generator = torch.Generator().manual_seed(seed)
-    return Model({name: torch.randn(300, generator=generator).bfloat16() for name in "ab"})
-
-
-def bits_of(module: nn.Module) -> list[Tensor]:
-    return [as_bits(parameter.data).clone() for parameter in module.parameters()]
+    return random_model({"a": (300,), "b": (300,)}, seed).bfloat16()
 
 
 def replace_storage(module: nn.Module) -> None:
@@ -83,9 +77,6 @@ class Engine:
         stats = sent.result(LIMIT_S)
         assert bits_equal(self.source, self.replica)
         return stats
-
-    def holds(self, bits: list[Tensor]) -> bool:
-        return all(torch.equal(a, b) for a, b in zip(bits_of(self.replica), bits, strict=True))
 
     def close(self) -> None:
         self.receiver.close()
