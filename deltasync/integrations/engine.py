@@ -99,8 +99,6 @@ class Engine:
         self.pause, self.outcome = Pause(paused), Future[object]()
         self.is_here = self.is_settled = self.is_ours = False
         self.is_whole = True
-        self._is_spoiled = False  # it does not hold its own weights, and must not generate
-        self._is_abandoned = False  # it was left paused
         self._is_asleep = False  # the sync failed for that: no worker has written
         self._connecting: Future[None] | None = None
         self._parting: Future[None] | None = None  # since it was removed
@@ -289,8 +287,6 @@ class Engine:
 
     def _settle(self) -> None:
         """It has connected again: it may have been restarted, and may be paused in vain."""
-        if self._is_spoiled:  # it was restarted, or it would not connect
-            self._is_spoiled, self.is_whole = False, True
         self.pause.renew()
         if self.is_whole:
             self.submit(self.pause.end)
@@ -312,7 +308,7 @@ class Engine:
             self.is_ours = False
             self.pause.forget()
         if isinstance(error, DirtyReceiver):  # it does not hold its own weights
-            self._is_spoiled, self.is_whole = True, False
+            self.is_whole = False
             self.outcome = Future()  # what workers hold is not known
             try:
                 self.pause.begin()
@@ -536,7 +532,7 @@ class Engine:
 
     def _leave(self) -> None:
         """Resume generation if it is paused, this trainer's, and whole; else log why not."""
-        if self._is_abandoned or not self.pause.is_on:
+        if not self.pause.is_on:
             return
         why = "was closed after an update that failed: its weights may mix two versions"
         if self.is_whole or (self.outcome.done() and self.outcome.exception() is None):
@@ -553,7 +549,6 @@ class Engine:
             self,
             why,
         )
-        self._is_abandoned = True  # which is logged once
 
 
 def new_name(stem: str) -> str:
