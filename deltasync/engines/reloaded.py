@@ -17,7 +17,8 @@ from deltasync.engines.proof.proved import (
     refuse_missing,
     refuse_unsent,
 )
-from deltasync.engines.proof.proving import Proof, same_bits, under
+from deltasync.engines.proof.proving import Proof, under
+from deltasync.engines.proof.reach import same_bits
 from deltasync.engines.routes.recorder import CheckpointTensor
 from deltasync.engines.running import as_made, raise_lack_of_memory
 from deltasync.errors import ConfigError, DirtyReceiver, LayoutMismatch

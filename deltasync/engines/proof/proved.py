@@ -26,8 +26,8 @@ from deltasync.engines.proof.proving import (
     groups_of,
     under,
 )
-from deltasync.engines.proof.reach import Reach, is_handle, named, settle
-from deltasync.engines.proof.recomputed import Recomputed, SnapshotBeside
+from deltasync.engines.proof.reach import Copies, Reach, is_handle, named, settle
+from deltasync.engines.proof.recomputed import Recomputed
 from deltasync.engines.routes.operations import Alone
 from deltasync.engines.routes.recorder import CheckpointTensor, Recording, record
 from deltasync.engines.running import raise_lack_of_memory
@@ -358,7 +358,7 @@ def in_place(model: nn.Module | None) -> Iterator[None]:
 
 
 @contextmanager
-def putting_back(*kept: Snapshot | Reach | SnapshotBeside) -> Iterator[None]:
+def putting_back(*kept: Snapshot | Reach | Copies) -> Iterator[None]:
     """Restore everything at the end. Raises DirtyReceiver if that fails."""
     try:
         yield
@@ -371,7 +371,7 @@ def putting_back(*kept: Snapshot | Reach | SnapshotBeside) -> Iterator[None]:
             ) from error
 
 
-def _put_back(kept: Sequence[Snapshot | Reach | SnapshotBeside]) -> None:
+def _put_back(kept: Sequence[Snapshot | Reach | Copies]) -> None:
     """Restore all. An interrupt is raised only after all was restored from the beginning."""
     try:
         for one in kept:

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deltasync.delta.bits import are_equal, as_bits, identity, storage_of
+from deltasync.delta.bits import as_bits, identity, storage_of
 from deltasync.engines.proof.cold import ColdModel, Startup, Weights
-from deltasync.engines.proof.reach import Place, Reach, is_handle, settle
+from deltasync.engines.proof.reach import Copies, Place, Reach, is_handle, same_bits, settle
 from deltasync.engines.routes.recorder import Recording
 from deltasync.errors import ConfigError
 
@@ -116,12 +116,6 @@ class Snapshot:
         """Paths at which other values than these are now."""
         now = self.reach.again().values() if values else {}
         return [path for path, value in values.items() if not is_same(now.get(path), value)]
-
-
-def same_bits(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors have the same shape, dtype and bits."""
-    alike = (left.shape, left.dtype, left.is_meta) == (right.shape, right.dtype, right.is_meta)
-    return alike and are_equal(as_bits(left), as_bits(right).to(left.device))
 
 
 def _each_once(tensor: Tensor) -> Tensor:
@@ -235,11 +229,8 @@ class Proof:
         self._shared = {alias.data_ptr() for alias in own.values()} - {0}
         self._before: dict[str, tuple[object, ...]] = {}
         live = {alias.data_ptr() for alias in _filled(model).values()}
-        self._common = [
-            (alias, alias.to("cpu", copy=True))
-            for alias in own.values()
-            if alias.data_ptr() in live & self._shared
-        ]
+        common = live & self._shared
+        self._common = Copies(alias for alias in own.values() if alias.data_ptr() in common)
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -249,9 +240,7 @@ class Proof:
             yield
             self.check_apart()
         finally:
-            for here, bits in self._common:
-                if not same_bits(here, bits):
-                    as_bits(here).copy_(as_bits(bits))
+            self._common.put_back()
 
     @contextmanager
     def _writing(self, reach: Reach) -> Iterator[None]:
@@ -272,7 +261,7 @@ class Proof:
             if self._before.get(path) != _state(alias)
         }
         live = _filled(self.model) if made else {}
-        common = {here.data_ptr() for here, bits in self._common if not same_bits(here, bits)}
+        common = {here.data_ptr() for here in self._common.changed()}
         wrong = [
             path
             for path, alias in made.items()

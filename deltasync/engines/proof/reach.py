@@ -28,7 +28,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from deltasync.delta.bits import identity
+from deltasync.delta.bits import are_equal, as_bits, identity
 from deltasync.errors import ConfigError
 
 _ATTRIBUTES = object()  # the key of an object's own dict
@@ -270,6 +270,29 @@ def at(root: Any, keys: Iterable[Any]) -> Any:
         except (KeyError, IndexError, AttributeError, TypeError, ValueError):
             return None
     return one if isinstance(one, Tensor | np.ndarray) else None
+
+
+class Copies:
+    """Copies of tensors on the host, to restore their bits where they lay."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._copies = [(one, one.to("cpu", copy=True)) for one in tensors]
+
+    def changed(self) -> Iterator[Tensor]:
+        """Those that have other bits now."""
+        return (one for one, before in self._copies if not same_bits(one, before))
+
+    def put_back(self) -> None:
+        """Restore them."""
+        for one, before in self._copies:
+            if not same_bits(one, before):
+                as_bits(one).copy_(as_bits(before))
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors have the same shape, dtype and bits."""
+    alike = (left.shape, left.dtype, left.is_meta) == (right.shape, right.dtype, right.is_meta)
+    return alike and are_equal(as_bits(left), as_bits(right).to(left.device))
 
 
 def is_handle(tensor: Tensor) -> bool:

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from deltasync.delta.bits import as_bits
-from deltasync.engines.proof.proving import Bits, Proof, same_bits, scope_of
-from deltasync.engines.proof.reach import named
+from deltasync.engines.proof.proving import Bits, Proof, scope_of
+from deltasync.engines.proof.reach import Copies, named, same_bits
 from deltasync.engines.proof.units import Unit
 from deltasync.engines.proof.work import Work
 from deltasync.engines.routes.recorder import Recording
@@ -157,9 +157,9 @@ class Recomputed:
         if name in self._fixed:
             self._fixed[name] = self.beside[as_fixed(name)].clone()
 
-    def keep(self, scopes: Collection[str]) -> SnapshotBeside:
+    def keep(self, scopes: Collection[str]) -> Copies:
         """A copy of what is kept beside some layers."""
-        return SnapshotBeside(one for n, one in self.beside.items() if scope_of(n) in scopes)
+        return Copies(one for n, one in self.beside.items() if scope_of(n) in scopes)
 
     def _given(self, unit: Unit, read: Read) -> Bits:
         """Copies of what the unit's layer was loaded with, by name."""
@@ -173,17 +173,6 @@ class Recomputed:
                 bits = piece.source.view(as_bits(read(source)))
                 piece.target.view(as_bits(given[name])).copy_(bits)
         return given
-
-
-class SnapshotBeside:
-    """A copy of tensors that are kept beside an engine, to restore them."""
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._copies = [(one, one.clone()) for one in tensors]
-
-    def put_back(self) -> None:
-        for one, before in self._copies:
-            as_bits(one).copy_(as_bits(before))
 
 
 def are_same(one: Bits, other: Bits) -> bool:

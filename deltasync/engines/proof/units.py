@@ -17,7 +17,8 @@ from torch import Tensor
 
 from deltasync.delta.bits import as_bits, identity, storage_of
 from deltasync.engines.proof.cold import FAILURES, with_room
-from deltasync.engines.proof.proving import Bits, Proof, same_bits
+from deltasync.engines.proof.proving import Bits, Proof
+from deltasync.engines.proof.reach import same_bits
 from deltasync.engines.routes.learning import PROBES, probed
 from deltasync.engines.running import raise_lack_of_memory
 from deltasync.errors import ConfigError

@@ -8,10 +8,10 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
-from deltasync.engines.proof.reach import Reach, named
+from deltasync.engines.proof.reach import Copies, Reach, named
 
 
-class Unwritten:
+class Unwritten(Copies):
     """A copy on the host: constants of kernels, padding, adapters, tensors that no trainer sends.
 
     Engines that sleep without a copy of their weights bring back no more than registered buffers.
@@ -32,16 +32,11 @@ class Unwritten:
         for name, tensor in named(model).items():
             if name in written:
                 filled[tensor.untyped_storage().data_ptr()] += tensor.nbytes
-        self._kept = [
-            (memory, memory.to("cpu", copy=True))
+        super().__init__(
+            memory
             for address, memory in storages(model).items()
             if filled[address] < memory.nbytes and (loaded is None or address in loaded)
-        ]
-
-    def put_back(self) -> None:
-        """Restore the same bytes where they lay."""
-        for memory, before in self._kept:
-            memory.copy_(before)
+        )
 
 
 def storages(model: nn.Module) -> dict[int, Tensor]:
