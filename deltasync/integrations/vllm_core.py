@@ -136,7 +136,7 @@ def update(
         if work == "write" or clears:
             _pause(core)
             _end_steps(core)
-        what = (WRITE, (version, work, holder), {})
+        what: tuple[Any, ...] = (WRITE, (version, work, holder), {})
         _check(core.model_executor.collective_rpc(TRY, args=what))
         if clears:
             _clear(core)
