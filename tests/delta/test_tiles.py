@@ -245,7 +245,7 @@ def shares_of_ranks() -> list[Share]:
     return [
         Share(0, WIDER, Region(7, ((55, 130), (80, 1)))),
         Share(1, replace(MATRIX, names=("single",)), Region(3, ((2900, 2),))),
-        Share(2, LONG, Region.run((1 << 18) - 5000, 9100)),
+        Share(2, LONG, Region.run((1 << 18) - 6000, 9100)),
     ]
 
 
