@@ -17,6 +17,7 @@ from deltasync.errors import (
     PeerLost,
     Refused,
     StoreRefused,
+    StoreUnavailable,
     TransportTimeout,
     is_permanent,
 )
@@ -120,6 +121,27 @@ def test_calls_that_break_off_go_on_and_arrive_though_each_time_there_is_a_newer
         assert reader.holds(trainer.states[max(trainer.states)])
     assert came == sorted(came)
     assert len(set(came)) > 1
+
+
+def test_an_attempt_that_the_store_ends_leaves_what_has_come_to_the_next(
+    link: Link, trainer: Publisher
+) -> None:
+    """It hangs up in the midst of a part, when some have come."""
+
+    def choose(method: str, path: str) -> str | None:
+        return "cut" if method == "GET" and "-anchor-" in path and reader.fetched else None
+
+    link.faults.bytes_per_s, link.faults.choose = None, choose
+    with Follower(link.far.having(retries=0), model=matrix()) as reader:
+        with pytest.raises(StoreUnavailable):
+            reader.stage()
+        kept, told = reader.fetched, list[int]()
+        link.faults.choose = lambda method, path: None
+        reader.receiver.progress.advanced = lambda _: told.append(reader.fetched)
+        reader.fetch()
+        assert reader.holds(trainer.states[1])
+        assert reader.fetched == reader.receiver.progress.total_bytes
+    assert told[0] == kept > 0
 
 
 def test_a_reader_that_was_killed_leaves_what_has_come_to_the_next(
