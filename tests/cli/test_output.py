@@ -11,7 +11,7 @@ import pytest
 
 from deltasync.errors import ConfigError
 from deltasync.observe.run_log import RunLog
-from tests.cli.command import call, refused
+from tests.cli.command import call, refused, run_forked
 from tests.files.saved import model, save, stepped
 from tests.worlds.published import Publisher
 from tests.worlds.stores import local_place
@@ -71,6 +71,17 @@ def test_a_device_is_written_into_and_stays(log: Path) -> None:
     _device(out)
     before = state(log.parent)
     assert call("report", log, "--out", out).returncode == 0
+    assert state(log.parent) == before
+
+
+def test_a_link_to_standard_output_is_written_into_and_stays(log: Path) -> None:
+    """Which is a pipe that is read."""
+    out = log.with_name("there")
+    out.symlink_to("/dev/stdout")
+    before = state(log.parent)
+    done = run_forked("report", log, "--out", out)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("<!doctype html>")
     assert state(log.parent) == before
 
 
