@@ -145,6 +145,26 @@ def test_a_pause_of_who_has_lost_the_engine_is_the_new_trainers_affair(
         assert engine.calls == []
 
 
+def test_who_has_lost_the_engine_and_closes_does_not_end_the_pause_of_the_other(
+    tmp_path: Path,
+) -> None:
+    """It has paused the engine too, and does not know that it is another's."""
+    with trainers(tmp_path, 2, timeout_s=4.0) as (engine, (first, second)):
+        engine.never.add("resume")
+        assert isinstance(outcome(first.train), Exception)
+        engine.never.clear()
+        at_close: list[bool] = []
+
+        def close() -> None:
+            first.sync.close()
+            at_close.append(engine.is_paused)
+
+        engine.before = at(1, "update", close)
+        second.train()
+        assert at_close == [True]
+        second.check()
+
+
 def state_of(engine: Served) -> str:
     receiver = engine.workers[0]._receiver
     return "" if receiver is None else receiver.state.name
