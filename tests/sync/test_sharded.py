@@ -1,4 +1,5 @@
-"""Trainers that torch shards, each rank a process: HSDP, FSDP2 with tensor parallelism, experts.
+"""Trainers that torch shards, each rank a process: HSDP, FSDP2 with tensor parallelism, experts,
+and quantized weights, whose blocks lie on several ranks.
 
 `test_group.py` has what becomes of failures, and engines of several ranks.
 """
@@ -15,8 +16,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deltasync import ModuleSource, SenderOptions
+from deltasync import ModuleSource, SenderOptions, WeightSource
+from deltasync.delta.bits import as_bits
 from deltasync.errors import ReplicasDiffer, SyncAborted
+from deltasync.quant.block_fp8 import BlockFp8
+from deltasync.quant.served import ServedSource, served_weights
 from deltasync.store.copied import CopiedTarget
 from deltasync.sync.group.group import TrainerGroup
 from deltasync.sync.group.rank import TrainerRank
@@ -29,10 +33,19 @@ from tests.worlds.trainers import by_expert
 WORLD = 4
 WIDTH, HIDDEN = 21, 38
 EXPERTS, GATE = 5, 6
-OPTIONS = SenderOptions(bucket_bytes=1024, wire_dtypes={"*": "bfloat16"})
+AS_THEY_ARE = ("*.bias", "frozen", "experts.*")  # where weights are quantized
+
+
+def blocks(name: str, shape: tuple[int, ...]) -> BlockFp8 | None:
+    return BlockFp8() if name.endswith(".weight") else None
 
 
 @pytest.mark.promise("Bits", "Sharded ranks send what a gather would produce.")
+@pytest.mark.promise(
+    "Bits",
+    "Ranks that quantize what they hold send what a gather would produce, also where blocks "
+    "lie on several ranks.",
+)
 def test_receivers_hold_what_a_gather_would_give_them(tmp_path: Path) -> None:
     run_ranks(train, WORLD, free_port(), tmp_path, timeout_s=150)
 
@@ -42,7 +55,7 @@ def train(rank: int, port: int, folder: Path) -> None:
 
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=WORLD)
-    for kind in ("replicated", "both", "experts"):
+    for kind in ("replicated", "both", "experts", "quantized"):
         (folder / kind).mkdir(exist_ok=True)
         follow(rank, folder / kind, kind)
         dist.barrier()
@@ -86,8 +99,12 @@ def sharded(kind: str) -> nn.Module:
 
 def follow(rank: int, folder: Path, kind: str) -> None:
     """Steps and syncs; after each sync the receiver holds what was gathered."""
-    model = sharded(kind)
-    with joined(ModuleSource(model, name_map=by_expert), rank, folder) as (sender, target):
+    model, is_quantized = sharded(kind), kind == "quantized"
+    source: WeightSource = ModuleSource(model, name_map=by_expert)
+    source = ServedSource(source, blocks) if is_quantized else source
+    wired = dict.fromkeys(AS_THEY_ARE if is_quantized else ["*"], "bfloat16")
+    options = SenderOptions(bucket_bytes=1024, wire_dtypes=wired)
+    with joined(source, options, rank, folder) as (sender, target):
         if kind == "replicated":
             refuse_what_drifted(sender, model, is_apart=rank == 2)
         for number in range(3):
@@ -95,8 +112,8 @@ def follow(rank: int, folder: Path, kind: str) -> None:
             stats = sender.send_weights(timeout_s=30)
             assert (stats.full_synced, stats.receivers) == (int(number == 0), 1)
             if number:
-                assert stats.changed == 14
-            check(target, model)
+                assert stats.changed == (16 if is_quantized else 14)
+            check(target, model, is_quantized=is_quantized)
 
 
 def refuse_what_drifted(
@@ -113,7 +130,8 @@ def refuse_what_drifted(
 def step(model: nn.Module) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(1.03 if parameter.requires_grad else 1)
+            if parameter.requires_grad:
+                parameter.mul_(1.03).add_(1e-3)
 
 
 class Lane:
@@ -128,7 +146,7 @@ class Lane:
 
 @contextmanager
 def joined(
-    source: ModuleSource, rank: int, folder: Path
+    source: WeightSource, options: SenderOptions, rank: int, folder: Path
 ) -> Iterator[tuple[WeightSender | TrainerRank, CopiedTarget | None]]:
     """A rank's sender, and on rank 0 the target of a receiver that has greeted it."""
     import torch.distributed as dist
@@ -137,14 +155,14 @@ def joined(
     dist.barrier()  # all listen
     if rank:
         link = shared_memory.Receiver(folder / "group")
-        with TrainerRank(source, lane, link, rank=rank, world=WORLD, options=OPTIONS) as other:
+        with TrainerRank(source, lane, link, rank=rank, world=WORLD, options=options) as other:
             yield other, None
             dist.barrier()
         return
     group, target = TrainerGroup(shared_memory.Sender(folder / "group"), WORLD), CopiedTarget()
     lanes: Any = [Lane(folder / f"lane{number}") for number in range(WORLD)]
     receivers = Receivers(lanes)
-    receivers.sender = WeightSender(source, lane, options=OPTIONS, group=group)
+    receivers.sender = WeightSender(source, lane, options=options, group=group)
     with closing(receivers):
         receivers.add(target)
         receivers.wait(1)
@@ -152,15 +170,18 @@ def joined(
         dist.barrier()
 
 
-def check(target: CopiedTarget | None, model: nn.Module) -> None:
-    """The receiver holds what every rank gathers."""
+def check(target: CopiedTarget | None, model: nn.Module, *, is_quantized: bool) -> None:
+    """The receiver holds what every rank gathers, quantized if it is."""
     gathered = {name: whole(p).bfloat16() for name, p in model.named_parameters()}
     experts = gathered.pop("experts")
     names = by_expert("experts", tuple(experts.shape)) or {}
     gathered |= {name: experts[index] for name, index in names.items()}
+    if is_quantized:
+        gathered = dict(served_weights(gathered.items(), blocks))
     if target is not None:
         assert target.tensors.keys() == gathered.keys()
-        assert all(torch.equal(target.tensors[n], tensor) for n, tensor in gathered.items())
+        for name, tensor in gathered.items():
+            assert torch.equal(as_bits(target.tensors[name]), as_bits(tensor)), name
 
 
 def whole(parameter: Any) -> Tensor:

@@ -39,10 +39,7 @@ T = TypeVar("T")
 
 def model(seed: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> Model:
     """bfloat16 weights, drawn from a seed."""
-    made = random_model(shapes, seed)
-    for weights in made.parameters():
-        weights.data = weights.data.bfloat16()
-    return made
+    return random_model(shapes, seed).bfloat16()
 
 
 class Server:

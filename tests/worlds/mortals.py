@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import time
-from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -27,19 +26,14 @@ from deltasync.testing.processes import Child
 from deltasync.transports import collective, shared_memory
 from deltasync.transports.base import Frame, ReceiveTransport, SendTransport
 from deltasync.wire.frame import decode
-from tests.worlds.links import AMPLE_S, Model, ThroughReceiver, ThroughSender, until
+from tests.worlds.fleets import at
+from tests.worlds.links import AMPLE_S, Model, ThroughReceiver, Watched, random_model, until
 
-NUMELS = (5000, 3, 40_000, 0)
+SHAPES = {f"p{n}": (numel,) for n, numel in enumerate((5000, 3, 40_000, 0))}
 
 
 def model(seed: int) -> Model:
-    generator = torch.Generator().manual_seed(seed)
-    return Model(
-        {
-            f"p{n}": torch.randn(numel, generator=generator).to(torch.bfloat16)
-            for n, numel in enumerate(NUMELS)
-        }
-    )
+    return random_model(SHAPES, seed).bfloat16()
 
 
 def step(source: nn.Module, number: int) -> None:
@@ -105,29 +99,6 @@ class DyingReceiver(ThroughReceiver):
             os.kill(os.getpid(), self._number)
 
 
-class DyingSender(ThroughSender):
-    """Kills its process when it is about to send a message of one kind in sync number `turn`."""
-
-    def __init__(self, inner: SendTransport, phase: str, turn: int) -> None:
-        super().__init__(inner)
-        self._phase, self._turn = phase, turn
-
-    def send(self, frame: Frame, *, timeout_s: float) -> None:
-        self._meet(frame.header)
-        self._inner.send(frame, timeout_s=timeout_s)
-
-    def tell(self, peers: Collection[int], header: bytes, *, timeout_s: float) -> None:
-        self._meet(header)
-        self._inner.tell(peers, header, timeout_s=timeout_s)
-
-    def _meet(self, header: bytes) -> None:
-        kind = decode(header)[0].kind
-        if kind == "begin":
-            self._turn -= 1
-        if kind == self._phase and self._turn <= 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 def serve(
     kind: str,
     folder: str,
@@ -160,11 +131,15 @@ def serve(
 
 
 def train(kind: str, folder: str, phase: str, turn: int, first: int, count: int) -> None:
-    """Send `count` versions of a deterministic training run from step `first`, or die at it."""
+    """Send `count` versions of a deterministic training run from step `first`.
+
+    Or die before the message of a phase in sync number `turn`: each sync has one of each kind.
+    """
     source = model(0)
     for number in range(first):
         step(source, number)
-    transport = DyingSender(listen(kind, folder), phase, turn)
+    transport = Watched(listen(kind, folder))
+    transport.before = at(turn, phase, lambda: os.kill(os.getpid(), signal.SIGKILL))
     sender = WeightSender(ModuleSource(source), transport)
     sender.wait_for_receivers(1, timeout_s=AMPLE_S)
     for number in range(first, first + count):
