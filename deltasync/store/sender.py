@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from deltasync.sync.protocol.links import OneCaller
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.source.weights import LocalWeights, OwnWeights
 from deltasync.sync.stats import DeltaWatch
+from deltasync.transports.base import Frame
 
 logger = logging.getLogger(__name__)
 _IN_MEMORY_BYTES = 16 << 20  # of a delta; the rest is in a temporary file
@@ -236,14 +237,7 @@ class StoreSender:
             compression=self._weights.options.compression,
         )
         objects, key = self._writer.run.objects, keys.frames_key(version)
-        with SpooledTemporaryFile[bytes](max_size=_IN_MEMORY_BYTES) as spool:
-            try:
-                put_frames(frames, spool)
-            except OSError as error:
-                raise StoreRefused(
-                    f"no room for what is to be uploaded: {error.strerror or error}; set TMPDIR to "
-                    "a folder with space"
-                ) from error
+        with _spooled(frames) as spool:
             self._weights.release()
             self._writer.put_layout(self._weights.layout)
 
@@ -405,6 +399,25 @@ def _weights_of(source: WeightSource | LocalWeights, options: SenderOptions | No
         if "compression" not in options.model_fields_set:
             options = options.model_copy(update={"compression": "gap"})
     return local_weights(source, options)
+
+
+@contextmanager
+def _spooled(frames: Iterable[Frame]) -> Iterator[SpooledTemporaryFile[bytes]]:
+    """A temporary file with these frames. Raises StoreRefused if there is no room for it."""
+    spool = SpooledTemporaryFile[bytes](max_size=_IN_MEMORY_BYTES)
+    try:
+        try:
+            put_frames(frames, spool)
+            spool.flush()
+        except OSError as error:
+            raise StoreRefused(
+                f"no room for what is to be uploaded: {error.strerror or error}; set TMPDIR to a "
+                "folder with space"
+            ) from error
+        yield spool
+    finally:
+        with suppress(OSError):  # what could not be written is tried once more
+            spool.close()
 
 
 def _digests_of(ledger: Ledger, numbers: Iterable[int]) -> Changed:

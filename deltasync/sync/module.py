@@ -238,10 +238,14 @@ def _mapped(tensors: list[NamedTensor], name_map: NameMap) -> list[NamedTensor]:
 
 
 def _fsdp_modules(module: nn.Module) -> list[Any]:
-    """The modules that FSDP2 shards. Does not import FSDP2."""
+    """The modules that FSDP2 shards, in `module` and around it. Does not import FSDP2."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     kind: Any = getattr(fsdp, "FSDPModule", ())  # another thread may be importing it
-    return [one for one in module.modules() if isinstance(one, kind)]
+    within = [one for one in module.modules() if isinstance(one, kind)]
+    states = sys.modules.get("torch.distributed._composable_state")  # torch has no other list
+    others = {*getattr(states, "_module_state_mapping", ())}.difference(within)
+    around = [one for one in others if isinstance(one, kind) and module in set(one.modules())]
+    return [*around, *within]
 
 
 def _reshard(modules: list[Any]) -> None:

@@ -28,6 +28,7 @@ from deltasync.store.manifest import Way
 from deltasync.store.objects import Objects
 from deltasync.store.sender import StoreSender
 from deltasync.store.verifying import verify_run
+from tests.worlds.programs import run
 from tests.worlds.published import (
     RUN,
     Follower,
@@ -210,3 +211,34 @@ def test_streamed_weights_are_published_and_a_damaged_anchor_is_healed_by_the_ne
     with Follower(trainer.place, model=blank(trainer.model)) as reader:
         assert reader.fetch() == 10
         assert reader.holds(trainer.states[10])
+
+
+NO_ROOM = """
+import resource, signal, sys
+import torch
+from torch import nn
+from deltasync import ModuleSource, SenderOptions, StoreSender
+from deltasync.errors import StoreRefused
+from deltasync.store import sender as senders
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+senders._IN_MEMORY_BYTES = 1 << 14
+model = nn.Linear(200, 100, bias=False)
+options = SenderOptions(compression="none", bucket_bytes=8192)
+sender = StoreSender(ModuleSource(model), sys.argv[1], options=options)
+sender.publish()
+model.weight.data.add_(1)
+for limit in range(40_000, 50_000, 97):  # within headers, and within payloads
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    try:
+        sender.publish()
+    except StoreRefused as error:
+        assert "TMPDIR" in str(error)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+assert sender.publish().version == 2
+"""
+
+
+def test_no_room_for_temporary_files_is_refused_wherever_it_ends(tmp_path: Path) -> None:
+    done = run(NO_ROOM, tmp_path)
+    assert done.returncode == 0, done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
+from pathlib import Path
 from threading import Event
 
 import pytest
@@ -12,10 +13,13 @@ import torch
 from torch import nn
 
 from deltasync import (
+    ModuleSource,
     ModuleTarget,
     ReceiverOptions,
     SenderOptions,
     StagingThread,
+    StoreReceiver,
+    StoreSender,
     WeightReceiver,
 )
 from deltasync.errors import CallOrderError, ConfigError
@@ -144,3 +148,25 @@ def test_a_second_thread_in_commit_is_refused_and_costs_the_first_nothing(
                 assert (receiver.state, staging.last_error) == (ReceiverState.READY, None)
                 assert bits_equal(source, replica)
                 change(source, version)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=WAYS)
+def test_storages_that_were_read_and_written_can_be_resized(
+    options: ReceiverOptions, tmp_path: Path
+) -> None:
+    """As FSDP1 and engines that sleep do."""
+    source, engine, reader = models(3)
+    publisher = StoreSender(ModuleSource(source), tmp_path)
+    with fleet(source, options=SMALL) as here:
+        here.add(engine, options=options)
+        here.wait(1)
+        with closing(StoreReceiver(ModuleTarget(reader), tmp_path)) as receiver:
+            for seed in range(3):
+                change(source, seed)
+                here.sender.send_weights(timeout_s=60)
+                publisher.publish()
+                receiver.fetch()
+    for model in (source, engine, reader):
+        assert bits_equal(source, model)
+        for weights in model.parameters():
+            assert weights.untyped_storage().resizable()

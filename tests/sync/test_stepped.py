@@ -58,6 +58,7 @@ def frozen(model: nn.Module) -> nn.Module:
     ("source_of", "optimizer_of"),
     [
         (ModuleSource, lambda m: adamw(copy.deepcopy(m).parameters())),  # a copy is trained
+        (ModuleSource, lambda m: adamw(p.detach().clone() for p in m.parameters())),
         (lambda m: ModuleSource(frozen(m)), plain),
         (lambda m: ServedSource(ModuleSource(frozen(m)), matrices), plain),
     ],
@@ -105,7 +106,17 @@ HOOKS: dict[str, tuple[Callable[[nn.Module], Any], Callable[[Any], Any], tuple[s
         ModuleSource,
         ("2" + OF_3, "if they are masters, call sender.send_weights() after"),
     ),
+    "masters of some, as Megatron's": (
+        lambda m: adamw([one.detach() for one in masters_of_matrices(m)]),
+        ModuleSource,
+        ("2" + OF_3, "if they are masters, call sender.send_weights() after"),
+    ),
     # What reaches the source or cannot be judged raises no alarm.
+    "frozen elsewhere": (
+        lambda m: adamw([*m.parameters(), *frozen(network()).parameters()]),
+        ModuleSource,
+        (),
+    ),
     "plain": (plain, ModuleSource, ()),
     "served": (plain, lambda m: ServedSource(ModuleSource(m), matrices), ()),
     "computed": (plain, Rounded, ()),
@@ -185,6 +196,30 @@ def one_rank() -> Iterator[None]:
     )
     yield
     dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_fsdp_has_gathered_around_a_source_is_not_sent_in_place_of_what_is_stepped() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model, engine = nn.Sequential(network(), nn.Linear(8, 8)), network()
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    optimizer = plain(model)
+    with fleet(model[0]) as here:
+        here.join(engine)
+        here.sender.send_weights(timeout_s=60)
+        train(model)
+        with torch.no_grad():
+            model(torch.randn(4, 8))
+        optimizer.step()
+        here.sender.send_weights(timeout_s=60)
+    model.reshard()  # type: ignore[operator]
+    stepped: Any = model[0].parameters()
+    assert all(
+        torch.equal(one.full_tensor(), held)
+        for one, held in zip(stepped, engine.parameters(), strict=True)
+    )
 
 
 @pytest.mark.usefixtures("one_rank")

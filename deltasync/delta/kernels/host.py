@@ -27,7 +27,7 @@ def changed(new: Tensor, old: Tensor) -> Tensor:
     """int32[k] increasing positions where int[n] differ, on any device. n is less than 2^31."""
     if not new.is_cpu:
         return (new != old).nonzero().squeeze(1).to(torch.int32)
-    news, olds = new.numpy(), old.numpy()
+    news, olds = unsigned(new), unsigned(old)
     if (positions := _positions(news, olds)) is None:
         positions = np.flatnonzero(news != olds)
     return torch.from_numpy(positions.astype(np.int32))
@@ -171,8 +171,26 @@ def _words_that_differ(new: _Bits, old: _Bits) -> NDArray[np.intp] | None:
 
 
 def unsigned(bits: Tensor) -> NDArray[np.unsignedinteger]:
-    """int[n] in host memory as numpy sees it without signs."""
-    return _unsigned(bits.numpy())
+    """int[n] in host memory as numpy sees it without signs: the same memory."""
+    return np.asarray(_Seen(bits))
+
+
+class _Seen:
+    """A tensor for numpy. `Tensor.numpy` would do, but keeps a storage from being resized for good.
+
+    FSDP1 and engines that sleep resize storages.
+    """
+
+    def __init__(self, bits: Tensor) -> None:
+        assert bits.is_cpu
+        self._bits, size = bits, bits.itemsize
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": f"<u{size}",
+            "shape": (len(bits),),
+            "strides": (bits.stride(0) * size,),
+            "data": (bits.data_ptr(), False),
+        }
 
 
 def _mix(x: NDArray[np.uint64], scratch: NDArray[np.uint64]) -> None:

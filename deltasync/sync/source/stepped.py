@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, count
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deltasync.delta.bits import has_storage
 from deltasync.delta.region import Region
@@ -56,7 +56,8 @@ def _stepped(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[tuple[str,
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     for number, group in enumerate(groups):
         for place, one in zip(group.get("param_names", count()), group["params"], strict=False):
-            if one.requires_grad and (is_sharded(one) or has_storage(one)):
+            is_frozen = isinstance(one, nn.Parameter) and not one.requires_grad  # masters are none
+            if not is_frozen and (is_sharded(one) or has_storage(one)):
                 yield f"{place} of group {number}, of shape {tuple(one.shape)}", one
 
 
