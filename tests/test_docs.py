@@ -31,8 +31,8 @@ from deltasync.sync.protocol.links import READING_S
 from deltasync.sync.target import bound
 from deltasync.testing.transport import TransportContract
 from deltasync.transports import cuda_ipc
-from deltasync.transports.control import endpoints
-from deltasync.transports.control.endpoints import Server
+from deltasync.transports.control import newcomers
+from deltasync.transports.sockets import SocketSender
 from tests import promises
 from tests.cli.command import call
 from tests.worlds.programs import run
@@ -186,20 +186,20 @@ FIGURES = {
         f"pieces of {CHUNK_NUMEL:,} elements",
         f"at least {megabytes(bound._MIN_STAGED_BYTES)}",
         f"stages {megabytes(default(EngineFleet, 'max_staged_bytes'))} in each worker",
-        f"steps of {megabytes(cuda_ipc._GRANULE_BYTES)}",
+        f"steps of {megabytes(cuda_ipc._Slot.granule_bytes)}",
         f"the default is {default(WeightSender.send_weights, 'timeout_s'):.0f} unless noted",
         f"| {default(HttpClient, 'timeout_s'):.0f}: each wait",
         f"| {Options.model_fields['timeout_s'].default:.0f}: each wait",
-        f"{endpoints._MAX_NEWCOMERS} connections that have not greeted",
-        f"{megabytes(endpoints._MAX_BYTES)} of their bytes",
-        f"{default(Server, 'greeting_timeout_s'):.0f} s each",
-        f"{endpoints._MOMENT_S} s of a call",
-        f"{endpoints._SHARE:.0%} of the time",
+        f"{newcomers._MAX_NEWCOMERS} connections that have not greeted",
+        f"{megabytes(newcomers._MAX_BYTES)} of their bytes",
+        f"{default(SocketSender, 'greeting_timeout_s'):.0f} s each",
+        f"{newcomers._MOMENT_S} s of a call",
+        f"{newcomers._SHARE:.0%} of the time",
         f"{lobby._MAX_INCOMPLETE:,} receivers of engines",
         f"{megabytes(lobby._MAX_INCOMPLETE_BYTES)} of their greetings",
         f"{lobby._PATIENCE_S / 60:.0f} minutes each",
         f"{READING_S} s of a call, and one greeting more",
-        f"{endpoints._SPARE_DESCRIPTORS} descriptors, or a quarter of the limit",
+        f"{newcomers._SPARE_DESCRIPTORS} descriptors, or a quarter of the limit",
     ],
     "docs/index.md": [f"This is version {deltasync.__version__}"],
     "docs/guide.md": [f"`scrub_every` ({ReceiverOptions().scrub_every}:"],

@@ -28,7 +28,6 @@ end's rendezvous need a trusted network.
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import time
 from collections.abc import Collection, Iterable, Sequence
@@ -38,12 +37,10 @@ from torch import Tensor
 
 from deltasync.errors import (
     ConfigError,
-    TransportClosed,
     TransportError,
     TransportTimeout,
     TransportUnavailable,
 )
-from deltasync.transports.base import Frame
 from deltasync.transports.collective_messages import (
     GRACE_S,
     GROUP,
@@ -58,7 +55,6 @@ from deltasync.transports.control.connection import (
     BrokenProtocol,
     Kind,
     Pace,
-    check_frame,
     deadline_in,
     left_s,
     part_of,
@@ -69,7 +65,6 @@ from deltasync.transports.process_group import (
     Broadcast,
     Join,
     Membership,
-    PayloadBuffer,
     bounded,
     device_of,
     serve_store,
@@ -142,8 +137,8 @@ class Sender(SocketSender):
 
     def poll(self, *, timeout_s: float) -> list[tuple[int, bytes]]:
         with self._gate.entered():
-            greetings = self._server.poll(deadline_in(timeout_s))
-            if self._membership.group is not None and self._server.losses(self._members):
+            greetings = super().poll(timeout_s=timeout_s)
+            if self._membership.group is not None and self._losses(self._members):
                 # Others may wait for a payload, and a rank may do nothing but poll from now on.
                 self._abandon()
             return greetings
@@ -151,15 +146,14 @@ class Sender(SocketSender):
     def open_epoch(self, peers: Sequence[int], *, timeout_s: float) -> dict[int, TransportError]:
         """Return at once: the first payload forms the group, and all must be receiving then."""
         with self._gate.entered():
-            self._server.pump(0)
+            self._pump(0)
             failures = self._wait(deadline_in(timeout_s), *self._membership.flights)
             if set(peers) != self._members:
                 self._abandon()
-            self._server.hear(peers)
-            self._epoch, self._members = tuple(peers), set(peers)
-            failures = self._server.losses(peers) | {p: failures[p] for p in peers if p in failures}
-            self._remove(failures)
-            return failures
+            losses = super().open_epoch(peers, timeout_s=timeout_s)
+            if losses:
+                self._abandon()
+            return losses | {peer: failures[peer] for peer in losses if peer in failures}
 
     def buffer(self, num_bytes: int, *, timeout_s: float) -> Tensor:
         """Wait until the payload before the last one has left.
@@ -168,58 +162,38 @@ class Sender(SocketSender):
         """
         with self._gate.entered():
             slot, deadline = self._membership.slots[self._turn], deadline_in(timeout_s)
-            self._check(self._settle(slot, deadline))
+            if slot.flight is not None:
+                self._check(self._wait(deadline, slot.flight))
+                slot.flight = None
             if self._membership.group is not None:
                 self._invite(num_bytes)  # while it is packed
             self._lent.set()
             self._buffer = slot.view(num_bytes)
             return self._buffer
 
-    def send(self, frame: Frame, *, timeout_s: float) -> None:
-        """Send a frame. When this returns, the payload is in flight, not delivered."""
-        check_frame(frame, self._buffer)
-        deadline = deadline_in(timeout_s)
-        with self._gate.entered():
-            if frame.payload is None or frame.payload.numel() == 0:
-                self._post_header(self._members, frame.header)
-                failures = self._server.flush(self._members, deadline)
-            else:
-                failures = self._send_payload(frame.header, frame.payload, deadline)
-            self._check(failures)
+    def _early_replies(self, deadline: float) -> dict[int, bytes | TransportError]:
+        """Those that are lost or hang keep a payload from those behind them, which then wait."""
+        failures = self._wait(part_of(deadline, _WORK_SHARE), *self._membership.flights)
+        self._remove(failures)
+        early = part_of(deadline, _WORK_SHARE)
+        replies = self._replies(self._epoch, early, len(self._epoch))
+        if len(replies) < len(self._epoch):
+            self._abandon()
+        lost = [peer for peer, reply in replies.items() if not isinstance(reply, bytes)]
+        return replies | {peer: failures[peer] for peer in lost if peer in failures}
 
-    def collect_replies(self, *, timeout_s: float) -> dict[int, bytes | TransportError]:
-        deadline = deadline_in(timeout_s)
-        with self._gate.entered():
-            flights = self._membership.flights
-            failures = self._wait(part_of(deadline, _WORK_SHARE), *flights)
-            self._remove(failures)
-            # Those that are lost or hang keep a payload from those behind them, which then wait.
-            early = part_of(deadline, _WORK_SHARE)
-            replies = self._server.arrived(self._epoch, Kind.REPLY, early, on_lost=self._remove)
-            if missing := [peer for peer in self._epoch if peer not in replies]:
-                self._abandon()
-                replies |= self._checked(self._server.gather(missing, Kind.REPLY, deadline))
-            for peer, reply in replies.items():
-                if not isinstance(reply, bytes):
-                    replies[peer] = failures.get(peer, reply)
-            return replies
-
-    def drop(self, peer: int) -> None:
-        with contextlib.suppress(TransportClosed), self._gate.entered():
-            if peer in self._members:
-                self._membership.finish(_FAREWELL_S)
-            self._server.drop(peer)
-            self._remove([peer])
+    def _settle(self, peers: Collection[int]) -> None:
+        if not self._members.isdisjoint(peers):
+            self._membership.finish(_FAREWELL_S)
 
     def _dispose(self) -> None:
-        self._membership.finish(_FAREWELL_S)
-        self._server.close()
+        super()._dispose()
         self._membership.leave()
         del self._store
 
-    def _post_header(self, peers: Collection[int], header: bytes) -> None:
+    def _post(self, peers: Collection[int], header: bytes) -> None:
         self._room = 0
-        self._server.write(peers, Kind.FRAME, header)
+        super()._post(peers, header)
 
     def _remove(self, peers: Iterable[int]) -> None:
         """A group with one of them is abandoned."""
@@ -231,7 +205,7 @@ class Sender(SocketSender):
     def _ask(self, kind: Kind, data: bytes = b"") -> None:
         """Say what every member answers."""
         self._ticket, self._asked_at, self._answers = self._ticket + 1, time.monotonic(), {}
-        self._server.write(self._members, kind, TICKET.pack(self._ticket) + data)
+        self._write(self._members, kind, TICKET.pack(self._ticket) + data)
 
     def _abandon(self) -> None:
         """Leave the group, and make all members leave."""
@@ -246,18 +220,12 @@ class Sender(SocketSender):
             self._room = self._longest = max(num_bytes, self._longest)
             self._ask(Kind.ROOM, ROOM.pack(self._room))
 
-    def _settle(self, slot: PayloadBuffer, deadline: float) -> dict[int, TransportError]:
-        """Wait until what was sent from a slot has left. Returns as `_wait`."""
-        failures = self._wait(deadline, slot.flight) if slot.flight is not None else {}
-        slot.flight = None
-        return failures
-
     def _send_payload(
         self, header: bytes, payload: Tensor, deadline: float
     ) -> dict[int, TransportError]:
-        """Start to broadcast `payload`. Returns the peers that failed, and why."""
+        """Start to broadcast: when this returns, the payload is in flight, not delivered."""
         slot, self._buffer = self._membership.slots[self._turn], None
-        failures = self._server.losses(self._members)
+        failures = self._losses(self._members)
         if failures or not self._members:
             return failures
         slot.mark.set()
@@ -265,26 +233,26 @@ class Sender(SocketSender):
             return failures
         self._invite(payload.numel())
         failures = self._wait(deadline, self._lent, answered=True)
-        self._server.pump(0)  # who granted room and has died since would keep others' GPUs waiting
-        if failures := failures or self._server.losses(self._members):
+        self._pump(0)  # who granted room and has died since would keep others' GPUs waiting
+        if failures := failures or self._losses(self._members):
             return failures
         # Longer than it may take, so that it is we who find out who is late.
         patience_s = bounded(2 * left_s(deadline) + GRACE_S)
         self._ask(Kind.START, START.pack(payload.numel(), patience_s) + header)
         self._membership.broadcast(slot, payload, patience_s, slot.mark)
         self._turn = 1 - self._turn
-        return self._server.flush(self._members, deadline)
+        return {}
 
     def _form_group(self, deadline: float) -> dict[int, TransportError]:
         """Form a group with the members of the epoch. Returns as `_wait`."""
-        own_host = self._server.local_host(min(self._members))
+        own_host = self._peers[min(self._members)].local_host
         self._ticket, self._answers = self._ticket + 1, {}
         name, size = f"{self._name}/{self._ticket}", len(self._members) + 1
         timeout_s = bounded(left_s(deadline))
         for rank, peer in enumerate(sorted(self._members), start=1):
             plan = GROUP.pack(rank, size, self._store_port, timeout_s)
             text = f"{self.backend} {name}".encode()
-            self._server.write([peer], Kind.GROUP, TICKET.pack(self._ticket) + plan + text)
+            self._write([peer], Kind.GROUP, TICKET.pack(self._ticket) + plan + text)
         join = self._membership.join = Join(
             self.backend,
             self._membership.stream,
@@ -308,21 +276,14 @@ class Sender(SocketSender):
         Otherwise abandons the group and returns those to blame, all of them dropped. Raises
         TransportUnavailable or TransportTimeout if that is nobody but this end.
         """
-        end, pace = part_of(deadline, _WORK_SHARE), Pace(self._busy_s)
-        while True:
-            is_working = not all(job.is_done() for job in jobs)
-            self._take_answers()
-            missing = self._members - self._answers.keys() if answered else set[int]()
-            errors = [job.error for job in jobs if job.error is not None]
-            complaints = {peer: text for peer, text in self._answers.items() if text}
-            has_failed = bool(errors or complaints)
-            if not (has_failed or is_working or missing):
-                return {}
-            if has_failed or self._server.losses(self._members) or time.monotonic() >= end:
-                suspects = missing if answered else self._members
-                why = _LATE if answered or not errors else errors[0]
-                return self._blame(complaints or dict.fromkeys(suspects, why), deadline)
-            self._server.pump(pace.pause_s(end) if is_working else left_s(end))
+        missing = self._listen(part_of(deadline, _WORK_SHARE), *jobs, answered=answered)
+        errors = [job.error for job in jobs if job.error is not None]
+        complaints = {peer: text for peer, text in self._answers.items() if text}
+        if not (errors or complaints or missing) and all(job.is_done() for job in jobs):
+            return {}
+        suspects = missing if answered else self._members
+        why = _LATE if answered or not errors else errors[0]
+        return self._blame(complaints or dict.fromkeys(suspects, why), deadline)
 
     def _blame(self, complaints: dict[int, str], deadline: float) -> dict[int, TransportError]:
         """Abandon the group and drop those to blame: the lost, else the late, else this end if it
@@ -331,12 +292,12 @@ class Sender(SocketSender):
         join = self._membership.join
         self._abandon()
         # A lost member makes others fail, who are not to blame; so does one that was stopped.
-        slow = self._silent(min(deadline, deadline_in(GRACE_S)))
-        late = self._silent(deadline)
-        if losses := self._server.losses(self._members):
+        slow = self._listen(min(deadline, deadline_in(GRACE_S)))
+        late = self._listen(deadline)
+        if losses := self._losses(self._members):
             return losses
         if late:
-            return {p: self._server.expire(p, complaints.get(p, _LATE)) for p in late}
+            return {p: self._expire(p, complaints.get(p, _LATE)) for p in late}
         if join is not None:
             grace = deadline_in(GRACE_S)  # the others may have noticed first
             while complaints and not join.is_done() and time.monotonic() < grace:
@@ -347,26 +308,36 @@ class Sender(SocketSender):
             raise TransportTimeout("this end was not ready in time")
         complaints = {p: why for p, why in complaints.items() if p in slow} or complaints
         for peer, complaint in complaints.items():
-            self._server.expire(peer, complaint)
+            self._expire(peer, complaint)
         return {
-            peer: TransportTimeout(text) if text == _LATE else self._server.loss(peer)
+            peer: TransportTimeout(text) if text == _LATE else self._loss(peer)
             for peer, text in complaints.items()
         }
 
-    def _silent(self, deadline: float) -> set[int]:
-        """Members that have not answered by then. Waits no longer once one is lost."""
+    def _listen(
+        self, deadline: float, *jobs: Mark | Join | Broadcast, answered: bool = True
+    ) -> set[int]:
+        """Wait until `jobs` have ended and, if asked for, all members have `answered`.
+
+        Waits no longer once one is lost, or a job has failed or a member complains of one. Returns
+        who has not answered.
+        """
+        pace = Pace(self._busy_s)
         while True:
+            is_working = not all(job.is_done() for job in jobs)
             self._take_answers()
-            silent = self._members - self._answers.keys()
-            if not silent or self._server.losses(self._members) or time.monotonic() >= deadline:
+            silent = self._members - self._answers.keys() if answered else set[int]()
+            has_failed = jobs and any([*self._answers.values(), *(job.error for job in jobs)])
+            is_over = has_failed or not (is_working or silent)
+            if is_over or self._losses(self._members) or time.monotonic() >= deadline:
                 return silent
-            self._server.pump(left_s(deadline))
+            self._pump(pace.pause_s(deadline) if is_working else left_s(deadline))
 
     def _take_answers(self) -> None:
         for peer in self._members - self._answers.keys():
-            while (data := self._server.take(peer, Kind.READY)) is not None:
+            while (data := self._take(peer, Kind.READY)) is not None:
                 if len(data) < TICKET.size:
-                    self._server.drop(peer, BrokenProtocol("an answer of the wrong size"))
+                    self._end(peer, BrokenProtocol("an answer of the wrong size"))
                     break
                 if TICKET.unpack_from(data)[0] == self._ticket:
                     complaint = data[TICKET.size :][:MAX_COMPLAINT_BYTES]

@@ -10,11 +10,12 @@ import contextlib
 import socket
 import time
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from deltasync.errors import PeerLost, TransportTimeout
+from deltasync.errors import PeerLost
 from deltasync.transports.base import Frame
 from deltasync.transports.collective_messages import (
     GROUP,
@@ -26,14 +27,11 @@ from deltasync.transports.collective_messages import (
     TICKET,
 )
 from deltasync.transports.control.connection import (
-    DEFAULT_MAX_MESSAGE_BYTES,
     MAX_PAYLOAD_BYTES,
     BrokenProtocol,
     Kind,
     Message,
-    Pace,
     deadline_in,
-    left_s,
 )
 from deltasync.transports.control.tcp import check_network, dial_tcp
 from deltasync.transports.process_group import (
@@ -43,30 +41,30 @@ from deltasync.transports.process_group import (
     bounded,
     device_of,
 )
-from deltasync.transports.sockets import SocketReceiver
+from deltasync.transports.sockets import Arrival, SocketReceiver
 
 _KINDS = {Kind.FRAME, Kind.GROUP, Kind.ROOM, Kind.START, Kind.ABANDON}
 _ANSWER_TIMEOUT_S = 5.0
-_MAX_WAITING = 256  # frames behind one whose payload is not there yet
-_MAX_AT_ONCE = 64  # messages that are obeyed by `progress`, or after a deadline
 
 
-@dataclass(slots=True)
-class _Arrival:
+@dataclass(slots=True, eq=False)
+class _Arrival(Arrival):
     """A frame that has not been handed out.
 
     Attributes:
-        frame: The frame.
-        slot: Where its payload comes; None for a frame that has none.
+        payload: None for a frame that has none.
+        slot: Where its payload comes.
         deadline: How long to wait for the payload.
+        follows_loss: As in `Frame`.
     """
 
-    frame: Frame
-    slot: PayloadBuffer | None
-    deadline: float
+    payload: Tensor | None = None
+    slot: PayloadBuffer | None = None
+    deadline: float = 0.0
+    follows_loss: bool = False
 
 
-class Receiver(SocketReceiver):
+class Receiver(SocketReceiver[_Arrival]):
     """A receiver's end: joins the groups that the sender forms, during `receive`."""
 
     is_private = True
@@ -88,7 +86,6 @@ class Receiver(SocketReceiver):
         super().__init__(device, _KINDS, secret=secret)
         # One to read from, one to arrive in, and one for the next.
         self._membership = Membership(device, num_slots=3)
-        self._waiting: deque[_Arrival] = deque()
         self._read: PayloadBuffer | None = None  # the one whose payload was handed out last
         self._ticket = 0  # of the last question
         self._room = 0  # bytes to grant
@@ -97,38 +94,14 @@ class Receiver(SocketReceiver):
         self._grants_ahead = False  # and is done with a payload since
         self._misses = False  # the payload before the next frame
 
-    def receive(self, *, timeout_s: float) -> Frame:
-        """What a timeout interrupts, the next call goes on with."""
-        deadline, pace, num_late = deadline_in(timeout_s), Pace(self._busy_s), 0
-        with self._gate.entered():
-            self._take_back()
-            while num_late <= _MAX_AT_ONCE:
-                self._advance()
-                if self._waiting and (frame := self._hand_out(self._waiting[0])) is not None:
-                    return frame
-                is_late = time.monotonic() >= deadline
-                if (message := self._next(self._pause_s(pace, deadline))) is not None:
-                    self._obey(message)
-                    num_late += is_late
-                    pace = Pace(self._busy_s)
-                elif is_late:
-                    break
-        raise TransportTimeout("nothing came in time")
-
     def progress(self) -> None:
-        with self._gate.entered():
-            self._calls_progress = True
-            for _ in range(_MAX_AT_ONCE):
-                self._advance()
-                if (message := self._next(0.0)) is None:
-                    break
-                self._obey(message)
+        self._calls_progress = True
+        super().progress()
 
     def _forget(self) -> None:
-        self._client.hang_up()
+        super()._forget()
         self._take_back()
         self._leave()
-        self._waiting.clear()
         self._misses = self._calls_progress = self._grants_ahead = False
 
     def sender_address(self) -> tuple[str, int]:
@@ -158,8 +131,8 @@ class Receiver(SocketReceiver):
     def _expect(self, one: _Arrival) -> None:
         """Let it wait to be handed out."""
         if self._misses:
-            one.frame, self._misses = replace(one.frame, follows_loss=True), False
-        self._waiting.append(one)
+            one.follows_loss, self._misses = True, False
+        super()._expect(one)
 
     def _take_back(self) -> None:
         """The payload that was handed out last is the caller's no more."""
@@ -170,19 +143,11 @@ class Receiver(SocketReceiver):
     def _answer(self, complaint: str = "") -> None:
         data = TICKET.pack(self._ticket) + complaint.encode()[:MAX_COMPLAINT_BYTES]
         with contextlib.suppress(PeerLost):  # of a sender that is gone; what has come is handed out
-            self._client.write(Kind.READY, data, deadline_in(_ANSWER_TIMEOUT_S))
-
-    def _pause_s(self, pace: Pace, deadline: float) -> float:
-        """How long to wait for a message: briefly if no message tells the end of what goes on."""
-        is_granting = self._room and self._granted is None
-        if self._waiting or is_granting or self._membership.join is not None:
-            return pace.pause_s(deadline)
-        return left_s(deadline)
+            self._write(Kind.READY, data, deadline_in(_ANSWER_TIMEOUT_S))
 
     def _next(self, pause_s: float) -> Message | None:
-        """A message, if one comes. Raises PeerLost once all that has come is handed out."""
         try:
-            return self._client.poll(pause_s)
+            return super()._next(pause_s)
         except PeerLost:
             self._end_flights()
             if not self._waiting:
@@ -197,35 +162,28 @@ class Receiver(SocketReceiver):
         self._leave()
 
     def _obey(self, message: Message) -> None:
-        try:
-            if message.kind is Kind.FRAME:
-                self._on_frame(message.data)
-                return
-            if len(message.data) < TICKET.size:
-                raise BrokenProtocol("a message without a ticket")
-            (self._ticket,), data = TICKET.unpack_from(message.data), message.data[TICKET.size :]
-            match message.kind:
-                case Kind.GROUP:
-                    self._on_group(data)
-                case Kind.ROOM:
-                    self._on_room(data)
-                case Kind.START:
-                    self._on_start(data)
-                case _:
-                    self._end_flights()
-                    self._answer()
-        except BrokenProtocol:
-            self._forget()
-            raise
+        if message.kind is Kind.FRAME:
+            self._on_frame(message.data)
+            return
+        if len(message.data) < TICKET.size:
+            raise BrokenProtocol("a message without a ticket")
+        (self._ticket,), data = TICKET.unpack_from(message.data), message.data[TICKET.size :]
+        match message.kind:
+            case Kind.GROUP:
+                self._on_group(data)
+            case Kind.ROOM:
+                self._on_room(data)
+            case Kind.START:
+                self._on_start(data)
+            case _:
+                self._end_flights()
+                self._answer()
 
     def _on_frame(self, header: bytes) -> None:
         if not header:
             raise BrokenProtocol("a frame without a header")
-        num_bytes = sum(len(one.frame.header) for one in self._waiting)
-        if len(self._waiting) >= _MAX_WAITING or num_bytes > DEFAULT_MAX_MESSAGE_BYTES:
-            raise BrokenProtocol("more frames than can wait for a payload")
         self._room, self._granted = 0, None
-        self._expect(_Arrival(Frame(header), None, deadline_in(0.0)))
+        self._expect(_Arrival(header))
 
     def _on_group(self, data: bytes) -> None:
         if len(data) <= GROUP.size:
@@ -246,7 +204,7 @@ class Receiver(SocketReceiver):
             rank=rank,
             size=size,
             timeout_s=bounded(timeout_s),
-            own_host=self._client.local_host,
+            own_host=self._current().local_host,
         )
 
     def _on_room(self, data: bytes) -> None:
@@ -269,16 +227,16 @@ class Receiver(SocketReceiver):
             raise BrokenProtocol(f"{num_bytes} bytes where there is room for {self._room}")
         patience_s, payload = bounded(patience_s), slot.view(num_bytes)
         self._membership.broadcast(slot, payload, patience_s)
-        frame = Frame(data[START.size :], payload)
-        self._expect(_Arrival(frame, slot, deadline_in(patience_s)))
+        self._expect(_Arrival(data[START.size :], payload, slot, deadline_in(patience_s)))
 
-    def _advance(self) -> None:
-        """Go on with what no message tells the end of."""
+    def _advance(self) -> bool:
         if (join := self._membership.join) is not None and join.is_done():
             self._membership.group, self._membership.join = join.group, None
             self._answer(join.error or "")
         elif self._room and self._granted is None:
             self._grant()
+        is_granting = bool(self._room) and self._granted is None
+        return is_granting or self._membership.join is not None
 
     def _grant(self) -> None:
         """Promise a buffer that nobody reads any more, and to be here when its payload starts.
@@ -305,11 +263,10 @@ class Receiver(SocketReceiver):
                 return None
             flight = first.slot.flight if first.slot is not None else None
             why = flight.error if flight is not None else None
-            self._forget()
             raise PeerLost(f"a payload did not arrive: {why or 'it took too long'}")
         self._waiting.popleft()
         self._read = first.slot
-        return first.frame
+        return Frame(first.header, first.payload, first.follows_loss)
 
     def _has_landed(self, one: _Arrival) -> bool:
         slot = one.slot

@@ -39,12 +39,11 @@ from torch import Tensor
 from deltasync.errors import TransportError
 from deltasync.transports.control.connection import BrokenProtocol, deadline_in
 from deltasync.transports.cuda_runtime import HANDLE_BYTES, UUID_BYTES, Gpu
-from deltasync.transports.slots import NUM_SLOTS, Announcement, Slot
+from deltasync.transports.slots import MEMORY, NUM_SLOTS, Announcement, Slot
 from deltasync.transports.unix_socket import Segment, UnixReceiver, UnixSender
 
-# slot, bytes, UUID of the GPU, handle of the memory, handle of the event
-_SEGMENT = struct.Struct(f"<BxxxxxxxQ{UUID_BYTES}s{HANDLE_BYTES}s{HANDLE_BYTES}s")
-_GRANULE_BYTES = 32 << 20
+# as of every slot; UUID of the GPU, handle of the memory, handle of the event
+_SEGMENT = struct.Struct(f"{MEMORY.format}{UUID_BYTES}s{HANDLE_BYTES}s{HANDLE_BYTES}s")
 _POLL_S = 0.001
 _GRACE_S = 1.0  # what closing waits for receivers to unmap
 
@@ -110,6 +109,8 @@ def _free_unmapped() -> bool:
 class _Slot(Slot):
     """A buffer from cudaMalloc. It is replaced only when a larger payload comes."""
 
+    granule_bytes = 32 << 20
+
     def __init__(self, index: int, gpu: Gpu) -> None:
         super().__init__(index, gpu.device)
         self._gpu = gpu
@@ -124,8 +125,7 @@ class _Slot(Slot):
 
     def grow(self, num_bytes: int) -> Tensor:
         self.free()
-        size = -(-num_bytes // _GRANULE_BYTES) * _GRANULE_BYTES
-        self._current = _Exported(self._gpu, size)
+        self._current = _Exported(self._gpu, num_bytes)
         self.mark = self._current.mark
         return self._current.memory
 
@@ -142,8 +142,7 @@ class _Slot(Slot):
             with _retired_lock:
                 _retired.append(self._current)
         self._current = None
-        self.memory = self.memory.new_empty(0)
-        self.known_to.clear()
+        super().free()
         _free_unmapped()
 
 

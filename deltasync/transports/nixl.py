@@ -34,9 +34,7 @@ from deltasync.transports.control.connection import (
     BrokenProtocol,
     Kind,
     Message,
-    Pace,
     deadline_in,
-    left_s,
 )
 from deltasync.transports.control.tcp import check_network, dial_tcp, listen_tcp, warn_of_strangers
 from deltasync.transports.marks import Mark
@@ -50,14 +48,12 @@ from deltasync.transports.slots import (
     SlotSender,
 )
 
-_MEMORY = struct.Struct("<BBxxIQQ")  # slot, memory type, device, bytes, address; metadata follows
+# slot, memory type, device, bytes, address; metadata follows. It begins as `MEMORY` of slots.py.
+_MEMORY = struct.Struct("<BBxxIQQ")
 _STAMP_BYTES = 8
 _WRITING = -1
-_GRANULE_BYTES = 1 << 16
 _GRACE_S = 1.0  # for reads under way, when their connection is ended
 _POLL_S = 0.0005
-_READING_S = 0.0001
-_MAX_AT_ONCE = 64  # messages that `progress` obeys, and frames that it lets wait
 
 
 class _Stamped:
@@ -87,7 +83,6 @@ class _Slot(Slot):
     def grow(self, num_bytes: int) -> Tensor:
         """To twice the size at least, so that all it gave up is no more than what it has."""
         size = max(num_bytes, 2 * self.memory.numel())
-        size = -(-size // _GRANULE_BYTES) * _GRANULE_BYTES
         self._stamped.append(_Stamped(self._agent, size, self.memory.device))
         return self._stamped[-1].memory
 
@@ -106,10 +101,10 @@ class _Slot(Slot):
         yield memory + self._agent.describe(self._stamped[-1].registered), None
 
     def free(self) -> None:
-        """Called when the agent has been closed."""
+        """Its memory is read until the agent is closed."""
+        self._agent.close()
         self._stamped.clear()
-        self.memory = self.memory.new_empty(0)
-        self.known_to.clear()
+        super().free()
 
 
 class Sender(SlotSender):
@@ -152,16 +147,10 @@ class Sender(SlotSender):
 
     def _is_settled(self, slot: Slot) -> bool:
         """It has been read."""
-        self._server.read(slot.readers)
+        for peer in slot.readers & self._peers.keys():
+            self._serve(self._peers[peer])  # also while this end closes
         self._take_releases(slot.readers)
         return not slot.readers
-
-    def _dispose(self) -> None:
-        self._settle(self._slots)
-        self._server.close()
-        self._agent.close()
-        for slot in self._slots:
-            slot.free()
 
 
 class _Buffer:
@@ -192,7 +181,7 @@ class _Buffer:
         """Memory for its payload, which nothing uses at the moment."""
         old, num_bytes = self._stamped, told.num_bytes
         if old is None or old.memory.numel() < num_bytes:
-            size = -(-num_bytes // _GRANULE_BYTES) * _GRANULE_BYTES
+            size = -(-num_bytes // _Slot.granule_bytes) * _Slot.granule_bytes
             if old is not None:
                 size = max(size, old.memory.numel() * 5 // 4)
                 agent.unregister(old.registered)
@@ -225,6 +214,8 @@ class _Segment:
 class Receiver(SlotReceiver):
     """A receiver's end: reads payloads into memory of its own."""
 
+    longest_pause_s = 0.0001  # payloads come while it looks
+
     def __init__(
         self,
         host: str,
@@ -244,22 +235,9 @@ class Receiver(SlotReceiver):
         self._held: _Buffer | None = None  # whose payload was handed out last
         self._cut_off: float | None = None  # the connection has ended; reads may end until then
 
-    def connect(self, greeting: bytes, *, timeout_s: float) -> None:
-        """With a secret, waits for the sender to poll. Raises TransportUnavailable without UCX."""
-        with self._gate.entered():
-            self._forget()
-            self._agent = Agent(self.device, serves=False)
-            self._client.connect(greeting, deadline_in(timeout_s))
-
-    def progress(self) -> None:
-        with self._reading():
-            self._advance()
-            for _ in range(_MAX_AT_ONCE - len(self._waiting)):
-                if not self._take_message(0.0):
-                    break
-                self._advance()
-
     def _dial(self, timeout_s: float) -> socket.socket:
+        """Raises TransportUnavailable without UCX."""
+        self._agent = self._agent or Agent(self.device, serves=False)
         return dial_tcp(*self._address, timeout_s=timeout_s)
 
     def _forget(self) -> None:
@@ -278,16 +256,10 @@ class Receiver(SlotReceiver):
             held.mark.set()
             held.told = None
 
-    def _pause_s(self, pace: Pace, deadline: float) -> float:
-        """Short while payloads come, of which no message tells."""
-        if any(buffer.read is not None for buffer in self._buffers):
-            return min(_READING_S, left_s(deadline))
-        return pace.pause_s(deadline) if self._waiting else left_s(deadline)
-
-    def _poll(self, pause_s: float) -> Message | None:
+    def _next(self, pause_s: float) -> Message | None:
         """Raises PeerLost, but not while payloads may still come."""
         try:
-            return super()._poll(pause_s)
+            return super()._next(pause_s)
         except PeerLost:
             self._cut_off = self._cut_off or deadline_in(_GRACE_S)
             if not self._waiting or time.monotonic() >= self._cut_off:
@@ -295,27 +267,21 @@ class Receiver(SlotReceiver):
             self._gate.wait(_POLL_S)
             return None
 
-    def _map(self, message: Message) -> None:
-        data = message.data
-        if len(data) <= _MEMORY.size:
+    def _map(self, slot: int, num_bytes: int, message: Message) -> None:
+        if len(message.data) <= _MEMORY.size:
             raise BrokenProtocol("memory without metadata")
-        index, memory_type, device, num_bytes, address = _MEMORY.unpack_from(data)
-        if index >= NUM_SLOTS or memory_type >= len(MEMORY_TYPES):
-            raise BrokenProtocol(f"memory of type {memory_type} for slot {index}")
-        for told in self._waiting:
-            buffer = self._buffer_of(told)
-            if told.slot == index and (buffer is None or buffer.read is not None):
-                raise BrokenProtocol("memory in place of some that is in use")
+        _, memory_type, device, _, address = _MEMORY.unpack_from(message.data)
+        if memory_type >= len(MEMORY_TYPES):
+            raise BrokenProtocol(f"memory of type {memory_type}")
         assert self._agent is not None  # as long as the connection lasts
-        owner = self._agent.meet(data[_MEMORY.size :])
+        owner = self._agent.meet(message.data[_MEMORY.size :])
         place = Place(memory_type, device, address)
-        self._segments[index] = _Segment(owner, place, place.after(num_bytes))
-        self._sizes[index] = num_bytes
+        self._segments[slot] = _Segment(owner, place, place.after(num_bytes))
 
     def _buffer_of(self, told: Announcement) -> _Buffer | None:
         return next((buffer for buffer in self._buffers if buffer.told is told), None)
 
-    def _advance(self) -> None:
+    def _advance(self) -> bool:
         """Go on with reading payloads, in order, as far as there are buffers."""
         for told in self._waiting:
             if told.slot == NO_SLOT:
@@ -323,7 +289,7 @@ class Receiver(SlotReceiver):
             buffer = self._buffer_of(told)
             free = [one for one in self._buffers if one.told is None and one.mark.is_done()]
             if buffer is None and not free:
-                return
+                break
             try:
                 if buffer is None:
                     buffer = free[0]
@@ -332,6 +298,7 @@ class Receiver(SlotReceiver):
             except PeerLost as error:
                 assert buffer is not None
                 buffer.error = error
+        return bool(self._waiting)
 
     def _begin(self, buffer: _Buffer, told: Announcement) -> None:
         """Begin to read a payload."""

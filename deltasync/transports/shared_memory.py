@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,12 +21,10 @@ from deltasync.errors import TransportUnavailable
 from deltasync.transports import forks
 from deltasync.transports.control.connection import BrokenProtocol
 from deltasync.transports.marks import Mark
-from deltasync.transports.slots import NUM_SLOTS, Slot
+from deltasync.transports.slots import MEMORY, NUM_SLOTS, Slot
 from deltasync.transports.unix_socket import Segment, UnixReceiver, UnixSender
 
 _CPU = torch.device("cpu")
-_SEGMENT = struct.Struct("<BxxxxxxxQ")  # slot, segment bytes
-_GRANULE_BYTES = 1 << 16
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
@@ -40,24 +37,22 @@ class _Slot(Slot):
         forks.inert_in_children(self.free)  # the memory lasts no longer for a child
 
     def grow(self, num_bytes: int) -> Tensor:
-        size = -(-num_bytes // _GRANULE_BYTES) * _GRANULE_BYTES
         self.free()
         with forks.making:
             self._descriptor = os.memfd_create("deltasync", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self._descriptor, size)
+        os.ftruncate(self._descriptor, num_bytes)
         fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_SEAL)
-        return torch.frombuffer(mmap.mmap(self._descriptor, size), dtype=torch.uint8)
+        return torch.frombuffer(mmap.mmap(self._descriptor, num_bytes), dtype=torch.uint8)
 
     @contextmanager
     def announced(self) -> Iterator[tuple[bytes, int]]:
-        yield _SEGMENT.pack(self.index, self.memory.numel()), self._descriptor
+        yield MEMORY.pack(self.index, self.memory.numel()), self._descriptor
 
     def free(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
-        self.memory = torch.empty(0, dtype=torch.uint8, device=_CPU)
-        self.known_to.clear()
+        super().free()
 
 
 class Sender(UnixSender):
@@ -73,7 +68,7 @@ class Sender(UnixSender):
 class Receiver(UnixReceiver):
     """A receiver's end: maps the sender's segments and reads payloads in place."""
 
-    segment = _SEGMENT
+    segment = MEMORY
 
     def __init__(self, path: str | Path) -> None:
         """Connect to a sender that listens on `path`."""

@@ -10,12 +10,13 @@ transport says in its `Slot` and in its receiver.
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import struct
 import time
 from abc import ABC, abstractmethod
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import ClassVar
@@ -23,37 +24,28 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from deltasync.errors import (
-    PeerLost,
-    TransportClosed,
-    TransportError,
-    TransportTimeout,
-    TransportUnavailable,
-)
+from deltasync.errors import PeerLost, TransportError
 from deltasync.transports.base import Frame
 from deltasync.transports.control.connection import (
-    DEFAULT_MAX_MESSAGE_BYTES,
     MAX_PAYLOAD_BYTES,
     BrokenProtocol,
     Kind,
     Message,
-    Pace,
-    check_frame,
     deadline_in,
     left_s,
 )
 from deltasync.transports.marks import Mark
-from deltasync.transports.sockets import SocketReceiver, SocketSender
+from deltasync.transports.sockets import Arrival, SocketReceiver, SocketSender
 
 NUM_SLOTS = 2
 NO_SLOT = 0xFF  # a frame without a payload
+MEMORY = struct.Struct("<BxxxxxxxQ")
+"""How an announcement of memory begins: slot, bytes."""
 _FRAME = struct.Struct("<BxxxIQ")  # slot, sequence, payload bytes; the header follows
 _RELEASE = struct.Struct("<BxxxI")  # slot, sequence
 _GRACE_S = 1.0  # what ending connections on purpose waits for payloads on their way
 _POLL_S = 0.0001
 _RELEASE_TIMEOUT_S = 5.0
-_MAX_WAITING = 256  # frames behind one whose payload is not there yet
-_MAX_LATE = 64  # messages that are obeyed after a deadline
 
 
 class Slot(ABC):
@@ -66,9 +58,11 @@ class Slot(ABC):
         readers: Peers that may read what was last sent.
         sequence: Number of the frame that was last sent from here.
         announcement: The kind of message that announces the memory.
+        granule_bytes: Memory has a multiple of it.
     """
 
     announcement: ClassVar[Kind] = Kind.SEGMENT
+    granule_bytes: ClassVar[int] = 1 << 16
 
     def __init__(self, index: int, device: torch.device) -> None:
         self.index = index
@@ -81,7 +75,7 @@ class Slot(ABC):
     def open(self, num_bytes: int) -> Tensor:
         """uint8[num_bytes] at the start of the memory, to write to; called while nobody reads."""
         if self.memory.numel() < num_bytes:
-            self.memory = self.grow(num_bytes)
+            self.memory = self.grow(-(-num_bytes // self.granule_bytes) * self.granule_bytes)
             self.known_to.clear()
         return self.memory[:num_bytes]
 
@@ -97,9 +91,10 @@ class Slot(ABC):
     def announced(self) -> AbstractContextManager[tuple[bytes, int | None]]:
         """The message that tells one peer of the memory, and a descriptor to go with it, if any."""
 
-    @abstractmethod
     def free(self) -> None:
         """Give the memory up. Idempotent."""
+        self.memory = self.memory.new_empty(0)
+        self.known_to.clear()
 
 
 class SlotSender(SocketSender):
@@ -122,14 +117,6 @@ class SlotSender(SocketSender):
         self._lent: Slot | None = None
         self._sequence = 0
 
-    def open_epoch(self, peers: Sequence[int], *, timeout_s: float) -> dict[int, TransportError]:
-        """Never waits."""
-        with self._gate.entered():
-            self._server.hear(peers)
-            losses = self._server.losses(peers)
-            self._epoch, self._members = tuple(peers), set(peers) - losses.keys()
-            return losses
-
     def buffer(self, num_bytes: int, *, timeout_s: float) -> Tensor:
         """The tensor is the memory that receivers read."""
         with self._gate.entered():
@@ -137,48 +124,25 @@ class SlotSender(SocketSender):
             self._buffer = self._lent.open(max(1, num_bytes))[:num_bytes]
             return self._buffer
 
-    def send(self, frame: Frame, *, timeout_s: float) -> None:
-        check_frame(frame, self._buffer)
-        deadline = deadline_in(timeout_s)
-        with self._gate.entered():
-            failures: dict[int, TransportError] = {}
-            if frame.payload is None or frame.payload.numel() == 0:
-                self._post_header(self._members, frame.header)
-            else:
-                failures = self._post_payload(frame.header, frame.payload.numel(), deadline)
-            self._check(self._server.flush(self._members, deadline) | failures)
-
-    def collect_replies(self, *, timeout_s: float) -> dict[int, bytes | TransportError]:
-        with self._gate.entered():
-            deadline = deadline_in(timeout_s)
-            return self._checked(self._server.gather(self._epoch, Kind.REPLY, deadline))
-
-    def drop(self, peer: int) -> None:
-        with contextlib.suppress(TransportClosed), self._gate.entered():
-            self._settle([slot for slot in self._slots if peer in slot.readers])
-            self._members.discard(peer)
-            self._server.drop(peer)
-
     def _dispose(self) -> None:
-        self._settle(self._slots)
-        self._server.close()
+        super()._dispose()
         self._buffer = None
         for slot in self._slots:
             slot.free()
 
-    def _settle(self, slots: Sequence[Slot]) -> None:
-        """Wait, not for ever, until what was sent from `slots` can reach its readers."""
+    def _settle(self, peers: Collection[int]) -> None:
+        slots = [slot for slot in self._slots if not slot.readers.isdisjoint(peers)]
         deadline = deadline_in(_GRACE_S)
         while not all(map(self._is_settled, slots)) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
 
     def _is_settled(self, slot: Slot) -> bool:
+        """Whether what was sent from `slot` reaches its readers, although connections end."""
         return slot.mark.is_done()
 
-    def _post_payload(
-        self, header: bytes, num_bytes: int, deadline: float
+    def _send_payload(
+        self, header: bytes, payload: Tensor, deadline: float
     ) -> dict[int, TransportError]:
-        """Post a frame with a payload. Returns the peers that could not be told of its slot."""
         self._buffer = None
         slot, self._lent = self._lent, None
         assert slot is not None
@@ -186,8 +150,8 @@ class SlotSender(SocketSender):
         slot.filled()
         failures = self._announce(slot, deadline)
         slot.readers = set(self._members)
-        place = _FRAME.pack(slot.index, slot.sequence, num_bytes)
-        self._server.write(self._members, Kind.FRAME, place + header)
+        place = _FRAME.pack(slot.index, slot.sequence, payload.numel())
+        self._write(self._members, Kind.FRAME, place + header)
         return failures
 
     def _announce(self, slot: Slot, deadline: float) -> dict[int, TransportError]:
@@ -195,17 +159,17 @@ class SlotSender(SocketSender):
         failures: dict[int, TransportError] = {}
         for peer in self._members - slot.known_to:
             with slot.announced() as (segment, descriptor):
-                self._server.write([peer], slot.announcement, segment, descriptor)
-                failures |= self._server.flush([peer], deadline)
+                self._write([peer], slot.announcement, segment, descriptor)
+                failures |= self._flush([peer], deadline)
         slot.known_to |= self._members
         return failures
 
-    def _post_header(self, peers: Collection[int], header: bytes) -> None:
-        self._server.write(peers, Kind.FRAME, _FRAME.pack(NO_SLOT, 0, 0) + header)
+    def _post(self, peers: Collection[int], header: bytes) -> None:
+        super()._post(peers, _FRAME.pack(NO_SLOT, 0, 0) + header)
 
     def _free_slot(self, deadline: float) -> Slot:
         """A slot that nobody reads. Drops the peers that have not let go by the deadline."""
-        self._server.pump(0)
+        self._pump(0)
         before: Counter[int] | None = None
         while True:
             for slot in self._slots:
@@ -215,7 +179,7 @@ class SlotSender(SocketSender):
             before = before or self._held()
             if time.monotonic() >= deadline:
                 self._check(self._expire_readers(before))
-            self._server.pump(left_s(deadline))
+            self._pump(left_s(deadline))
 
     def _held(self) -> Counter[int]:
         """How many slots each peer reads."""
@@ -227,39 +191,37 @@ class SlotSender(SocketSender):
         now = self._held()
         late = oldest.readers | {peer for peer in now if now[peer] == before[peer]}
         complaint = "did not let go of a payload in time"
-        return {peer: self._server.expire(peer, complaint) for peer in late}
+        return {peer: self._expire(peer, complaint) for peer in late}
 
     def _take_releases(self, readers: set[int]) -> None:
         """Take those out that have let go, or are gone."""
         for peer in list(readers):
-            while (data := self._server.take(peer, Kind.RELEASE)) is not None:
+            while (data := self._take(peer, Kind.RELEASE)) is not None:
                 is_whole = len(data) == _RELEASE.size
                 index, sequence = _RELEASE.unpack(data) if is_whole else (NUM_SLOTS, 0)
                 if index < NUM_SLOTS and self._slots[index].sequence == sequence:
                     self._slots[index].readers.discard(peer)
                 else:
-                    self._server.drop(peer, BrokenProtocol("it let go of what it did not hold"))
-        readers.difference_update(self._server.losses(readers))
+                    self._end(peer, BrokenProtocol("it let go of what it did not hold"))
+        readers.difference_update(self._losses(readers))
 
 
-@dataclass(frozen=True, slots=True)
-class Announcement:
+@dataclass(slots=True, eq=False)
+class Announcement(Arrival):
     """A frame whose payload, if any, stands in a slot of the sender.
 
     Attributes:
-        header: The frame's header.
         slot: Its slot, or NO_SLOT.
         num_bytes: The payload's length.
         sequence: Its number, if it has a payload.
     """
 
-    header: bytes
     slot: int
     num_bytes: int
     sequence: int
 
 
-class SlotReceiver(SocketReceiver):
+class SlotReceiver(SocketReceiver[Announcement]):
     """A receiver's end, less its memory and the way to the sender."""
 
     def __init__(
@@ -267,79 +229,47 @@ class SlotReceiver(SocketReceiver):
     ) -> None:
         """Memory is announced in messages of the kind `announcement`."""
         super().__init__(device, {Kind.FRAME, announcement}, secret=secret)
-        self._waiting: deque[Announcement] = deque()  # told of, not handed out yet
         self._sizes: dict[int, int] = {}  # bytes of the slots that are known
-
-    def receive(self, *, timeout_s: float) -> Frame:
-        """What a timeout interrupts, the next call goes on with."""
-        deadline, pace, num_late = deadline_in(timeout_s), Pace(self._busy_s), 0
-        with self._reading():
-            self._take_back()
-            while num_late < _MAX_LATE:
-                self._advance()
-                if self._waiting and (frame := self._hand_out(self._waiting[0])) is not None:
-                    return frame
-                is_late = time.monotonic() >= deadline
-                if not self._take_message(self._pause_s(pace, deadline)) and is_late:
-                    break
-                num_late += is_late
-        raise TransportTimeout("nothing came in time")
-
-    def progress(self) -> None:
-        with self._gate.entered():
-            self._advance()
+        self._in_use: Counter[int] = Counter()  # payloads in each that are told of, not released
 
     def _forget(self) -> None:
-        self._waiting.clear()
+        super()._forget()
         self._sizes.clear()
-        self._client.hang_up()
-
-    @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
-        """Held while frames are read: an end that lost the sender forgets what it had of it."""
-        with self._gate.entered():
-            try:
-                yield
-            except (PeerLost, TransportUnavailable):
-                self._forget()
-                raise
-
-    @abstractmethod
-    def _take_back(self) -> None:
-        """The payload that was handed out last is the caller's no more."""
-
-    @abstractmethod
-    def _advance(self) -> None:
-        """Go on with what no message tells the end of."""
-
-    @abstractmethod
-    def _pause_s(self, pace: Pace, deadline: float) -> float:
-        """How long to wait for a message."""
+        self._in_use.clear()
 
     @abstractmethod
     def _payload(self, told: Announcement) -> Tensor | None:
         """What is told of, for the caller to read from now on; None if it is not here yet."""
 
     @abstractmethod
-    def _map(self, message: Message) -> None:
-        """Take in an announcement of memory, and own its descriptor. Raises BrokenProtocol."""
+    def _map(self, slot: int, num_bytes: int, message: Message) -> None:
+        """Take in memory that nobody uses. Owns its descriptor, if it does not raise.
 
-    def _take_message(self, pause_s: float) -> bool:
-        """Obey a message, if one comes. Raises PeerLost."""
-        message = self._poll(pause_s)
-        if message is None:
-            return False
-        if message.kind is not Kind.FRAME:
-            self._map(message)
-            return True
-        self._waiting.append(self._parsed(message.data))
-        num_bytes = sum(len(told.header) for told in self._waiting)
-        if len(self._waiting) > _MAX_WAITING or num_bytes > DEFAULT_MAX_MESSAGE_BYTES:
-            raise BrokenProtocol("more frames than can wait for a payload")
-        return True
+        Raises BrokenProtocol, TransportUnavailable.
+        """
 
-    def _poll(self, pause_s: float) -> Message | None:
-        return self._client.poll(pause_s)
+    def _obey(self, message: Message) -> None:
+        if message.kind is Kind.FRAME:
+            self._expect(self._parsed(message.data))
+            return
+        try:
+            self._on_memory(message)
+        except BaseException:
+            if message.descriptor is not None:
+                os.close(message.descriptor)
+            raise
+
+    def _on_memory(self, message: Message) -> None:
+        if len(message.data) < MEMORY.size:
+            raise BrokenProtocol("memory of nothing")
+        slot, num_bytes = MEMORY.unpack_from(message.data)
+        if slot >= NUM_SLOTS or num_bytes == 0:
+            raise BrokenProtocol(f"memory of {num_bytes} bytes for slot {slot}")
+        if self._in_use[slot]:
+            raise BrokenProtocol("memory in place of some that is in use")
+        self._sizes.pop(slot, None)
+        self._map(slot, num_bytes, message)
+        self._sizes[slot] = num_bytes
 
     def _parsed(self, data: bytes) -> Announcement:
         """Read a FRAME message. Raises BrokenProtocol."""
@@ -348,11 +278,11 @@ class SlotReceiver(SocketReceiver):
         slot, sequence, num_bytes = _FRAME.unpack_from(data)
         most = min(MAX_PAYLOAD_BYTES, self._sizes.get(slot, 0))
         if slot != NO_SLOT and not 0 < num_bytes <= most:
-            raise BrokenProtocol(f"a payload of {num_bytes} bytes in segment {slot}")
+            raise BrokenProtocol(f"a payload of {num_bytes} bytes in slot {slot}")
+        self._in_use[slot] += 1
         return Announcement(data[_FRAME.size :], slot, num_bytes, sequence)
 
     def _hand_out(self, first: Announcement) -> Frame | None:
-        """The oldest frame, if its payload is here."""
         payload = None if first.slot == NO_SLOT else self._payload(first)
         if payload is None and first.slot != NO_SLOT:
             return None
@@ -361,6 +291,7 @@ class SlotReceiver(SocketReceiver):
 
     def _release(self, told: Announcement) -> None:
         """Let go of a slot."""
+        self._in_use[told.slot] -= 1
         data = _RELEASE.pack(told.slot, told.sequence)
         with contextlib.suppress(PeerLost):  # of a sender that is gone; what it sent is handed out
-            self._client.write(Kind.RELEASE, data, deadline_in(_RELEASE_TIMEOUT_S))
+            self._write(Kind.RELEASE, data, deadline_in(_RELEASE_TIMEOUT_S))

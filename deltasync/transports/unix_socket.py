@@ -7,7 +7,6 @@ with the announcement of a slot's memory (SEGMENT).
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import struct
 from abc import abstractmethod
@@ -20,10 +19,10 @@ import torch
 from torch import Tensor
 
 from deltasync.transports import forks
-from deltasync.transports.control.connection import BrokenProtocol, Kind, Message, Pace, left_s
+from deltasync.transports.control.connection import BrokenProtocol, Kind, Message
 from deltasync.transports.control.socket_file import check_user, listen, private_path
 from deltasync.transports.marks import Mark
-from deltasync.transports.slots import NUM_SLOTS, Announcement, Slot, SlotReceiver, SlotSender
+from deltasync.transports.slots import Announcement, Slot, SlotReceiver, SlotSender
 
 
 class UnixSender(SlotSender):
@@ -116,14 +115,16 @@ class UnixReceiver(SlotReceiver):
     def _new_mark(self) -> Mark:
         return Mark(self.device)
 
-    def _advance(self) -> None:
+    def progress(self) -> None:
+        """Read nothing: payloads need no help, and the last one is unmapped with a lost sender."""
+        with self._gate.entered():
+            self._advance()
+
+    def _advance(self) -> bool:
         """Release to the sender what nothing reads any more."""
         while self._releases and self._releases[0][0].is_done():
             self._release(self._releases.popleft()[1])
-
-    def _pause_s(self, pace: Pace, deadline: float) -> float:
-        is_on_gpu = bool(self._waiting or self._releases)  # which wakes no socket
-        return pace.pause_s(deadline) if is_on_gpu else left_s(deadline)
+        return bool(self._releases)
 
     def _payload(self, told: Announcement) -> Tensor | None:
         segment = self._segments[told.slot]
@@ -132,24 +133,14 @@ class UnixReceiver(SlotReceiver):
         self._held = told
         return segment.memory[: told.num_bytes]
 
-    def _map(self, message: Message) -> None:
+    def _map(self, slot: int, num_bytes: int, message: Message) -> None:
         assert message.descriptor is not None  # without one it is no SEGMENT
-        try:
-            if len(message.data) != self.segment.size:
-                raise BrokenProtocol("a segment message of the wrong size")
-            index, num_bytes, *handles = self.segment.unpack(message.data)
-            if index >= NUM_SLOTS or num_bytes == 0:
-                raise BrokenProtocol(f"segment {index} of {num_bytes} bytes")
-            in_use = [*self._waiting, *(told for _, told in self._releases)]
-            if any(told.slot == index for told in in_use):
-                raise BrokenProtocol("a segment in place of one that is in use")
-            if self._sizes.pop(index, None):
-                self._segments.pop(index).close()
-            self._segments[index] = self._mapped(num_bytes, tuple(handles), message.descriptor)
-        except BaseException:
-            os.close(message.descriptor)
-            raise
-        self._sizes[index] = num_bytes
+        if len(message.data) != self.segment.size:
+            raise BrokenProtocol("a segment message of the wrong size")
+        _, _, *handles = self.segment.unpack(message.data)
+        if old := self._segments.pop(slot, None):
+            old.close()
+        self._segments[slot] = self._mapped(num_bytes, tuple(handles), message.descriptor)
 
     @abstractmethod
     def _mapped(self, num_bytes: int, handles: tuple[bytes, ...], descriptor: int) -> Segment:

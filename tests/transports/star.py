@@ -1,4 +1,4 @@
-"""A server of the control plane on a free TCP port, and all who connect to it."""
+"""The control plane alone: a sender on a free TCP port, and all who connect to it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 
 import pytest
+import torch
+from torch import Tensor
 
+from deltasync.errors import TransportError
 from deltasync.testing.links import PATIENCE_S, PROMPT_S, background
-from deltasync.transports.control.connection import Gate, Kind, deadline_in
-from deltasync.transports.control.endpoints import Client, Server
+from deltasync.transports.base import Frame
+from deltasync.transports.control.connection import Kind, Message, deadline_in
+from deltasync.transports.sockets import Arrival, SocketReceiver, SocketSender
 
 HEADER = struct.Struct("<2sBxI")
 SECRET = b"shared"
+CPU = torch.device("cpu")
 
 
 def message(kind: int, data: bytes, *, magic: bytes = b"dS", length: int | None = None) -> bytes:
@@ -24,6 +29,42 @@ def message(kind: int, data: bytes, *, magic: bytes = b"dS", length: int | None 
 
 
 GREETING = message(Kind.GREETING, b"hello")
+
+
+class Server(SocketSender):
+    """Of frames without payloads."""
+
+    def buffer(self, num_bytes: int, *, timeout_s: float) -> Tensor:
+        raise NotImplementedError
+
+    def _send_payload(
+        self, header: bytes, payload: Tensor, deadline: float
+    ) -> dict[int, TransportError]:
+        raise NotImplementedError
+
+
+class Client(SocketReceiver[Arrival]):
+    """Of such frames."""
+
+    def __init__(self, address: tuple[str, int], secret: bytes | None) -> None:
+        super().__init__(CPU, {Kind.FRAME}, secret=secret)
+        self._address = address
+
+    def _dial(self, timeout_s: float) -> socket.socket:
+        return socket.create_connection(self._address, timeout_s)
+
+    def _take_back(self) -> None:
+        """There is nothing."""
+
+    def _advance(self) -> bool:
+        return False
+
+    def _obey(self, message: Message) -> None:
+        self._expect(Arrival(message.data))
+
+    def _hand_out(self, first: Arrival) -> Frame:
+        self._waiting.popleft()
+        return Frame(first.header)
 
 
 class Star:
@@ -37,17 +78,12 @@ class Star:
         greeting_timeout_s: float = PATIENCE_S,
     ) -> None:
         self._stack = stack
-        self.gate = Gate()
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.address = listener.getsockname()
         self.server = Server(
-            listener,
-            self.gate,
-            kinds={Kind.REPLY},
-            secret=secret,
-            greeting_timeout_s=greeting_timeout_s,
+            listener, CPU, Kind.READY, secret=secret, greeting_timeout_s=greeting_timeout_s
         )
-        stack.callback(lambda: self.gate.close(self.server.close))
+        stack.callback(self.server.close)
         self.is_over = threading.Event()
         stack.callback(self.is_over.set)
 
@@ -59,36 +95,29 @@ class Star:
     def peer(self) -> tuple[int, socket.socket]:
         """One that has greeted, and says the rest by hand."""
         sock = self.raw(GREETING)
-        ((peer, _),) = self.server.poll(deadline_in(PATIENCE_S))
+        ((peer, _),) = self.server.poll(timeout_s=PATIENCE_S)
         return peer, sock
 
     def client(self, secret: bytes | None = None) -> Client:
-        gate = Gate()
-        client = Client(
-            lambda timeout_s: socket.create_connection(self.address, timeout_s),
-            gate,
-            kinds={Kind.FRAME},
-            secret=secret,
-        )
-        self._stack.callback(lambda: gate.close(client.hang_up))
-        return client
+        return self._stack.enter_context(Client(self.address, secret))
 
     def welcome(self, client: Client, *, timeout_s: float = PATIENCE_S) -> int:
         """Let an honest client in, by polls that do not wait, as a sync's do."""
-        connected = background(lambda: client.connect(b"honest", deadline_in(timeout_s)))
+        connected = background(lambda: client.connect(b"honest", timeout_s=timeout_s))
         give_up = deadline_in(timeout_s)
         while time.monotonic() < give_up:
-            for peer, greeting in self.server.poll(deadline_in(0)):
+            for peer, greeting in self.server.poll(timeout_s=0):
                 if greeting == b"honest":
                     connected.result(PATIENCE_S)
                     return peer
         raise AssertionError("an honest receiver was not let in")
 
     def assert_serves(self, client: Client, peer: int) -> None:
-        self.server.write([peer], Kind.FRAME, b"question")
-        assert client.next(deadline_in(PATIENCE_S)).data == b"question"
-        client.write(Kind.REPLY, b"answer", deadline_in(PATIENCE_S))
-        assert self.server.gather([peer], Kind.REPLY, deadline_in(PATIENCE_S)) == {peer: b"answer"}
+        assert self.server.open_epoch([peer], timeout_s=PATIENCE_S) == {}
+        self.server.send(Frame(b"question"), timeout_s=PATIENCE_S)
+        assert client.receive(timeout_s=PATIENCE_S).header == b"question"
+        client.reply(b"answer", timeout_s=PATIENCE_S)
+        assert self.server.collect_replies(timeout_s=PATIENCE_S) == {peer: b"answer"}
 
     def attack(self, act: Callable[[socket.socket], object]) -> None:
         """Connect and `act`, again and again in another thread."""
@@ -109,14 +138,14 @@ class Star:
         """Wait until a peer is lost; whether it was, in a short time."""
         give_up = deadline_in(PROMPT_S)
         while self.server.is_connected(peer) and time.monotonic() < give_up:
-            self.server.pump(0.1)
+            self.server.poll(timeout_s=0.1)
         return not self.server.is_connected(peer)
 
     def turns_away(self, stranger: socket.socket) -> bool:
         """Poll, and hear nobody, until a stranger is turned away; whether it was, in short."""
         give_up = deadline_in(PROMPT_S)
         while time.monotonic() < give_up:
-            assert self.server.poll(deadline_in(0.05)) == []
+            assert self.server.poll(timeout_s=0.05) == []
             if is_closed(stranger, timeout_s=0.01):
                 return True
         return False

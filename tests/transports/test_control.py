@@ -18,7 +18,7 @@ import pytest
 from deltasync.errors import PeerLost, TransportTimeout
 from deltasync.testing.links import PATIENCE_S, PROMPT_S, background, within
 from deltasync.transports import collective
-from deltasync.transports.control import endpoints
+from deltasync.transports.control import newcomers
 from deltasync.transports.control.connection import BrokenProtocol, Connection, Kind, deadline_in
 from tests.sync.interrupts import Strike, Struck, Tracer
 from tests.transports.star import GREETING, HEADER, SECRET, Star, is_closed, make_star, message
@@ -50,7 +50,7 @@ def test_bad_bytes_of_strangers_and_peers_end_their_connection_only(
     assert star.turns_away(stranger)
     bad_peer, bad = star.peer()
     bad.sendall(data)
-    (error,) = star.server.gather([bad_peer], Kind.REPLY, deadline_in(PATIENCE_S)).values()
+    (error,) = star.server.some_replies([bad_peer], timeout_s=PATIENCE_S).values()
     assert isinstance(error, PeerLost)
     assert not star.server.is_connected(bad_peer)
     star.assert_serves(client, peer)
@@ -68,12 +68,12 @@ def test_who_does_not_greet_is_dropped(make_star: MakeStar) -> None:
 def test_strangers_are_bounded_in_number(make_star: MakeStar) -> None:
     star = make_star()
     strangers = [star.raw() for _ in range(100)]
-    star.server.poll(deadline_in(0.1))
+    star.server.poll(timeout_s=0.1)
     strangers += [star.raw() for _ in range(60)]
     give_up = deadline_in(PROMPT_S)  # those that do not greet are dropped, but later
     while not is_closed(strangers[0], timeout_s=0.01):
         assert time.monotonic() < give_up
-        star.server.poll(deadline_in(0.1))
+        star.server.poll(timeout_s=0.1)
     star.assert_serves(client := star.client(), star.welcome(client))
 
 
@@ -101,9 +101,9 @@ def test_a_poll_returns_although_there_are_no_descriptors(make_star: MakeStar) -
         star.raw()
     with descriptors_left(0):
         with within(PROMPT_S):
-            assert star.server.poll(deadline_in(0)) == []
+            assert star.server.poll(timeout_s=0) == []
         cpu = time.thread_time()
-        assert star.server.poll(deadline_in(0.5)) == []
+        assert star.server.poll(timeout_s=0.5) == []
         assert time.thread_time() - cpu < 0.25, "it waits instead of looking all the time"
     star.welcome(star.client())
 
@@ -116,7 +116,7 @@ def test_strangers_leave_descriptors_to_the_process(make_star: MakeStar) -> None
     with descriptors_left(100):
         give_up = deadline_in(0.5)
         while time.monotonic() < give_up:
-            star.server.poll(deadline_in(0.05))
+            star.server.poll(timeout_s=0.05)
         files = [os.open(os.devnull, os.O_RDONLY) for _ in range(20)]
         for file in files:
             os.close(file)
@@ -135,7 +135,7 @@ def test_who_keeps_sending_holds_up_neither_a_poll_nor_the_honest(
     time.sleep(0.1)
     with within(PROMPT_S):
         for _ in range(20):
-            star.server.poll(deadline_in(0))
+            star.server.poll(timeout_s=0)
     star.welcome(star.client(secret))
 
 
@@ -159,10 +159,10 @@ def test_who_does_not_know_the_secret_is_not_heard(make_star: MakeStar, said: by
 def test_half_greetings_are_bounded_together(
     make_star: MakeStar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoints, "_MAX_BYTES", 1 << 20)
+    monkeypatch.setattr(newcomers, "_MAX_BYTES", 1 << 20)
     star = make_star()
     strangers = [star.raw(HALF_GREETING + bytes(100_000)) for _ in range(20)]
-    star.server.poll(deadline_in(1))
+    star.server.poll(timeout_s=1)
     num_closed = sum(is_closed(sock, timeout_s=0.01) for sock in strangers)
     assert 8 <= num_closed <= 10
     star.welcome(star.client())
@@ -207,11 +207,11 @@ def test_without_the_same_secret_nobody_becomes_a_peer(
     stranger = star.client(secret=client)
 
     def connect() -> None:
-        stranger.connect(b"hello", deadline_in(0.5))
-        stranger.next(deadline_in(0.5))
+        stranger.connect(b"hello", timeout_s=0.5)
+        stranger.receive(timeout_s=0.5)
 
     connected = background(connect)
-    assert star.server.poll(deadline_in(0.3)) == []
+    assert star.server.poll(timeout_s=0.3) == []
     assert isinstance(connected.exception(PATIENCE_S), (PeerLost, TransportTimeout))
 
 
@@ -337,15 +337,15 @@ def test_a_reset_ends_newcomers_whose_arrival_was_interrupted(make_star: MakeSta
     """Or they come in later. Also while a traceback lives, whose frames hold what was accepted."""
     star, tracer = make_star(), Tracer(opcodes=True)
     star.raw(GREETING)
-    tracer.places(lambda: star.server.poll(deadline_in(PATIENCE_S)))
+    tracer.places(lambda: star.server.poll(timeout_s=PATIENCE_S))
     places = [place for place in tracer.hits if place[0].co_qualname.startswith("Newcomers.")]
     for place in places:
         newcomer = star.raw(GREETING)
         with pytest.raises(Struck) as held:
-            tracer.strike(lambda: star.server.poll(deadline_in(PATIENCE_S)), Strike(place))
+            tracer.strike(lambda: star.server.poll(timeout_s=PATIENCE_S), Strike(place))
         star.server.reset()
         give_up = deadline_in(PATIENCE_S)
-        while not star.server.poll(deadline_in(0.01)) and not is_closed(newcomer, timeout_s=0.01):
+        while not star.server.poll(timeout_s=0.01) and not is_closed(newcomer, timeout_s=0.01):
             assert time.monotonic() < give_up, place
         assert held.traceback
     assert len(places) > 100

@@ -194,7 +194,7 @@ class TestHostMemory(SlotContract):
     def test_memory_is_freed_only_when_nobody_maps_it(
         self, link: Link, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(cuda_ipc, "_GRANULE_BYTES", 4096)
+        monkeypatch.setattr(cuda_ipc._Slot, "granule_bytes", 4096)
         link.add(2)
         link.open()
         link.exchange(Frame(b"x", payload_of(10)))

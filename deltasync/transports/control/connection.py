@@ -111,16 +111,16 @@ def busy_s(device_type: str) -> float:
 class Pace:
     """How long to wait between two looks at what only polling tells: ever longer."""
 
-    def __init__(self, busy_s: float = 0.0) -> None:
+    def __init__(self, busy_s: float = 0.0, longest_s: float = _MAX_PAUSE_S) -> None:
         """For the first `busy_s` there is no wait at all: a sleep takes longer than it says."""
         self._busy_until = time.monotonic() + busy_s
-        self._pause_s = _MIN_PAUSE_S
+        self._pause_s, self._longest_s = _MIN_PAUSE_S, longest_s
 
     def pause_s(self, deadline: float) -> float:
         """Seconds until the next look, never beyond `deadline`."""
         if time.monotonic() < self._busy_until:
             return 0.0
-        pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, _MAX_PAUSE_S)
+        pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, self._longest_s)
         return min(pause_s, left_s(deadline))
 
 
