@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
-from contextlib import closing
+import socket
+import ssl
 from http.client import HTTPConnection, HTTPException, HTTPSConnection, IncompleteRead
 from typing import Any, TypeVar
 from urllib.parse import urlencode, urlsplit
 
 from deltasync.errors import ConfigError, EngineFailed, PeerLost, TransportTimeout
 from deltasync.sync.protocol.links import check_seconds
+from deltasync.transports.control.connection import deadline_in, left_s
+from deltasync.transports.control.tcp import dial_tcp
 
 _MAX_REASON = 4096
 _MAX_ANSWER = 64 << 20
@@ -23,7 +27,7 @@ class Http:
     Args:
         url: The server's scheme, host and port.
         api_key: Sent as a bearer token with each call; None if the server needs none.
-        timeout_s: For each wait of a call: to connect, to send, and for more of the answer.
+        timeout_s: For each call, from dialling to the last byte of the answer.
         of: What serves there, for messages.
         started: How it has to be started, for messages.
 
@@ -97,12 +101,16 @@ class Http:
 
     def _answer(self, method: str, where: str, data: bytes | None) -> tuple[int, str, bytes]:
         """(status, reason, body), of a success all of it. Raises OSError, HTTPException."""
-        parts = urlsplit(where)
-        kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-        target = f"{parts.path}?{parts.query}" if parts.query else parts.path
-        unsent: OSError | None = None
-        with closing(kind(parts.netloc, timeout=self._timeout_s)) as link:
-            link.connect()
+        deadline, parts = deadline_in(self._timeout_s), urlsplit(where)
+        link = (HTTPSConnection if parts.scheme == "https" else HTTPConnection)(parts.netloc)
+        sock = dial_tcp(link.host, link.port, timeout_s=left_s(deadline))
+        if isinstance(link, HTTPSConnection):
+            context = ssl.create_default_context()
+            sock = context.wrap_socket(_InTime(sock, deadline).socket, server_hostname=link.host)
+        with sock:
+            link.sock = _InTime(sock, deadline)
+            target = f"{parts.path}?{parts.query}" if parts.query else parts.path
+            unsent: OSError | None = None
             try:
                 link.request(method, target, data, self._headers)
             except ConnectionError as error:  # it may have answered before it has read all
@@ -115,3 +123,33 @@ class Http:
                 if answer.length or not (text or answer.chunked or answer.length == 0):
                     raise IncompleteRead(text, answer.length)
             return answer.status, answer.reason, text
+
+
+class _InTime(io.RawIOBase):
+    """A connection on which everything ends at one deadline, however slowly bytes come and go."""
+
+    def __init__(self, sock: socket.socket, deadline: float) -> None:
+        self._socket, self._deadline = sock, deadline
+
+    @property
+    def socket(self) -> socket.socket:
+        """With what is left as its timeout. Raises TimeoutError."""
+        timeout_s = left_s(self._deadline)
+        if not timeout_s:
+            raise TimeoutError
+        self._socket.settimeout(timeout_s)
+        return self._socket
+
+    def sendall(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[self.socket.send(view) :]
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        return io.BufferedReader(_InTime(self._socket, self._deadline))
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int:
+        return self.socket.recv_into(into)

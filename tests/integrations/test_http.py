@@ -22,6 +22,7 @@ from deltasync.testing.links import PROMPT_S, within
 from tests.worlds.links import until
 
 Answer = Callable[[socket.socket], object]
+BEATS = 200  # of 0.05 s: as long as a server drips that nobody hangs up on
 HEADER = b"HTTP/1.1 200 OK\r\nContent-Length: 400\r\n\r\n"
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 LARGE = {"text": "x" * (32 << 20)}  # more than the buffers of a connection take
@@ -30,6 +31,18 @@ LARGE = {"text": "x" * (32 << 20)}  # more than the buffers of a connection take
 def says(body: bytes, status: str = "200 OK", more: str = "") -> Answer:
     head = f"HTTP/1.1 {status}\r\n{more}Content-Length: {len(body)}\r\n\r\n"
     return lambda line: line.sendall(head.encode() + body)
+
+
+def drips(first: bytes, drop: bytes) -> Answer:
+    """An answer whose rest comes drop by drop."""
+
+    def answer(line: socket.socket) -> None:
+        line.send(first)
+        for _ in range(BEATS):
+            line.send(drop)
+            time.sleep(0.05)
+
+    return answer
 
 
 def reads_drop_by_drop(line: socket.socket) -> None:
@@ -172,6 +185,12 @@ def test_servers_that_are_not_there() -> None:
 
 
 SLOW = {
+    "status": drips(b"HTTP/1.1 200 ", b"O"),
+    "headers": drips(HEADER[:-2], b"X: 1\r\n"),
+    "body": drips(HEADER, b"1"),
+    "chunks": drips(CHUNKED, b"1\r\n1\r\n"),
+    "reason of an error": drips(HEADER.replace(b"200 OK", b"500 No"), b"1"),
+    "goes on": drips(b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
     "reads": reads_drop_by_drop,
     "says nothing": lambda line: line.recv(1),
 }
@@ -205,7 +224,7 @@ def test_a_secure_server_is_called_in_its_time_and_a_strange_one_is_not(
     with monkeypatch.context() as trusting:
         context = secure(tmp_path, trusting)
         with (
-            Serves(SLOW["says nothing"], context) as server,
+            Serves(SLOW["body"], context) as server,
             pytest.raises(TransportTimeout, match="did not answer in 2"),
         ):
             Http(server.url, timeout_s=2).post("pause", {})
