@@ -14,6 +14,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from deltasync.errors import EngineFailed
 from deltasync.integrations import sglang_scheduler
 from deltasync.integrations.sglang import REQUEST, Extension, handle_request, worker_of
 
@@ -41,9 +42,25 @@ def register() -> None:
 
 
 def _update(update: Callable[..., Any], extension: Any, zmq_handles: Mapping[str, str]) -> None:
-    """Take a request, or a checkpoint, of which trainers learn in their next sync."""
+    """Take a request, or a checkpoint, of which trainers learn in their next sync.
+
+    Raises EngineFailed if a bucket was not loaded: a ParameterServer does not read the answer to
+    its last one.
+    """
     if REQUEST in zmq_handles:
         handle_request(extension.model_runner, zmq_handles[REQUEST])
         return
     worker_of(extension.model_runner.model).reloaded()
+    load, failures = extension.get_model_loader(), list[Exception]()
+
+    def load_and_note(weights: object) -> None:
+        try:
+            load(weights)
+        except Exception as error:
+            failures.append(error)
+            raise
+
+    extension.get_model_loader = lambda: load_and_note
     update(extension, zmq_handles)
+    if failures:
+        raise EngineFailed(f"a bucket was not loaded: {failures[0]}") from failures[0]

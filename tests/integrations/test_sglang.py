@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -62,16 +63,21 @@ def test_orders_that_make_no_sense_are_answered(text: str, said: str) -> None:
     give({"deltasync": text}, is_draft_worker=True)  # which keeps its weights
 
 
-def test_a_checkpoint_of_a_parameter_server_is_one_that_no_trainer_has_sent() -> None:
+def test_a_checkpoint_of_a_parameter_server_that_was_not_loaded_is_told() -> None:
+    """Which does not read the answer to its last bucket."""
+
+    def load(weights: object) -> None:
+        raise ValueError("planted")
+
+    def update(extension: Any, handles: dict[str, str]) -> None:
+        with suppress(ValueError):
+            extension.get_model_loader()(handles["GPU-1"])
+
     runner = SimpleNamespace(model=nn.Linear(2, 2), is_draft_worker=False)
-    heard: list[object] = []
+    extension = SimpleNamespace(model_runner=runner, get_model_loader=lambda: load)
     assert worker_of(runner.model).knows_copy
-    checkpoint_engine._update(
-        lambda _, handles: heard.append(handles),
-        SimpleNamespace(model_runner=runner),
-        {"GPU-1": "s"},
-    )
-    assert heard == [{"GPU-1": "s"}]
+    with pytest.raises(EngineFailed, match="a bucket was not loaded: planted"):
+        checkpoint_engine._update(update, extension, {"GPU-1": "weights"})
     assert not worker_of(runner.model).knows_copy
 
 
