@@ -545,58 +545,7 @@ show(draw_layers(masters[1e-6].tensors, title))
 
 
 # %% [markdown]
-# ## 6. Bytes
-#
-# What the changes take, each encoding with the density at which it meets the dense one. deltasync
-# sends u16 places in tiles of 4,096 elements and new values, 4 bytes a change and 6 a tile, or a
-# whole tile where that is shorter.
-
-# %%
-ENCODINGS = {  # (colour, line)
-    "int32 + value": (BLUE, "-"),
-    "int32 + value, zstd": (BLUE, "--"),
-    "u16 gap + value": (ORANGE, "-"),
-    "u16 gap + value, zstd": (ORANGE, "--"),
-    "u8 gap + u8 step": (GREEN, "-"),
-    "u8 gap + u8 step, zstd": (GREEN, "--"),
-    "bitmap + value": (PURPLE, "-."),
-}
-
-
-def draw_bytes(syncs):
-    """Bytes a change, and of a sync against the whole model's, by density."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 5))
-    syncs = sorted(syncs, key=lambda one: one.density)
-    density = np.array([one.density for one in syncs])
-    dense = np.array([one.encodings["dense"] for one in syncs])
-    for name, (colour, line) in ENCODINGS.items():
-        sizes = np.array([one.encodings[name] for one in syncs])
-        changed = np.array([one.changed for one in syncs])
-        left.plot(100 * density, sizes / changed, line, color=colour, label=name)
-        right.plot(100 * density, 100 * sizes / dense, line, color=colour)
-    right.axhline(100, color="black")
-    right.text(100 * density[0], 110, "dense", va="bottom")
-    left.set(xscale="log", xlabel="elements changed, %", ylabel="bytes for a changed element")
-    left.set_ylim(0, 12)
-    left.set_title("Bytes of a change")
-    right.set(
-        xscale="log", yscale="log", xlabel="elements changed, %", ylabel="of the dense bytes, %"
-    )
-    right.set_title("Bytes of a sync against sending everything")
-    for axis in (left.xaxis, right.xaxis, right.yaxis):
-        axis.set_major_formatter("{x:g}")
-    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    return figure
-
-
-syncs = [found for run in masters.values() for found in run.synced.values()]
-show(draw_bytes(syncs))
-
-# %% [markdown]
-# The 16.9 M model, at 1e-6 and k = 1 (0.74 % changed): int32 + value 6.00, with zstd 4.91, u8 gap
-# + u8 step 2.40, with zstd 1.40 bytes a change.
-#
-# ## 7. What engines serve
+# ## 6. What engines serve
 #
 # Many engines serve quantized weights. A code has fewer bits than bf16, so that a step crosses its
 # midpoints more rarely: what is served changes far less than what is trained. `deltasync.quant`

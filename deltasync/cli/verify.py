@@ -88,7 +88,7 @@ def _compare(first: Checkpoint, second: Checkpoint) -> bool:
 
     with phases(first.num_bytes) as phase:
         advance = phase("comparing")
-        found = compare_checkpoints(first, second, encodings=False, advance=advance)
+        found = compare_checkpoints(first, second, advance=advance)
     different = {name: one.changed for name, one in found.items() if one.changed}
     numel = sum(one.numel for one in found.values())
     if different:

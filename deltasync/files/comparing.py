@@ -53,7 +53,6 @@ def compare_checkpoints(
     new: Checkpoint,
     *,
     exponents: bool = False,
-    encodings: bool = True,
     advance: Advance = lambda num_bytes: None,
 ) -> dict[str, Sparsity]:
     """Return how each tensor differs, by name.
@@ -62,7 +61,6 @@ def compare_checkpoints(
         old: What receivers hold.
         new: What they are to get.
         exponents: As in `sparsity`.
-        encodings: Likewise.
         advance: Called to report progress.
 
     Raises:
@@ -72,7 +70,7 @@ def compare_checkpoints(
 
     def measured(piece: Piece) -> Sparsity:
         before, after = (_elements(one, piece) for one in (old, new))
-        return sparsity(before, after, exponents=exponents, encodings=encodings)
+        return sparsity(before, after, exponents=exponents)
 
     found = {name: Sparsity() for name in old.specs}
     for piece, one in _by_piece(measured, (old, new), advance):

@@ -30,9 +30,9 @@ def test_pieces_make_the_whole(
         patched.setattr(comparing, "_RELEASED", 2)
         before = Checkpoint(save(old, Path(folder) / "old"))
         after = Checkpoint(save(dict(reversed(new.items())), Path(folder) / "new"))
-        found = compare_checkpoints(before, after, encodings=False, advance=done.append)
+        found = compare_checkpoints(before, after, advance=done.append)
     assert sum(done) == before.num_bytes
     for name, one in found.items():
-        whole = sparsity(old[name], new[name], encodings=False)
+        whole = sparsity(old[name], new[name])
         assert (one.numel, one.changed) == (whole.numel, whole.changed)
         assert np.array_equal(one.steps, whole.steps)
