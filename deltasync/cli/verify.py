@@ -55,8 +55,8 @@ def _verify_frames(path: Path) -> None:
     frames = f"{check.num_frames:,} sound frames"
     console.print(f"patch file, {size(check.num_bytes)}, {frames}", soft_wrap=True)
     if (fault := check.fault) is not None:
-        where = f"damaged frame at byte {fault.offset:,}, rule {fault.rules}"
-        console.print(f"{where}: {fault.error}: {fault.reason}", style="red", soft_wrap=True)
+        said = f"damaged frame at byte {check.offset:,}: {type(fault).__name__}: {fault}"
+        console.print(said, style="red", soft_wrap=True)
         raise typer.Exit(FAILED)
 
 
