@@ -121,14 +121,6 @@ class Checkpoint:
         data = torch.frombuffer(place.memory, dtype=torch.uint8, count=count, offset=place.offset)
         return data.view(torch_dtype(spec.dtype)).view(spec.shape)
 
-    def release(self) -> None:
-        """Release the memory that tensors were read into; the next access reads them again.
-
-        What was written into them is lost, unless it is `writable`.
-        """
-        for memory in self._memories:
-            memory.madvise(mmap.MADV_DONTNEED)
-
     def flush(self) -> None:
         """Wait until what was written is on disk."""
         for memory in self._memories:

@@ -240,12 +240,11 @@ def frames_along(
     merged, digest = Merged(flats, specs), int(target.digest, 16)
     for step, folder in zip(route.steps, folders, strict=True):
         if step.base is None:
-            anchor = checkpoint_of(folder)
-            merged = Merged(of_anchor(anchor, specs, flats.keys()), specs)
+            merged = Merged(of_anchor(checkpoint_of(folder), specs, flats.keys()), specs)
         else:
             merged.add(frames_of(step, folder))
     if route.base is None:
-        plan = plan_of_anchor(merged, anchor, digest=digest)
+        plan = plan_of_anchor(merged, digest=digest)
     else:
         plan = plan_of_deltas(merged, base_version=route.base.version, digest=digest)
     return one_way_frames(

@@ -294,12 +294,11 @@ def plan_of_deltas(merged: Merged, *, base_version: int, digest: int) -> Plan:
     return Plan(merged.space, buckets, Stated(digest), base_version=base_version)
 
 
-def plan_of_anchor(merged: Merged, anchor: Checkpoint, *, digest: int) -> Plan:
+def plan_of_anchor(merged: Merged, *, digest: int) -> Plan:
     """All of an anchor's weights that are wanted, with the deltas after it. Memory: one payload.
 
     Args:
         merged: The deltas, over the anchor.
-        anchor: The anchor.
         digest: State digest of the version.
     """
     space = merged.space
@@ -311,17 +310,16 @@ def plan_of_anchor(merged: Merged, anchor: Checkpoint, *, digest: int) -> Plan:
         step = max(1, _BUCKET_BYTES // (TILE * section.item_size + 4 * ALIGNMENT))
         for low in range(0, len(tiles), step):
             some = tiles[low : low + step]
-            sizes, pack = whole_sizes(space, some), partial(_pack_anchor, merged, anchor, some)
+            sizes, pack = whole_sizes(space, some), partial(_pack_anchor, merged, some)
             buckets.append(Bucket(sizes, torch.device("cpu"), partial(_pack, sizes, pack)))
     return Plan(space, buckets, Stated(digest))
 
 
-def _pack_anchor(merged: Merged, anchor: Checkpoint, tiles: Ints, into: Changes) -> None:
+def _pack_anchor(merged: Merged, tiles: Ints, into: Changes) -> None:
     _put(into.tiles, tiles)
     for run in Table(merged.space, into).runs():
         flat = merged.flats[int(merged.space.parameter[run.share])]
         into.whole[run.there] = flat.read(run.start, run.stop)
-    anchor.release()
 
 
 def _pack(
