@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from importlib.util import find_spec
@@ -76,9 +75,7 @@ def all_checks() -> Iterator[Check]:
     """Yield every row in order. The trials run while the first rows are made."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     with ExitStack() as running:
-        names = _trials(num_gpus)
-        with _without_interrupts():
-            trials = {name: running.enter_context(Trial(name)) for name in names}
+        trials = {name: running.enter_context(Trial(name)) for name in _trials(num_gpus)}
         deadline = time.monotonic() + TRIAL_TIMEOUT_S
         yield _at_least("Python", "{}.{}.{}".format(*sys.version_info), OLDEST_PYTHON)
         yield _at_least("torch", torch.__version__, OLDEST_TORCH)
@@ -90,24 +87,6 @@ def all_checks() -> Iterator[Check]:
         yield _link(link, num_gpus, problems)
     yield from map(engine_check, ENGINES)
     yield _plugin()
-
-
-@contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """Keep a Ctrl-C until the end of the block, and from processes that begin within it.
-
-    These inherit the mask, which no other thread of this process has.
-    """
-    handler, came = signal.getsignal(signal.SIGINT), list[object]()
-    signal.signal(signal.SIGINT, lambda *what: came.append(what))
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        signal.signal(signal.SIGINT, handler)
-    if came:
-        signal.raise_signal(signal.SIGINT)
 
 
 def _trials(num_gpus: int) -> list[str]:
