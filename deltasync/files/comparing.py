@@ -38,7 +38,7 @@ def no_phase(_: str, __: int) -> Advance:
 def compare_checkpoints(
     old: Checkpoint, new: Checkpoint, *, advance: Advance = lambda num_bytes: None
 ) -> dict[str, Sparsity]:
-    """Return how each tensor differs, by name. Exponents are not counted.
+    """Return how each tensor differs, by name.
 
     Args:
         old: What receivers hold.
@@ -51,7 +51,7 @@ def compare_checkpoints(
     check_same_tensors(old.specs, new.specs)
 
     def measured(name: str) -> Sparsity:
-        return sparsity(old.tensor(name), new.tensor(name), exponents=False)
+        return sparsity(old.tensor(name), new.tensor(name))
 
     found = dict[str, Sparsity]()
     for name, one in in_threads(measured, old.specs):

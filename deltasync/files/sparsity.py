@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deltasync.delta.bits import Flat, dtype_of, torch_dtype
+from deltasync.delta.bits import Flat, dtype_of
 from deltasync.delta.host import Bits
 from deltasync.delta.kernels.host import changed, unsigned
 from deltasync.delta.patch import CHUNK_NUMEL
@@ -24,7 +23,6 @@ Counts: TypeAlias = NDArray[np.signedinteger]
 MAX_STEP = 128
 """Steps of so many ULPs and more are counted together."""
 
-_EXPONENTS = 256  # biased, of a float32
 _STEP = 16 * CHUNK_NUMEL  # elements counted at once: the more, the less their number costs
 
 
@@ -37,14 +35,11 @@ class Sparsity:
         changed: Elements whose bits differ.
         steps: int64[MAX_STEP + 1], changed elements by their distance in ULPs, the last for all
             that moved as far or further. -0.0 is one step below 0.0. Integers count as they are.
-        exponents: int64[2, 256]: elements, and changed ones, by the biased exponent that their old
-            value has as a float32 (127 for values in [1, 2)). Floating dtypes only.
     """
 
     numel: int = 0
     changed: int = 0
     steps: Counts = field(default_factory=lambda: np.zeros(MAX_STEP + 1, np.int64))
-    exponents: Counts = field(default_factory=lambda: np.zeros((2, _EXPONENTS), np.int64))
 
     @property
     def density(self) -> float:
@@ -56,18 +51,16 @@ class Sparsity:
             self.numel + other.numel,
             self.changed + other.changed,
             self.steps + other.steps,
-            self.exponents + other.exponents,
         )
 
 
-def sparsity(old: Tensor, new: Tensor, *, exponents: bool = True) -> Sparsity:
+def sparsity(old: Tensor, new: Tensor) -> Sparsity:
     """Compare two versions of a tensor bit for bit, chunk by chunk, wherever they live.
 
     Args:
         old: The version that a receiver holds.
         new: The one to come; of `old`'s dtype or of another floating dtype, which is then rounded
             to `old`'s. Same shape and device.
-        exponents: Count elements by exponent, which reads all of `old` once more.
 
     Raises:
         LayoutMismatch: The shapes differ.
@@ -88,7 +81,6 @@ def sparsity(old: Tensor, new: Tensor, *, exponents: bool = True) -> Sparsity:
             stop - start,
             len(positions),
             np.bincount(_steps(old_bits, new_bits, held.dtype), minlength=MAX_STEP + 1),
-            _exponents(before, positions, held.dtype) if exponents else Sparsity().exponents,
         )
     return total
 
@@ -98,13 +90,3 @@ def _steps(before: Bits, after: Bits, dtype: Dtype) -> Counts:
     old, new = (ordered(bits, dtype) for bits in (before, after))
     distances = np.maximum(old, new) - np.minimum(old, new)
     return np.minimum(distances, MAX_STEP).astype(np.int64)
-
-
-def _exponents(bits: Tensor, changed: Tensor, dtype: Dtype) -> Counts:
-    """int64[2, 256]: of int[n] old bits, and of those at int32[k] positions; 0 without any."""
-    if not dtype.is_floating:
-        return Sparsity().exponents
-    values = bits.view(torch_dtype(dtype)).float()
-    biased = (values.view(torch.int32) >> 23) & (_EXPONENTS - 1)
-    counts = [b.bincount(minlength=_EXPONENTS) for b in (biased, biased[changed])]
-    return torch.stack(counts).cpu().numpy()
