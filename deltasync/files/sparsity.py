@@ -89,4 +89,5 @@ def _steps(before: Bits, after: Bits, dtype: Dtype) -> Counts:
     """int64[k]: how far unsigned[k] bits are apart in ULPs, MAX_STEP at most."""
     old, new = (ordered(bits, dtype) for bits in (before, after))
     distances = np.maximum(old, new) - np.minimum(old, new)
-    return np.minimum(distances, MAX_STEP).astype(np.int64)
+    found: Counts = np.minimum(distances, MAX_STEP).astype(np.int64)
+    return found
