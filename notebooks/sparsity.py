@@ -209,13 +209,6 @@ def predicted(old, steps):
     return np.stack([np.bincount(biased.numpy(), rule.numpy(), 256) for rule in rules])
 
 
-def exponents_of(old, new):
-    """int[2, 256] by biased exponent of the old value: elements, and those that changed."""
-    biased = (old.float().view(torch.int32) >> 23) & 255
-    changed = biased[old.view(torch.int16) != new.view(torch.int16)]
-    return np.stack([np.bincount(some.numpy(), minlength=256) for some in (biased, changed)])
-
-
 def by_name(row):
     """The tensors that lie in a row."""
     parts = row.split([weight.numel() for weight in pretrained])
@@ -223,7 +216,7 @@ def by_name(row):
     return dict(zip(names, shaped, strict=True))
 
 
-# Matrices are served like this, as section 6 shows.
+# Matrices are served like this, as section 7 shows.
 FORMS = {
     "block FP8": BlockFp8(),
     "block FP8, ue8m0": BlockFp8("ue8m0"),
@@ -277,7 +270,6 @@ def measure(start, dtype, lr):
     first, last = by_name(versions[-2]), by_name(versions[-1])
     return SimpleNamespace(
         synced=synced,
-        exponents=sum(exponents_of(*pair) for pair in pairwise(versions[SETTLE:])),
         served=served_densities(versions) if dtype == torch.float32 else None,
         tensors={name: sparsity(first[name], last[name]) for name in names},
         by_step=[sparsity(*pair).density for pair in pairwise(versions)],
@@ -321,7 +313,7 @@ def show(figure, name=None):
     plt.show()
 
 
-def draw_threshold(elements, runs, colours):
+def draw_threshold(found, runs, colours):
     """Half a ULP by weight against AdamW's steps; below it where the weights are."""
     figure, (top, bottom) = plt.subplots(2, sharex=True, height_ratios=(3, 1.2), figsize=(8.5, 5.4))
     edges = np.arange(-18, 3)
@@ -338,7 +330,7 @@ def draw_threshold(elements, runs, colours):
         top.plot(0.3 + 0.6 * place, middle, "o", color="white", ms=4)
     top.set(yscale="log", ylim=(2e-9, 3e-4), ylabel="size of a step")
     top.set_title("A step from a bf16 number changes it only above the stairs")
-    shares = elements[edges[:-1] + 127] / elements.sum()
+    shares = found.exponents[0, edges[:-1] + 127] / found.exponents[0].sum()
     bottom.bar(edges[:-1] + 0.5, 100 * shares, width=0.9, color=GREY)
     bottom.set(xlabel="|weight|", ylabel="weights, %", xlim=(-18, 2))
     bottom.set_xticks(edges[::2], map(power, edges[::2]))
@@ -346,7 +338,7 @@ def draw_threshold(elements, runs, colours):
 
 
 shown = {lr: masters[lr] for lr in (1e-7, 1e-6, 1e-5)}
-figure = draw_threshold(masters[1e-6].exponents[0], shown, (SKY, BLUE, ORANGE))
+figure = draw_threshold(masters[1e-6].synced[1], shown, (SKY, BLUE, ORANGE))
 show(figure, "sparsity-threshold")
 
 # %% [markdown]
@@ -371,14 +363,14 @@ print(f"|step| / lr: 10 % under {low:.2f}, median {middle:.2f}, 90 % under {high
 def draw_exponents(found, chances=None, least=2e-5):
     """Shares that changed, by exponent of the old value; dashed what the chance predicts."""
     figure, (top, bottom) = plt.subplots(2, sharex=True, height_ratios=(3, 1.2), figsize=(8.5, 5))
-    elements = sum(one[0] for one in found.values())
+    elements = sum(one.exponents[0] for one in found.values())
     common = np.flatnonzero(elements > least * elements.sum())
     for (label, one), colour in zip(found.items(), (SKY, BLUE, ORANGE, RED), strict=False):
-        share = 100 * one[1] / np.maximum(one[0], 1)
+        share = 100 * one.exponents[1] / np.maximum(one.exponents[0], 1)
         some = common[share[common] > 0]
         top.plot(some - 127, share[some], "o-", ms=4, color=colour, label=label)
         if chances:
-            expected = 100 * chances[label] / np.maximum(one[0], 1)
+            expected = 100 * chances[label] / np.maximum(one.exponents[0], 1)
             top.plot(common - 127, expected[common], "--", lw=1, color=colour)
     if chances:
         top.plot([], [], "--", lw=1, color=GREY, label="chance: |step| / ULP")
@@ -396,13 +388,13 @@ def draw_exponents(found, chances=None, least=2e-5):
 
 shown = {f"lr {rate(lr)}": masters[lr] for lr in (1e-7, 1e-6, 1e-5)}
 figure = draw_exponents(
-    {label: run.exponents for label, run in shown.items()},
+    {label: run.synced[1] for label, run in shown.items()},
     {label: run.rules[SETTLE:, 0].sum(0) for label, run in shown.items()},
 )
 show(figure, "sparsity-exponents")
 
 # %%
-changes = masters[1e-6].exponents
+changes = masters[1e-6].synced[1].exponents
 small = changes[0].cumsum() <= 0.01 * changes[0].sum()
 share = changes[1][small].sum() / changes[1].sum()
 held = changes[0][small].sum() / changes[0].sum()
@@ -553,7 +545,58 @@ show(draw_layers(masters[1e-6].tensors, title))
 
 
 # %% [markdown]
-# ## 6. What engines serve
+# ## 6. Bytes
+#
+# What the changes take, each encoding with the density at which it meets the dense one. deltasync
+# sends u16 places in tiles of 4,096 elements and new values, 4 bytes a change and 6 a tile, or a
+# whole tile where that is shorter.
+
+# %%
+ENCODINGS = {  # (colour, line)
+    "int32 + value": (BLUE, "-"),
+    "int32 + value, zstd": (BLUE, "--"),
+    "u16 gap + value": (ORANGE, "-"),
+    "u16 gap + value, zstd": (ORANGE, "--"),
+    "u8 gap + u8 step": (GREEN, "-"),
+    "u8 gap + u8 step, zstd": (GREEN, "--"),
+    "bitmap + value": (PURPLE, "-."),
+}
+
+
+def draw_bytes(syncs):
+    """Bytes a change, and of a sync against the whole model's, by density."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 5))
+    syncs = sorted(syncs, key=lambda one: one.density)
+    density = np.array([one.density for one in syncs])
+    dense = np.array([one.encodings["dense"] for one in syncs])
+    for name, (colour, line) in ENCODINGS.items():
+        sizes = np.array([one.encodings[name] for one in syncs])
+        changed = np.array([one.changed for one in syncs])
+        left.plot(100 * density, sizes / changed, line, color=colour, label=name)
+        right.plot(100 * density, 100 * sizes / dense, line, color=colour)
+    right.axhline(100, color="black")
+    right.text(100 * density[0], 110, "dense", va="bottom")
+    left.set(xscale="log", xlabel="elements changed, %", ylabel="bytes for a changed element")
+    left.set_ylim(0, 12)
+    left.set_title("Bytes of a change")
+    right.set(
+        xscale="log", yscale="log", xlabel="elements changed, %", ylabel="of the dense bytes, %"
+    )
+    right.set_title("Bytes of a sync against sending everything")
+    for axis in (left.xaxis, right.xaxis, right.yaxis):
+        axis.set_major_formatter("{x:g}")
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    return figure
+
+
+syncs = [found for run in masters.values() for found in run.synced.values()]
+show(draw_bytes(syncs))
+
+# %% [markdown]
+# The 16.9 M model, at 1e-6 and k = 1 (0.74 % changed): int32 + value 6.00, with zstd 4.91, u8 gap
+# + u8 step 2.40, with zstd 1.40 bytes a change.
+#
+# ## 7. What engines serve
 #
 # Many engines serve quantized weights. A code has fewer bits than bf16, so that a step crosses its
 # midpoints more rarely: what is served changes far less than what is trained. `deltasync.quant`

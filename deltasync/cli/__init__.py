@@ -9,8 +9,17 @@ import sys
 from deltasync.cli.ending import exit_code
 from deltasync.cli.signals import INTERRUPTED, handle_signals, interruption
 
-COMMANDS = ("apply", "demo", "diff", "doctor", "fetch", "log", "report", "verify")
-"""Each is a function in a module of its name."""
+COMMANDS = {
+    "apply": ("deltasync.files.patch_file",),
+    "demo": ("deltasync.demo.trainer", "deltasync.demo.report"),
+    "diff": ("deltasync.files.patch_file", "deltasync.files.sparsity"),
+    "doctor": ("deltasync.cli.probes.checks",),
+    "fetch": ("deltasync.store.checkpoints",),
+    "log": ("deltasync.store.catalogue",),
+    "report": ("deltasync.observe.report",),
+    "verify": ("deltasync.files.comparing",),
+}
+"""By name: each command is a function in a module of this name; these modules it needs first."""
 
 
 def main() -> None:

@@ -22,8 +22,9 @@ def demo(
     ] = 1e-6,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder for a run log, and first and last weights."),
+        typer.Option(help="Folder for records, a run log, and first and last weights."),
     ] = None,
+    quick: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Train a small policy by GRPO, with rollouts in another process.
 
@@ -42,7 +43,9 @@ def demo(
     if out is not None and log is not None:
         out.mkdir(parents=True, exist_ok=True)
         write_output(log, b"")
-    config = DemoConfig(steps=steps, seed=seed, learning_rate=lr, log=log)
+    config = (DemoConfig.quick if quick else DemoConfig)(
+        steps=steps, seed=seed, learning_rate=lr, log=log
+    )
     console = Console(highlight=False)
     shown = Report(console)
     try:
@@ -51,6 +54,6 @@ def demo(
         raise typer.Exit(report(error, FAILED)) from None
     print_summary(console, summary, shown.records)
     if out is not None:
-        write_files(out, shown)
+        write_files(out, shown, summary)
     if not summary.bit_identical:
         raise typer.Exit(FAILED)

@@ -39,7 +39,7 @@ def diff(
         refuse_existing(out)
     before, after, patch = Checkpoint(old), Checkpoint(new), None
     with phases(before.num_bytes) as phase:
-        tensors = compare_checkpoints(before, after, advance=phase("comparing"))
+        tensors = compare_checkpoints(before, after, encodings=False, advance=phase("comparing"))
         if out is not None:
             patch = write_patch(before, after, out, phase=phase)
     total = sum(tensors.values(), Sparsity())

@@ -15,18 +15,21 @@ _ENDINGS = (signal.SIGHUP, signal.SIGTERM)
 
 
 class _Interruption:
-    """The handler of Ctrl-C.
+    """The handler of Ctrl-C: it ends the process before the command begins, and raises afterwards.
 
     Raising alone is not enough: imports and C code turn KeyboardInterrupt into other exceptions, or
     print it and continue. A second Ctrl-C ends the process at once.
 
     Attributes:
+        has_begun: Whether there may be something to clean up.
         has_come: Whether Ctrl-C came, even if its KeyboardInterrupt was lost.
     """
 
-    has_come = False
+    has_begun = has_come = False
 
     def __call__(self, *_: object) -> None:
+        if not self.has_begun:
+            os._exit(INTERRUPTED)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         self.has_come = True
         # Python would print an interrupt in a destructor or a thread.

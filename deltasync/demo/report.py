@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, median, stdev
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 
 from deltasync import SyncStats
-from deltasync.files.output import appearing
+from deltasync.files.output import appearing, write_output
+
+_OF_STATS = (
+    *("version", "kind", "nnz", "numel", "density", "payload_bytes", "dense_bytes"),
+    *("diff_s", "transfer_s", "commit_s"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +35,11 @@ class VersionRecord:
     stats: SyncStats
     reward: float
     verified: bool
+
+    def as_json(self) -> dict[str, Any]:
+        """What is written of it."""
+        found = {name: getattr(self.stats, name) for name in _OF_STATS}
+        return found | {"reward": self.reward, "verified": self.verified}
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +168,14 @@ def _delta_lines(deltas: Sequence[SyncStats]) -> list[tuple[str, str]]:
     ]
 
 
-def write_files(folder: Path, report: Report) -> None:
-    """Write the checkpoints into `folder`, which exists."""
+def write_files(folder: Path, report: Report, summary: Summary) -> None:
+    """Write records.jsonl, summary.json and checkpoints into `folder`, which exists."""
     from safetensors.torch import save_file
 
+    lines = "".join(json.dumps(record.as_json()) + "\n" for record in report.records)
+    write_output(folder / "records.jsonl", lines.encode("ascii"))
+    text = json.dumps(asdict(summary), indent=2) + "\n"
+    write_output(folder / "summary.json", text.encode("ascii"))
     for name, tensors in report.checkpoints.items():
         with appearing(folder / f"{name}.safetensors", replaces=True) as made:
             save_file(tensors, made)

@@ -64,6 +64,19 @@ class DemoConfig:
     num_evaluation_prompts: int = 512
     log: Path | None = None
 
+    @classmethod
+    def quick(cls, **changes: Any) -> Self:
+        """A policy and a task so small that a run takes seconds: for tests."""
+        small: dict[str, Any] = {
+            "task": SortTask(num_digits=4),
+            "size": PolicySize(width=64, num_heads=2, num_layers=2),
+            "warm_up_steps": 60,
+            "warm_up_learning_rate": 2e-3,
+            "num_prompts": 8,
+            "num_evaluation_prompts": 256,
+        }
+        return cls(**(small | changes))
+
 
 class RolloutProcess:
     """Process B, and what A asks it. It ends with the block, however the block ends.

@@ -23,8 +23,10 @@ from deltasync.wire.messages import ParameterSpec, limit_broken
 
 INDEX = "model.safetensors.index.json"
 _SHOWN = 80  # characters of a name that may be of any length
+_PICKLED, _ZIP = {".bin", ".pt", ".pth", ".ckpt"}, b"PK\x03\x04"
+_PROTOCOLS = (b"\x02", b"\x03", b"\x04", b"\x05")  # of pickles, after "\x80"
 _CONVERT = (
-    "convert what torch.save wrote: "
+    "deltasync unpickles nothing, convert it: "
     "safetensors.torch.save_file(torch.load(file, weights_only=True), 'model.safetensors')"
 )
 _LENGTH_BYTES = 8  # a file begins with the length of its header
@@ -119,6 +121,14 @@ class Checkpoint:
         data = torch.frombuffer(place.memory, dtype=torch.uint8, count=count, offset=place.offset)
         return data.view(torch_dtype(spec.dtype)).view(spec.shape)
 
+    def release(self) -> None:
+        """Release the memory that tensors were read into; the next access reads them again.
+
+        What was written into them is lost, unless it is `writable`.
+        """
+        for memory in self._memories:
+            memory.madvise(mmap.MADV_DONTNEED)
+
     def flush(self) -> None:
         """Wait until what was written is on disk."""
         for memory in self._memories:
@@ -168,7 +178,9 @@ def _all_files(path: Path) -> tuple[Path, ...]:
         return (path,)
     if files := tuple(sorted(path.glob("*.safetensors"))):
         return files
-    raise ConfigError(f"{path}: a folder without safetensors files; {_CONVERT}")
+    pickled = sorted(file.name for file in path.iterdir() if file.suffix in _PICKLED)
+    why = f": {pickled[0]} is a pickle; {_CONVERT}" if pickled else ""
+    raise ConfigError(f"{path}: a folder without safetensors files{why}")
 
 
 def _mapped(file: Path, *, writable: bool) -> mmap.mmap:
@@ -216,9 +228,19 @@ def _header(file: Path) -> Iterable[tuple[str, Dtype, tuple[int, ...]]]:
                 entry = opened.get_slice(name)
                 yield name, _dtype_of(file, name, entry.get_dtype()), tuple(entry.get_shape())
     except (SafetensorError, OSError) as error:
-        raise ConfigError(
-            f"{file}: not a safetensors file, or damaged: {error}; {_CONVERT}"
-        ) from error
+        if _is_pickle(file):
+            raise ConfigError(f"{file}: a pickle, as torch.save writes it; {_CONVERT}") from None
+        raise ConfigError(f"{file}: not a safetensors file, or damaged: {error}") from error
+
+
+def _is_pickle(file: Path) -> bool:
+    """Whether a file that is not safetensors looks like, or is named like, one of torch.save."""
+    with file.open("rb") as opened:
+        begin = opened.read(_LENGTH_BYTES + 1)
+    if begin[_LENGTH_BYTES:] == b"{":  # a damaged header of safetensors
+        return False
+    is_protocol = begin[:1] == b"\x80" and begin[1:2] in _PROTOCOLS
+    return file.suffix in _PICKLED or begin.startswith(_ZIP) or is_protocol
 
 
 def _dtype_of(file: Path, name: str, dtype: str) -> Dtype:

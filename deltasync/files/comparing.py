@@ -1,9 +1,10 @@
-"""Comparison of two checkpoints in two threads; nothing is kept in memory."""
+"""Comparison of two checkpoints, piece by piece in two threads; nothing is kept in memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -24,6 +25,8 @@ Advance = Callable[[int], None]
 Phase = Callable[[str, int], Advance]
 """Called with the name of a phase and its total; returns what to call with its progress."""
 
+_PIECE_BYTES = 16 << 20  # of one checkpoint
+_RELEASED = 8  # pieces after which memory is released
 _THREADS = 2
 
 _Item = TypeVar("_Item")
@@ -35,14 +38,31 @@ def no_phase(_: str, __: int) -> Advance:
     return lambda done: None
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of elements of one tensor."""
+
+    name: str
+    start: int
+    stop: int
+    num_bytes: int
+
+
 def compare_checkpoints(
-    old: Checkpoint, new: Checkpoint, *, advance: Advance = lambda num_bytes: None
+    old: Checkpoint,
+    new: Checkpoint,
+    *,
+    exponents: bool = False,
+    encodings: bool = True,
+    advance: Advance = lambda num_bytes: None,
 ) -> dict[str, Sparsity]:
     """Return how each tensor differs, by name.
 
     Args:
         old: What receivers hold.
         new: What they are to get.
+        exponents: As in `sparsity`.
+        encodings: Likewise.
         advance: Called to report progress.
 
     Raises:
@@ -50,13 +70,13 @@ def compare_checkpoints(
     """
     check_same_tensors(old.specs, new.specs)
 
-    def measured(name: str) -> Sparsity:
-        return sparsity(old.tensor(name), new.tensor(name))
+    def measured(piece: Piece) -> Sparsity:
+        before, after = (_elements(one, piece) for one in (old, new))
+        return sparsity(before, after, exponents=exponents, encodings=encodings)
 
-    found = dict[str, Sparsity]()
-    for name, one in in_threads(measured, old.specs):
-        found[name] = one
-        advance(old.specs[name].numel * old.specs[name].dtype.item_size)
+    found = {name: Sparsity() for name in old.specs}
+    for piece, one in _by_piece(measured, (old, new), advance):
+        found[piece.name] += one
     return found
 
 
@@ -73,9 +93,11 @@ def measure_digests(checkpoint: Checkpoint, *, advance: Advance = lambda num_byt
         space.chunk, space.numel * space.item_size[space.share], space.num_chunks
     )
     groups = np.array_split(np.arange(space.num_chunks), max(1, space.num_chunks // 8))
-    for group, sums in in_threads(held.measure, groups):
+    for number, (group, sums) in enumerate(in_threads(held.measure, groups)):
         ledger.sums[group] = sums
         advance(int(num_bytes[group].sum()))
+        if number % _RELEASED == 0:
+            checkpoint.release()
     return ledger
 
 
@@ -97,3 +119,26 @@ def in_threads(
     chosen = list(items)
     with ThreadPoolExecutor(_THREADS) as pool:
         yield from zip(chosen, pool.map(work, chosen), strict=True)
+
+
+def _by_piece(
+    work: Callable[[Piece], _Found], checkpoints: tuple[Checkpoint, Checkpoint], advance: Advance
+) -> Iterator[tuple[Piece, _Found]]:
+    for number, (piece, found) in enumerate(in_threads(work, _pieces(checkpoints[0]))):
+        yield piece, found
+        advance(piece.num_bytes)
+        if number % _RELEASED == 0:
+            for checkpoint in checkpoints:
+                checkpoint.release()
+
+
+def _pieces(checkpoint: Checkpoint) -> Iterator[Piece]:
+    for name, spec in checkpoint.specs.items():
+        step = _PIECE_BYTES // spec.dtype.item_size
+        for start in range(0, spec.numel, step):
+            stop = min(start + step, spec.numel)
+            yield Piece(name, start, stop, (stop - start) * spec.dtype.item_size)
+
+
+def _elements(checkpoint: Checkpoint, piece: Piece) -> Tensor:
+    return checkpoint.tensor(piece.name).view(-1)[piece.start : piece.stop]

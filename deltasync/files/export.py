@@ -9,7 +9,7 @@ from pathlib import Path
 from deltasync.delta.bits import Live
 from deltasync.errors import ConfigError, LayoutMismatch
 from deltasync.files.checkpoint import Checkpoint
-from deltasync.files.comparing import check_digest
+from deltasync.files.comparing import Advance, Phase, check_digest, no_phase
 from deltasync.files.output import appearing, flush_to_disk, refuse_existing
 from deltasync.files.shards import shards_of
 from deltasync.sync.receiver import WeightReceiver
@@ -44,6 +44,7 @@ def export_weights(
     path: str | Path,
     *,
     shard_bytes: int = _SHARD_BYTES,
+    phase: Phase = no_phase,
 ) -> Exported:
     """Write the version that a receiver holds as a safetensors checkpoint.
 
@@ -60,6 +61,7 @@ def export_weights(
             thread, and its trainer may be gone.
         path: The new folder. It appears when everything is written, or not at all.
         shard_bytes: Size of a file; a larger tensor has a file of its own.
+        phase: Called to report progress.
 
     Raises:
         DirtyReceiver: The weights may mix two versions.
@@ -77,16 +79,17 @@ def export_weights(
             specs, flats = [share.spec for share in live.space.given], live.flats
             check_whole(specs, flats)
             digest = live.ledger.total
-            files = _write(specs, flats, made, shard_bytes=shard_bytes)
+            num_bytes = sum(spec.numel * spec.dtype.item_size for spec in specs)
+            advance = phase("writing", num_bytes)
+            files = _write(specs, flats, made, shard_bytes=shard_bytes, advance=advance)
             stream_id, version = held.stream_id, held.version
         fault = "something else wrote the weights (call the receiver's invalidate), or the disk"
-        written = Checkpoint(made)
-        check_digest(written, digest, fault)
+        check_digest(Checkpoint(made), digest, fault, phase=phase)
     return Exported(
         stream_id=stream_id,
         version=version,
         digest=digest,
-        num_bytes=written.num_bytes,
+        num_bytes=num_bytes,
         num_tensors=len(specs),
         files=tuple(out / name for name in files),
     )
@@ -108,6 +111,7 @@ def _write(
     folder: Path,
     *,
     shard_bytes: int,
+    advance: Advance,
 ) -> list[str]:
     """Write the files of a checkpoint. Returns the names of those that hold tensors."""
     if shard_bytes < 1:
@@ -115,14 +119,16 @@ def _write(
     shards = shards_of(specs, max_bytes=shard_bytes)
     for shard in shards:
         pieces = shard.pieces(specs, lambda number, start, stop: flats[number].read(start, stop))
-        _write_file(folder / shard.name, pieces)
+        _write_file(folder / shard.name, pieces, advance)
     flush_to_disk(folder)
     return [shard.name for shard in shards if shard.numbers]
 
 
-def _write_file(path: Path, pieces: Iterable[memoryview]) -> None:
+def _write_file(path: Path, pieces: Iterable[memoryview], advance: Advance) -> None:
     with path.open("xb") as file:
-        file.writelines(pieces)
+        for piece in pieces:
+            file.write(piece)
+            advance(len(piece))
     flush_to_disk(path)
 
 

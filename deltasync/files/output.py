@@ -10,7 +10,6 @@ There is one way for all of them:
 - A link is not replaced, and not followed to a file, so nobody can lead a write elsewhere. Only a
   run log, which is continued, follows links, as a shell's `>>` does.
 - A device or pipe is written into by `write_output`, also behind a link such as /dev/stdout.
-- Who else may write into the folder beside is trusted not to rename what is being made there.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from deltasync.errors import ConfigError
 
@@ -68,13 +67,9 @@ def appearing(path: Path, *, replaces: bool = False) -> Iterator[Path]:
             be written there.
     """
     _check_place(path, replaces=replaces)
-    prefix = f".{path.name[:50]}."
     try:
-        with (
-            TemporaryDirectory(None, prefix, path.parent, ignore_cleanup_errors=True) as folder,
-            _synced(path.parent),
-        ):
-            made = Path(folder, path.name)
+        with _folder_beside(path) as folder, _synced(path.parent):
+            made = folder / path.name
             yield made
             if (permissions := _check_place(path, replaces=replaces)) is not None:
                 made.chmod(permissions)
@@ -141,6 +136,34 @@ def _write_into(path: Path, data: bytes) -> None:
 
 
 @contextmanager
+def _folder_beside(path: Path) -> Iterator[Path]:
+    """A new folder, by a name that leads to it whatever others do with the one that it was given.
+
+    Whoever may write beside it may rename it, and put a link to other files in its place.
+    """
+    try:
+        given = tempfile.mkdtemp(prefix=f".{path.name[:50]}.", dir=path.parent)
+    except OSError as error:
+        raise ConfigError(f"{path.parent}: {error.strerror or error}") from error
+    try:
+        descriptor = os.open(given, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            if os.fstat(descriptor).st_uid != os.geteuid() or os.listdir(descriptor):
+                raise ConfigError(f"{given} was replaced meanwhile: let nobody else write there")
+            held = Path(f"/proc/{os.getpid()}/fd/{descriptor}")
+            folder = held if held.exists() else Path(given)  # not every system has such names
+            try:
+                yield folder
+            finally:
+                _remove(folder)
+        finally:
+            os.close(descriptor)
+    finally:
+        with suppress(OSError):
+            os.rmdir(given)
+
+
+@contextmanager
 def _synced(folder: Path) -> Iterator[None]:
     """Make a rename inside survive a loss of power. If this is impossible, raises before it."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -149,3 +172,13 @@ def _synced(folder: Path) -> Iterator[None]:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder as far as possible, with one descriptor at a time: others may be used up."""
+    for found, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            with suppress(OSError):
+                os.unlink(os.path.join(found, name))
+        with suppress(OSError):
+            os.rmdir(found)

@@ -14,7 +14,7 @@ import torch
 from deltasync.delta.bits import Flat
 from deltasync.delta.changes import Changes
 from deltasync.delta.coding import Coding
-from deltasync.delta.detector import HostSnapshot
+from deltasync.delta.detector import HostSnapshot, Part
 from deltasync.delta.ledger import Ledger, digest_text
 from deltasync.delta.readers import WireReader
 from deltasync.delta.staging import Received
@@ -36,6 +36,7 @@ from deltasync.wire.messages import ParameterSpec
 
 _BUCKET_BYTES = 16 << 20
 _HELD_BYTES = 256 << 20  # changes that are kept; others are found a second time
+_RELEASED_BYTES = 64 << 20  # read of each checkpoint before memory is released
 _BASE, _VERSION = 0, 1
 
 
@@ -79,7 +80,8 @@ def write_patch(
     check_same_tensors(old.specs, new.specs)
     base = measure_digests(old, advance=phase("reading", old.num_bytes))
     readers = [WireReader.of(new.tensor(one.name), one.dtype, name=one.name) for one in old.layout]
-    plan = _OldFile(old, base).compare(
+    held = _OldFile(old, new, base, advance=phase("comparing", old.num_bytes))
+    plan = held.compare(
         readers,
         bucket_bytes=_BUCKET_BYTES,
         max_held_bytes=_HELD_BYTES,
@@ -247,11 +249,29 @@ def _reported(frames: Iterable[Frame], advance: Advance) -> Iterator[Frame]:
 
 
 class _OldFile(HostSnapshot):
-    """The old checkpoint as it lies in its file: nothing is copied, and it never advances."""
+    """The old checkpoint as it lies in its file: nothing is copied, and it never advances.
 
-    def __init__(self, old: Checkpoint, base: Ledger) -> None:
+    While it is compared, it releases the memory of both checkpoints behind itself.
+    """
+
+    def __init__(self, old: Checkpoint, new: Checkpoint, base: Ledger, *, advance: Advance) -> None:
         super().__init__(base.space, lines_of(old, base.space))
         self.ledger, self._sums = base, self._there(base.sums)
+        self._checkpoints, self._advance = (old, new), advance
+        self._unreleased = self._compared = 0
+
+    def part(self, low: int, high: int, *, only_counts: bool = False) -> list[Part]:
+        found, space = super().part(low, high, only_counts=only_counts), self.space
+        num_bytes = int((space.numel[low:high] * space.item_size[space.share[low:high]]).sum())
+        if low >= self._compared:  # others are compared a second time
+            self._compared = high
+            self._advance(num_bytes)
+        self._unreleased += num_bytes
+        if self._unreleased > _RELEASED_BYTES:
+            self._unreleased = 0
+            for checkpoint in self._checkpoints:
+                checkpoint.release()
+        return found
 
     def advance(self, changes: Changes) -> None:
         """Do nothing: no second delta is taken against it."""

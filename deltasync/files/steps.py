@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from deltasync.delta import gap
 from deltasync.delta.host import Bits
 from deltasync.dtypes import Dtype
@@ -51,6 +54,15 @@ def zigzag(new: Bits, old: Bits, dtype: Dtype) -> Bits:
 def stepped(zigzagged: Bits, old: Bits, dtype: Dtype) -> Bits:
     """unsigned[n]: the bits that are so far from `old`: the inverse of `zigzag`."""
     return unordered(gap.stepped(zigzagged, ordered(old, dtype)), dtype)
+
+
+def in_order(bits: Bits, dtype: Dtype) -> NDArray[np.signedinteger[Any]]:
+    """int32[n], or int64[n] of wide dtypes: `ordered` numbers whose differences are distances."""
+    numbers = ordered(bits, dtype)
+    if numbers.itemsize == 8:
+        wide: NDArray[np.int64] = (numbers ^ _sign_of(numbers)).view(np.int64)
+        return wide
+    return numbers.astype(np.int32 if numbers.itemsize <= 2 else np.int64)
 
 
 def _sign_of(bits: Bits) -> Any:

@@ -12,6 +12,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from importlib.resources import files
+from statistics import median, quantiles
 from string import Template
 
 import numpy as np
@@ -50,11 +51,35 @@ def make_page(run: Run, title: str) -> str:
 
 def _head(run: Run, title: str) -> str:
     parts = [_SOURCES[run.source]]
-    if rows := run.rows:
-        parts.append(f"{len(rows):,} versions, v{rows[0].version} to v{rows[-1].version}")
-        parts.append(f"{size(sum(row.sent for row in rows))}")
-        parts.append(f"{moment(rows[0].time)} to {moment(rows[-1].time)} UTC")
-    return f'<h1>{escaped(title)}</h1><p class="soft">{escaped("; ".join(parts))}</p>'
+    if run.rows:
+        parts.append(f"{moment(run.rows[0].time)} to {moment(run.rows[-1].time)} UTC")
+    tiles = "".join(
+        f"<div><dt>{name}</dt><dd>{escaped(value)}<small>{escaped(more)}</small></dd></div>"
+        for name, value, more in _facts(run)
+    )
+    soft = escaped("; ".join(parts))
+    return f'<h1>{escaped(title)}</h1><p class="soft">{soft}</p><dl class="tiles">{tiles}</dl>'
+
+
+def _facts(run: Run) -> Iterator[tuple[str, str, str]]:
+    """(name, value, more) of each tile."""
+    rows = run.rows
+    yield "Versions", f"{len(rows):,}", f"v{rows[0].version} to v{rows[-1].version}" if rows else ""
+    sent, dense = sum(row.sent for row in rows), sum(row.dense_bytes or 0 for row in rows)
+    more = f"{dense / sent:.3g}x less than all weights" if dense > 1.05 * sent > 0 else ""
+    yield "Bytes written" if run.source == "publish" else "Bytes to each receiver", size(sent), more
+    for name, shown, found in (
+        ("Density", percent, [row.density for row in rows]),
+        ("Pause", seconds, [row.pause for row in rows]),
+        ("Whole call", seconds, [row.total_s for row in rows]),
+    ):
+        if values := [value for value in found if value is not None]:
+            high = quantiles(values, n=100)[98] if len(values) > 1 else values[0]
+            yield f"{name}, median", shown(median(values)), f"99 %: {shown(high)}"
+    errors = ", ".join(f"{name} {number}" for name, number in run.failures.most_common(2))
+    yield "Failed syncs", f"{run.failures.total():,}", errors
+    yield "Receivers lost", f"{run.count('lost'):,}", ""
+    yield "Full syncs", f"{run.count('full sync'):,}", "of receivers that joined"
 
 
 def _notes(run: Run) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -120,9 +121,18 @@ class Run:
         return [line for line in self.lines if line.event == self.source]
 
     @cached_property
+    def failures(self) -> Counter[str]:
+        """Failed syncs by type of error."""
+        return Counter(line.error for line in self.lines if line.event == "failed")
+
+    @cached_property
     def happenings(self) -> list[Happening]:
         """What happened, in order."""
         return [one for line in self.lines for one in _happenings_of(line)]
+
+    def count(self, mark: Mark) -> int:
+        """How often something happened."""
+        return sum(each.mark == mark for each in self.happenings)
 
 
 def _happenings_of(line: Line) -> Iterator[Happening]:

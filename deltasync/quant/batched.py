@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deltasync.delta.bits import Flat
 from deltasync.delta.kernels.triton_base import TYPES
 from deltasync.delta.launches import there
 from deltasync.delta.tiles import Ints
@@ -52,9 +53,18 @@ class Totals:
         """Those of one form."""
         self._form, self._numbers = form, {id(one): nth for nth, one in enumerate(totals)}
         self.values = torch.empty((len(totals), 4), dtype=torch.float32, device=device)
-        self._weights = [one.tensor.detach() for total in totals for one in total.weights]
-        counts = [len(total.weights) for total in totals]
-        self._whose = there(np.repeat(np.arange(len(totals)), counts), device)
+        self._peaks = torch.zeros(len(totals), dtype=torch.int32, device=device)
+        self._launches: list[tuple[Tensor, Tensor, bool, bool]] = []
+        kinds: dict[tuple[bool, bool], list[tuple[int, int, int]]] = {}
+        for nth, total in enumerate(totals):
+            for weight in total.weights:
+                address, numel = weight.line.data_ptr(), weight.numel
+                kind = _is_wide(weight), (address | numel) % ALIGNMENT == 0
+                kinds.setdefault(kind, []).append((address, numel, nth))
+        for (is_wide, is_aligned), members in kinds.items():
+            addresses, numels, places = np.array(members, np.int64).T
+            table, matrix_of = _programs([addresses, numels], [places], -(-numels // _SPAN), device)
+            self._launches.append((table, matrix_of, is_wide, is_aligned))
 
     def address(self, total: Total) -> int:
         """Where the value of one stands; 0 if it is not computed here."""
@@ -63,11 +73,21 @@ class Totals:
 
     def compute(self) -> None:
         """Of the weights as they are now."""
+        self._peaks.zero_()
+        for table, matrix_of, is_wide, is_aligned in self._launches:
+            triton_quantize.find_peaks[(len(matrix_of),)](
+                table,
+                matrix_of,
+                self._peaks,
+                table.shape[1],
+                SPAN=_SPAN,
+                WIDE=is_wide,
+                ALIGNED=is_aligned,
+                num_warps=4,
+            )
         assert self._form.total_of is not None
-        largest = torch.stack(torch._foreach_norm(self._weights, torch.inf, dtype=torch.float32))
-        peaks = largest.new_zeros(len(self.values))
-        peaks.scatter_reduce_(0, self._whose, largest, "amax")
-        self.values[:, 0] = self._form.total_of(peaks.bfloat16())
+        peaks = self._peaks.to(torch.int16).view(torch.bfloat16)
+        self.values[:, 0] = self._form.total_of(peaks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,11 +227,7 @@ class Quantized:
             cols,
             first_word[shares],
         ]
-        table = np.stack(
-            [*before, np.cumsum(programs) - programs, _column(map(self._total, codes))]
-        )
-        whose = np.repeat(np.arange(len(codes), dtype=np.int32), programs)
-        return there(table, self._device), there(whose, self._device)
+        return _programs(before, [_column(map(self._total, codes))], programs, self._device)
 
     def _total(self, computation: Computation) -> int:
         """Where the scale of the whole stands; 0 if there is none."""
@@ -223,3 +239,16 @@ class Quantized:
 
 def _column(numbers: Iterable[int]) -> Ints:
     return np.array(list(numbers), np.int64)
+
+
+def _programs(
+    before: list[Ints], after: list[Ints], counts: Ints, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """A table on the device, with the first programs between two lists of rows; whose each is."""
+    table = np.stack([*before, np.cumsum(counts) - counts, *after])
+    whose = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    return there(table, device), there(whose, device)
+
+
+def _is_wide(weight: Flat) -> bool:
+    return weight.tensor.dtype == torch.float32

@@ -82,6 +82,8 @@ class ServedSource:
         is_part = held.size != held.shape
         if is_part and not held.numel:
             return
+        if is_part:
+            _check_part(entry, held, form)
         shared = Shared(form)
         if form.shares:
             together = siblings(entry.name, self._fused)
@@ -139,6 +141,15 @@ def _together(group: list[Matrix]) -> Iterator[tuple[str, Tensor]]:
         matrix.check()
         for suffix in matrix.parts:
             yield _named(matrix.name, suffix), matrix.served(suffix)
+
+
+def _check_part(entry: NamedTensor, held: ShardSpec, form: Form) -> None:
+    """Raise ConfigError, by name, for a part that is not quantized by what ranks agree on."""
+    if len(held.shape) != 2:
+        raise ConfigError(
+            f"{entry.name}: this rank holds {held.size} at {held.offset} of {held.shape}, and "
+            f"{form.name} is for matrices; split stacked ones by `name_map`"
+        )
 
 
 def _form_of(names: Sequence[str], shape: tuple[int, ...], forms: Forms) -> Form | None:

@@ -234,3 +234,27 @@ def compare_rows(
             TYPE, CODES, SPAN, FORM, ALIGNED,
         )  # fmt: skip
         begin += SPAN
+
+
+@triton.jit(do_not_specialize=["num_matrices"])
+def find_peaks(
+    table, matrix_of, peaks, num_matrices,
+    SPAN: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """The bfloat16 bits of the largest magnitudes of matrices, or of several that share one.
+
+    table: int64[4, num_matrices]: address of the weight; elements; first program; place in `peaks`.
+    matrix_of: int32[programs], whose each is.
+    peaks: int32[n], zeros at first.
+    """
+    program = tl.program_id(0)
+    at = table + tl.load(matrix_of + program)
+    weight, numel = tl.load(at), tl.load(at + num_matrices)
+    if ALIGNED:
+        numel = tl.multiple_of(numel, 16)
+    offsets = (program - tl.load(at + 2 * num_matrices)) * SPAN + tl.arange(0, SPAN)
+    bits = weights_at(weight, offsets, offsets < numel, WIDE, ALIGNED)
+    peak = tl.max(bits & 0x7FFF, axis=0).to(tl.int32)
+    to = peaks + tl.load(at + 3 * num_matrices)
+    if peak > tl.load(to):  # it only grows
+        tl.atomic_max(to, peak, sem="relaxed")

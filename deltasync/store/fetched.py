@@ -32,7 +32,7 @@ from deltasync.files.frame_file import FrameFile
 from deltasync.files.one_way import one_way_frames
 from deltasync.store.manifest import StoredFile, Way
 from deltasync.store.merged import Merged, of_anchor, plan_of_anchor, plan_of_deltas
-from deltasync.store.objects import Objects, started
+from deltasync.store.objects import ObjectFacts, Objects, started
 from deltasync.store.routes import Route, Step
 from deltasync.store.scratch import ScratchFolder
 from deltasync.transports.base import Frame
@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 Advance = Callable[[int], None]
 
 _FIRST_BYTES, _LEAST_BYTES = 1 << 18, 1 << 16  # of a part, while the link is not known
+_SPARED = 10  # an altered object is not fetched again for so many times as long as that took
 _SOON_S, _LATE_S, _LOOK_S = 0.5, 2.0, 0.1  # how long a part should take, and between two looks
 
 
@@ -111,6 +112,8 @@ class Fetched:
             raise ConfigError(f"{where}: {error.strerror or error}") from error
         self.path = self._scratch.path
         self._step = _FIRST_BYTES
+        self._facts: ObjectFacts | None = None  # of what is fetched
+        self._altered = dict[ObjectFacts | None, float]()  # not fetched again before that time
 
     def close(self) -> None:
         """Remove everything, or leave it to the next one with the label. Idempotent."""
@@ -158,6 +161,7 @@ class Fetched:
 
     def _is_fetched(self, file: StoredFile, made: Path, progress: Progress) -> bool:
         """Fetch what is missing of a file, and check all. False if what there was is of no use."""
+        began = time.monotonic()
         with made.open("a+b") as out:
             out.seek(0)
             sha256 = hashlib.file_digest(out, "sha256")
@@ -173,6 +177,7 @@ class Fetched:
             return True
         made.unlink()
         if not kept_bytes:
+            self._altered[self._facts] = (now := time.monotonic()) + _SPARED * (now - began)
             raise ObjectDamaged(f"{file.key} was altered: its SHA-256 is another")
         progress.advance(-max(kept_bytes, file.bytes), is_new=False)
         return False
@@ -184,6 +189,9 @@ class Fetched:
             missing = "is missing: somebody, perhaps gc, deleted it"
             what = missing if facts is None else f"has {facts.num_bytes} bytes"
             raise ObjectDamaged(f"{file.key} {what}; {file.bytes} bytes are expected")
+        if self._altered.get(facts, 0.0) > time.monotonic():
+            raise ObjectDamaged(f"{file.key} was altered, and has not been written since")
+        self._facts = facts
         flying, least_s = deque[Future[tuple[memoryview, float]]](), math.inf
         while flying or start < file.bytes:
             while start < file.bytes and len(flying) < self._objects.options.parallel:
@@ -232,11 +240,12 @@ def frames_along(
     merged, digest = Merged(flats, specs), int(target.digest, 16)
     for step, folder in zip(route.steps, folders, strict=True):
         if step.base is None:
-            merged = Merged(of_anchor(checkpoint_of(folder), specs, flats.keys()), specs)
+            anchor = checkpoint_of(folder)
+            merged = Merged(of_anchor(anchor, specs, flats.keys()), specs)
         else:
             merged.add(frames_of(step, folder))
     if route.base is None:
-        plan = plan_of_anchor(merged, digest=digest)
+        plan = plan_of_anchor(merged, anchor, digest=digest)
     else:
         plan = plan_of_deltas(merged, base_version=route.base.version, digest=digest)
     return one_way_frames(

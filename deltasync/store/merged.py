@@ -77,15 +77,19 @@ class Layer:
     """Other bits of some elements of one item size.
 
     Attributes:
-        codes: int[n], increasing: TILE * tile + place of the elements.
+        codes: int[n], increasing: TILE * tile + place of elements outside whole tiles.
         bits: unsigned[n]: of these.
+        tiles: int64[m], increasing: tiles of TILE elements that are here whole.
+        whole: unsigned[m, TILE]: of these.
     """
 
     def __init__(self, space: Space, item_size: int) -> None:
-        self._space = space
+        self._space, kind = space, np.dtype(f"u{item_size}")
         is_small = len(space) * TILE <= 1 << 32
         self.codes: NDArray[Any] = np.zeros(0, np.uint32 if is_small else np.int64)
-        self.bits: Bits = np.zeros(0, f"u{item_size}")
+        self.bits: Bits = np.zeros(0, kind)
+        self.tiles: Ints = np.zeros(0, np.int64)
+        self.whole: Bits = np.zeros((0, TILE), kind)
 
     def add(self, parts: Sequence[tuple[Table, Changes]], is_held: NDArray[np.bool_]) -> None:
         """Put a delta over this.
@@ -94,69 +98,91 @@ class Layer:
             parts: Its payloads, in order.
             is_held: bool[parameters]: of which it is wanted.
         """
-        codes, bits = (np.concatenate(c) for c in zip(*map(self._columns, parts), strict=True))
-        kept = is_held[self._space.parameter[self._space.share[codes // TILE]]]
-        if not kept.all():
-            codes, bits = codes[kept], bits[kept]
-        self.codes, self.bits = _laid(self.codes, self.bits, codes.astype(self.codes.dtype), bits)
+        codes, bits, tiles, rows = (
+            np.concatenate(c) for c in zip(*map(self._columns, parts), strict=True)
+        )
+        kept, kept_tiles = self._of(codes // TILE, is_held), self._of(tiles, is_held)
+        if not (kept.all() and kept_tiles.all()):
+            codes, bits, tiles, rows = codes[kept], bits[kept], tiles[kept_tiles], rows[kept_tiles]
+        at, inside = _found(self.tiles, codes // TILE)
+        self.whole[at[inside], codes[inside] % TILE] = bits[inside]
+        replaced = _found(tiles, self.codes // TILE)[1]
+        if replaced.any():
+            self.codes, self.bits = self.codes[~replaced], self.bits[~replaced]
+        codes, bits = codes[~inside].astype(self.codes.dtype), bits[~inside]
+        self.codes, self.bits = _laid(self.codes, self.bits, codes, bits)
+        self.tiles, self.whole = _laid(self.tiles, self.whole, tiles, rows)
 
     def at(self, codes: Ints, bits: Bits) -> None:
         """Write its bits over unsigned[n] bits of elements with int64[n] codes."""
-        at, inside = _found(self.codes, codes.astype(self.codes.dtype))
-        bits[inside] = self.bits[at[inside]]
+        for keys, rows in ((self.codes, self.bits), (self.tiles, self.whole)):
+            wanted = codes if rows.ndim == 1 else codes // TILE
+            at, inside = _found(keys, wanted.astype(keys.dtype))
+            at = at[inside]
+            bits[inside] = rows[at] if rows.ndim == 1 else rows[at, codes[inside] % TILE]
 
     def between(self, begin: int, bits: Bits) -> None:
         """Write its bits over unsigned[n] bits of elements that lie side by side from a code on."""
-        last = begin + len(bits) - 1
-        low, high = self.codes.searchsorted(np.array([begin, last], self.codes.dtype))
-        high += int(high < len(self.codes) and self.codes[high] == last)
+        end = begin + len(bits)
+        low, high = self.codes.searchsorted(np.array([begin, end - 1], self.codes.dtype))
+        high += int(high < len(self.codes) and self.codes[high] == end - 1)
         bits[self.codes[low:high].astype(np.int64) - begin] = self.bits[low:high]
+        low, high = self.tiles.searchsorted([begin // TILE, (end - 1) // TILE + 1])
+        for tile, row in zip(self.tiles[low:high].tolist(), self.whole[low:high], strict=True):
+            first, last = max(begin, tile * TILE), min(end, (tile + 1) * TILE)
+            bits[first - begin : last - begin] = row[first - tile * TILE : last - tile * TILE]
 
     def buckets(self) -> Iterator[Bucket]:
         """All of it in payloads."""
-        size, tiles = self.bits.itemsize, self.codes // TILE
-        begins = np.flatnonzero(np.diff(tiles, prepend=-1))
-        counts = np.diff(begins, append=len(tiles))
-        is_whole = counts == TILE
-        of_tiles = np.where(is_whole, TILE * size, counts * (2 + size)) + _TILE_BYTES
-        ends, begins = of_tiles.cumsum(), np.append(begins, len(tiles))
+        sparse = self.codes // TILE
+        begins = np.flatnonzero(np.diff(sparse, prepend=-1))
+        counts = np.diff(begins, append=len(sparse))
+        tiles = np.concatenate((sparse[begins].astype(np.int64), self.tiles))
+        order = np.argsort(tiles, kind="stable")
+        tiles, counts = tiles[order], np.concatenate((counts, np.zeros_like(self.tiles)))[order]
+        size, is_whole = self.bits.itemsize, counts == 0
+        sums = np.stack([np.ones_like(counts), counts, TILE * is_whole, is_whole], 1).cumsum(0)
+        sums = np.concatenate((np.zeros((1, 4), np.int64), sums))
+        ends = sums[:, :3] @ np.array([_TILE_BYTES, 2 + size, size])
         room, low = _BUCKET_BYTES - 5 * ALIGNMENT, 0
-        while low < len(counts):
-            used = int(ends[low] - of_tiles[low])
-            high = max(low + 1, int(ends.searchsorted(used + room, "right")))
-            whole = TILE * int(is_whole[low:high].sum())
-            lanes = slice(int(begins[low]), int(begins[high]))
-            pack = partial(self._pack, lanes)
-            sizes = Sizes(size, high - low, lanes.stop - lanes.start - whole, whole)
+        while low < len(tiles):
+            high = max(low + 1, int(ends.searchsorted(ends[low] + room, "right")) - 1)
+            sizes = Sizes(size, *(sums[high] - sums[low])[:3].tolist())
+            lanes, rows = (slice(*sums[[low, high], column].tolist()) for column in (1, 3))
+            pack = partial(self._pack, tiles[low:high], counts[low:high], lanes, rows)
             yield Bucket(sizes, torch.device("cpu"), partial(_pack, sizes, pack))
             low = high
 
-    def _pack(self, lanes: slice, into: Changes) -> None:
-        codes, bits = self.codes[lanes], self.bits[lanes]
-        tiles, counts = np.unique(codes // TILE, return_counts=True)
-        is_sparse = np.repeat(counts < TILE, counts)
+    def _pack(self, tiles: Ints, counts: Ints, lanes: slice, rows: slice, into: Changes) -> None:
         _put(into.tiles, tiles)
-        _put(into.counts, np.where(counts < TILE, counts, 0))
-        _put(into.places, codes[is_sparse] % TILE)
-        _put(into.values, bits[is_sparse])
-        _put(into.whole, bits[~is_sparse])
+        _put(into.counts, counts)
+        _put(into.places, self.codes[lanes] % TILE)
+        _put(into.values, self.bits[lanes])
+        _put(into.whole, self.whole[rows].ravel())
 
-    def _columns(self, part: tuple[Table, Changes]) -> tuple[Ints, Bits]:
-        """The codes and bits of a payload."""
+    def _columns(self, part: tuple[Table, Changes]) -> tuple[Ints, Bits, Ints, Bits]:
+        """The codes and bits of a payload, with those of short whole tiles, and its long ones."""
         table, changes = part
-        is_whole = table.counts == 0
-        counts = np.where(is_whole, table.numel, table.counts)
-        codes, lanes = np.repeat(table.tiles * TILE, counts), np.repeat(is_whole, counts)
-        bits = np.empty(len(codes), self.bits.dtype)
-        codes[~lanes] += table.places
-        bits[~lanes] = unsigned(changes.values)
-        numel = table.numel[is_whole]
-        padded = padded_numel(numel, self.bits.itemsize)
-        element = np.arange(padded.sum()) - np.repeat(padded.cumsum() - padded, padded)
-        is_real = element < np.repeat(numel, padded)
-        codes[lanes] += element[is_real]
-        bits[lanes] = unsigned(changes.whole)[is_real]
-        return codes, bits
+        codes, bits = np.repeat(table.tiles * TILE, table.counts), unsigned(changes.values)
+        codes += table.places
+        tiles, column = table.tiles[table.counts == 0], unsigned(changes.whole)
+        numel = self._space.numel[tiles]
+        short = numel < TILE
+        if not short.any():
+            return codes, bits, tiles, column.reshape(-1, TILE)
+        padded = padded_numel(numel, column.itemsize)
+        counts = numel[short].astype(np.int64)
+        element = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+        there = np.repeat((padded.cumsum() - padded)[short], counts) + element
+        element += np.repeat(tiles[short] * TILE, counts)
+        at, rows = codes.searchsorted(element), column[np.repeat(~short, padded)]
+        codes, bits = np.insert(codes, at, element), np.insert(bits, at, column[there])
+        return codes, bits, tiles[~short], rows.reshape(-1, TILE)
+
+    def _of(self, tiles: Ints, is_held: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """bool[n]: which of int64[n] tiles are of parameters that are held."""
+        found: NDArray[np.bool_] = is_held[self._space.parameter[self._space.share[tiles]]]
+        return found
 
 
 def _found(keys: NDArray[Any], wanted: NDArray[Any]) -> tuple[Ints, NDArray[np.bool_]]:
@@ -268,11 +294,12 @@ def plan_of_deltas(merged: Merged, *, base_version: int, digest: int) -> Plan:
     return Plan(merged.space, buckets, Stated(digest), base_version=base_version)
 
 
-def plan_of_anchor(merged: Merged, *, digest: int) -> Plan:
+def plan_of_anchor(merged: Merged, anchor: Checkpoint, *, digest: int) -> Plan:
     """All of an anchor's weights that are wanted, with the deltas after it. Memory: one payload.
 
     Args:
         merged: The deltas, over the anchor.
+        anchor: The anchor.
         digest: State digest of the version.
     """
     space = merged.space
@@ -284,16 +311,17 @@ def plan_of_anchor(merged: Merged, *, digest: int) -> Plan:
         step = max(1, _BUCKET_BYTES // (TILE * section.item_size + 4 * ALIGNMENT))
         for low in range(0, len(tiles), step):
             some = tiles[low : low + step]
-            sizes, pack = whole_sizes(space, some), partial(_pack_anchor, merged, some)
+            sizes, pack = whole_sizes(space, some), partial(_pack_anchor, merged, anchor, some)
             buckets.append(Bucket(sizes, torch.device("cpu"), partial(_pack, sizes, pack)))
     return Plan(space, buckets, Stated(digest))
 
 
-def _pack_anchor(merged: Merged, tiles: Ints, into: Changes) -> None:
+def _pack_anchor(merged: Merged, anchor: Checkpoint, tiles: Ints, into: Changes) -> None:
     _put(into.tiles, tiles)
     for run in Table(merged.space, into).runs():
         flat = merged.flats[int(merged.space.parameter[run.share])]
         into.whole[run.there] = flat.read(run.start, run.stop)
+    anchor.release()
 
 
 def _pack(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -115,8 +116,9 @@ class Objects:
     def get(self, key: str, *, max_bytes: int) -> bytes | None:
         """A small object; None if there is none.
 
-        Raises ObjectDamaged if it has more than `max_bytes`.
+        Raises ObjectDamaged if it has more than `max_bytes`, or is a pipe or a device.
         """
+        self._check_no_pipe(key)
         with suppress(FileNotFoundError), self._answered(key):
             found = self._wait(self._obstore.get, self._store, key)
             size = found.meta["size"]
@@ -128,8 +130,9 @@ class Objects:
     def get_range(self, key: str, start: int, stop: int) -> memoryview:
         """Bytes [start, stop) of an object, some at least and at most `options.part_bytes`.
 
-        Raises ObjectDamaged if the object does not exist, or ends within them.
+        Raises ObjectDamaged if the object does not exist, ends within them, or is no file.
         """
+        self._check_no_pipe(key)
         try:
             with self._answered(key):
                 get_range = self._obstore.get_range
@@ -281,6 +284,14 @@ class Objects:
             except FileNotFoundError as error:  # deleted, or the folder moved, just now
                 raise self._unavailable(key, error) from None
 
+    def _check_no_pipe(self, key: str) -> None:
+        """Raise ObjectDamaged for what might be read for ever: whoever writes here can make it."""
+        if self.folder is not None:
+            with suppress(OSError):  # which obstore meets too
+                mode = (self.folder / key).stat().st_mode
+                if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                    raise ObjectDamaged(f"{key} is a pipe or a device, not a file: remove it")
+
     @contextmanager
     def _answered(self, what: str) -> Iterator[None]:
         """Turns what obstore raises into our errors, but for what callers look at.
@@ -358,16 +369,24 @@ def _check_process(url: str) -> None:
 
 def _unlink(folder: Path, key: str) -> None:
     """Delete a file below a folder. Raises StoreRefused if a link on its way leads elsewhere."""
-    path = folder / key
-    if path.parent.resolve() != (folder.resolve() / key).parent:
+    *parents, name = key.split("/")
+    opened = [os.open(folder, os.O_RDONLY | os.O_DIRECTORY)]
+    try:
+        for parent in parents:
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+            opened.append(os.open(parent, flags, dir_fd=opened[-1]))
+        os.unlink(name, dir_fd=opened[-1])
+        if len(parents) > 1:  # the folder of an anchor, which may be empty now
+            with suppress(OSError):
+                os.rmdir(parents[-1], dir_fd=opened[-2])
+    except NotADirectoryError:
         raise StoreRefused(
-            f"{path}: lies behind a symbolic link, where nothing is deleted: remove the "
+            f"{folder / key}: lies behind a symbolic link, where nothing is deleted: remove the "
             "link, or put in its place what it leads to"
-        )
-    path.unlink()
-    if path.parent.parent != folder:  # the folder of an anchor, which may be empty now
-        with suppress(OSError):
-            path.parent.rmdir()
+        ) from None
+    finally:
+        for at in opened:
+            os.close(at)
 
 
 def _first_line(error: BaseException) -> str:

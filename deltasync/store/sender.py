@@ -146,7 +146,7 @@ class StoreSender:
         objects = Objects(url, store, make=True)
         self._writer = RunWriter(objects, self._weights.options.stream_id)
         self._pending: _Pending | None = None
-        self._is_started = self._holds_head = False
+        self._is_started = self._holds_head = self._is_hinted = False
         self._anchor_is_due = self._is_damaged = False
         self._delta_bytes = 0  # since the last anchor
         refusal = "a version is being published; a StoreSender is for one thread"
@@ -373,8 +373,24 @@ class StoreSender:
             run=self.run,
             ended_at=time.time(),
             phases=(("compare", 0.0, compared - began), ("upload", compared - began, now - began)),
-            warnings=warnings,
+            warnings=(*warnings, *self._hint(delta)),
         )
+
+    def _hint(self, delta: Plan | None) -> tuple[str, ...]:
+        """Say once that of a narrower dtype less would change."""
+        layout = self._weights.layout
+        numels = (s.numel for s in layout.specs if s.dtype.name in ("float32", "float64"))
+        numel = layout.numel
+        if delta is None or self._is_hinted or min(delta.nnz, sum(numels)) <= numel / 2:
+            return ()
+        self._is_hinted = True
+        text = (
+            f"{delta.nnz / numel:.2%} of the elements changed, and most are float32: if engines "
+            "hold bfloat16, publish that, which steps change less: "
+            "SenderOptions(wire_dtypes={'*': 'bfloat16'})"
+        )
+        logger.warning("v%d: %s", self.version, text)
+        return (text,)
 
 
 def _weights_of(source: WeightSource | LocalWeights, options: SenderOptions | None) -> LocalWeights:

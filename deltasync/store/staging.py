@@ -75,6 +75,12 @@ def join(
         weights.proved = weights.live.ledger
 
 
+def changed_along(route: Route) -> dict[int, str]:
+    """The digest of each parameter that has changed on the way, after the last of its changes."""
+    deltas = (step for step in route.steps if step.way.kind == "delta")
+    return {number: digest for step in deltas for number, digest in step.to.manifest.changed}
+
+
 def check_digests(route: Route, weights: BoundWeights, reached: Set[int]) -> None:
     """Compare what is staged with what the manifests say: on another base it is something else.
 
@@ -103,9 +109,7 @@ def check_digests(route: Route, weights: BoundWeights, reached: Set[int]) -> Non
             )
         return
     found = weights.staging.ledger.by_share()  # in the order of the layout
-    deltas = (step.to.manifest for step in route.steps if step.way.kind == "delta")
-    last = {number: text for delta in deltas for number, text in delta.changed}
-    for number, text in last.items():
+    for number, text in changed_along(route).items():
         name = specs[number].name if number < len(specs) else number
         if number in parts and number not in reached:
             raise DigestMismatch(f"v{manifest.version} changes {name}, and brings no bytes for it")

@@ -115,8 +115,7 @@ def test_output_that_cannot_be_written(folder: Path) -> None:
 def apply_with(change: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """`deltasync apply`, of which something was changed."""
     code = (
-        "import os; from tempfile import TemporaryDirectory\n"
-        f"from deltasync.files import checkpoint\n{change}\n"
+        f"import os; from deltasync.files import checkpoint, output\n{change}\n"
         "from deltasync.cli import main; main()"
     )
     words = "apply", folder / "patch", folder / "folder", "--out", folder / "made"
@@ -137,10 +136,10 @@ def test_signals_leave_nothing(number: int, code: int, folder: Path) -> None:
     """Also a second one, while the first is cleaned up; a second Ctrl-C is meant to."""
     there = set(folder.iterdir())
     change = f"""
-kill, remove = lambda *_: os.kill(os.getpid(), {number}), TemporaryDirectory.cleanup
+kill, remove = lambda *_: os.kill(os.getpid(), {number}), output._remove
 checkpoint.Checkpoint.flush = kill
 again = lambda: kill() if {number != signal.SIGINT} else None
-TemporaryDirectory.cleanup = lambda folder: (again(), remove(folder))
+output._remove = lambda folder: (again(), remove(folder))
 """
     done = apply_with(change, folder)
     assert (done.returncode, done.stdout, done.stderr) == (code, "", "")

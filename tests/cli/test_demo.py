@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -16,33 +17,19 @@ from tests.cli.command import output, refused, run_forked, start, wait_until_gon
 from tests.observe.test_report import Page
 from tests.worlds.programs import Program
 
-QUICK = """
-from functools import partial
-from deltasync.cli import main
-from deltasync.demo import policy, task, trainer
-trainer.DemoConfig = partial(
-    trainer.DemoConfig,
-    task=task.SortTask(num_digits=4),
-    size=policy.PolicySize(width=64, num_heads=2, num_layers=2),
-    warm_up_steps=60,
-    warm_up_learning_rate=2e-3,
-    num_prompts=8,
-    num_evaluation_prompts=256,
-)
-main()
-"""
-"""A policy and a task so small that a run takes seconds."""
+QUICK = ["demo", "--quick"]
 
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a demo of four versions wrote."""
     folder = tmp_path_factory.mktemp("run")
-    done = run_forked("demo", "--steps", "3", "--out", folder, code=QUICK)
+    done = run_forked(*QUICK, "--steps", "3", "--out", folder)
     assert (done.returncode, done.stderr) == (0, "")
     assert "equal in both processes" in done.stdout
     assert len(re.findall(r"^ +\d .* agrees$", done.stdout, re.MULTILINE)) == 4
-    assert re.findall(r"^ +\d +(\w+) ", done.stdout, re.MULTILINE) == ["full", *["delta"] * 3]
+    records = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+    assert [record["kind"] for record in records] == ["full", *["delta"] * 3]
     return folder
 
 
@@ -84,7 +71,7 @@ def test_both_processes_end_quietly_however_it_ends(end: signal.Signals | str, c
 def running_demo() -> Iterator[tuple[Program, int]]:
     """A demo past its first delta, and the id of its rollout process."""
     folder = tempfile.TemporaryDirectory()  # a killed trainer cannot clean up after itself
-    trainer = start("demo", "--steps", "1000000", code=QUICK, TMPDIR=folder.name)
+    trainer = start(*QUICK, "--steps", "1000000", TMPDIR=folder.name)
     try:
         while " delta " not in (line := trainer.stdout.readline()):
             assert line

@@ -1,4 +1,4 @@
-"""`deltasync doctor` from the outside."""
+"""`deltasync doctor` from the outside, and its judgement of versions."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import json
 import os
 import re
 import subprocess
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from deltasync.cli.probes.checks import Engine, engine_check
 from tests.cli.command import COMMAND, ROOT, run, run_forked
 
 ADVICE = re.compile(r"^ {20,}\S", flags=re.MULTILINE)
@@ -51,3 +55,15 @@ def test_without_any_link_the_exit_code_is_1(tmp_path: Path) -> None:
     assert re.search(r"plugin of vLLM +no ", done.stdout)
     assert done.stdout.splitlines()[-1] == "deltasync does not work here: see above."
     assert len(ADVICE.findall(done.stdout)) >= len(re.findall(r"^\S.* no  ", done.stdout, re.M)) > 2
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "tried"),
+    [("0.1", "0.2", "0.1 to 0.2"), ("2.11", "2.99", None), ("2", "2", None), ("99", "99", "99")],
+)
+def test_a_version_that_was_not_tried_is_no_fault(first: str, last: str, tried: str | None) -> None:
+    assert engine_check(Engine("X", ("no-such-package",), first, last)).ok is None
+    check = engine_check(Engine("X", ("no-such-package", "torch"), first, last))
+    assert check.ok is (True if tried is None else None)
+    assert check.found.startswith(version("torch"))
+    assert check.found.endswith("" if tried is None else f"was tried with {tried}")

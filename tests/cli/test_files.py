@@ -73,7 +73,7 @@ def test_verify_says_what_of_a_patch_file_is_damaged_and_where(patch: Path) -> N
     patch.write_bytes(data[:-1])
     first, second = output("verify", patch, code=1).splitlines()
     assert first.endswith("3 sound frames")
-    where = re.match(r"damaged frame at byte ([\d,]+): TruncatedFrame: ", second)
+    where = re.match(r"damaged frame at byte ([\d,]+), rule W1, W6, .*: TruncatedFrame: ", second)
     assert where is not None
     assert 0 < int(where[1].replace(",", "")) < len(data)
 

@@ -15,7 +15,7 @@ from deltasync.files.checkpoint import INDEX, Checkpoint, check_same_tensors
 from tests.files.saved import holds, model, save, save_sharded
 
 UP = "model.layers.0.up.weight"
-PICKLE = r"torch.save wrote: safetensors.torch.save_file\(torch.load\("
+PICKLE = r"a pickle, as torch.save writes it; .*safetensors.torch.save_file\(torch.load\("
 
 
 def test_a_folder_is_what_its_index_names_or_all_of_its_files(tmp_path: Path) -> None:
@@ -74,13 +74,20 @@ def unknown_dtype(folder: Path) -> Path:
     return path
 
 
-def pickled(name: str) -> Callable[[Path], Path]:
+def pickled(name: str, *, is_old: bool = False) -> Callable[[Path], Path]:
     def put(folder: Path) -> Path:
         path = folder / name
-        torch.save({"a": torch.ones(1)}, path)
+        torch.save({"a": torch.ones(1)}, path, _use_new_zipfile_serialization=not is_old)
         return path
 
     return put
+
+
+def damaged(protocol: int) -> Callable[[Path], Path]:
+    """A header whose length begins as pickles do."""
+    num_bytes = 0x80 + (protocol << 8)
+    header = b'{"a":{"dtype":"F32","sha\x00e":[1],"data_offsets":[0,4]}}'.ljust(num_bytes)
+    return content(num_bytes.to_bytes(8, "little") + header + bytes(4))
 
 
 @pytest.mark.parametrize(
@@ -92,8 +99,10 @@ def pickled(name: str) -> Callable[[Path], Path]:
         (lambda folder: folder / "none", "No such file"),
         (lambda folder: folder, "without safetensors"),
         (unknown_dtype, "'a' is F4"),
+        (pickled("a.safetensors", is_old=True), PICKLE),
         (pickled("a"), PICKLE),
-        (lambda folder: pickled("model.bin")(folder).parent, PICKLE),
+        (lambda folder: pickled("model.bin")(folder).parent, r"model.bin is a pickle; .*save_file"),
+        (damaged(4), "or damaged: (?!.*pickle)"),
         (names("a", "a"), "two files hold 'a'"),
         *((index(text), "not an index") for text in ("no json", "{}")),
         (index({"weight_map": {UP: "../a.safetensors"}}), "no file of this folder"),

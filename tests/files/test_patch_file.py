@@ -76,7 +76,7 @@ def test_diff_then_apply_is_the_new_version_bit_for_bit(
         digest = applied(folder / "patch", first, folder / "made")
         assert holds(folder / "made", new)
         assert holds(first, old)
-        measured = compare_checkpoints(Checkpoint(first), Checkpoint(second))
+        measured = compare_checkpoints(Checkpoint(first), Checkpoint(second), encodings=False)
         assert summary.nnz == sum(one.changed for one in measured.values())
         assert summary.digest == digest == measure_digests(Checkpoint(second)).total
         assert summary.num_bytes == (folder / "patch").stat().st_size

@@ -206,6 +206,21 @@ def test_a_call_ends_in_its_time(what: str) -> None:
         Http(server.url, timeout_s=0.5).post("pause", LARGE if what == "reads" else {})
 
 
+def test_a_call_ends_in_its_time_though_no_address_of_the_host_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as deaf:
+        where = deaf.getsockname()
+        address = (socket.AF_INET, socket.SOCK_STREAM, 0, "", where)
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [address] * 200)
+        with (
+            socket.create_connection(where),  # no other one fits in
+            within(PROMPT_S),
+            pytest.raises(TransportTimeout, match="did not answer in 0"),
+        ):
+            Http(f"http://many:{where[1]}", timeout_s=0.5).get("health")
+
+
 def secure(folder: Path, monkeypatch: pytest.MonkeyPatch) -> ssl.SSLContext:
     """The context of a server that clients trust from now on."""
     key, certificate = folder / "key.pem", folder / "certificate.pem"

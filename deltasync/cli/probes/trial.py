@@ -9,7 +9,6 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,7 +17,7 @@ from threading import Thread
 from typing import Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from deltasync import (
     ModuleSource,
@@ -29,6 +28,10 @@ from deltasync import (
     WeightSender,
 )
 from deltasync.errors import PeerLost, SyncError, TransportTimeout
+from deltasync.quant.block_fp8 import BlockFp8
+from deltasync.quant.form import Form
+from deltasync.quant.fp8 import Fp8
+from deltasync.quant.served import Forms, ServedSource, served_weights
 from deltasync.transports import inprocess
 from deltasync.transports.address import Address, LinkName, listen
 
@@ -40,23 +43,17 @@ _NEW = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
 class Trial:
     """One trial, which begins at once. Use it in a `with` block, which ends its processes.
 
-    They have a session of their own, so that Ctrl-C is for the caller alone.
+    Block Ctrl-C until the block has begun: it is for the caller, whose mask processes inherit.
     """
 
     def __init__(self, name: str) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="deltasync-")
         self._said = Path(self._folder.name, "stderr")
-        self._process: subprocess.Popen[bytes] | None = None
+        self._said.touch()
+        self._process = _NEW.Process(target=_run, args=(name, self._folder.name))
         self._not_started = ""
         try:
-            with self._said.open("wb") as said:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", "deltasync.cli.probes.trial", name],
-                    env={**os.environ, "TMPDIR": self._folder.name},  # where nothing is left
-                    stdout=subprocess.DEVNULL,
-                    stderr=said,
-                    start_new_session=True,
-                )
+            self._process.start()
         except OSError as error:  # no descriptor or no process is left
             self._not_started = str(error)
 
@@ -64,31 +61,35 @@ class Trial:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        if (pid := self._process.pid) is not None:
+            with contextlib.suppress(ProcessLookupError):  # it had no session yet
+                os.killpg(pid, signal.SIGKILL)
+            self._process.kill()
+            self._process.join()
         self._folder.cleanup()
 
     def problem(self, deadline: float) -> str | None:
         """Wait until `deadline`, of time.monotonic. Returns what went wrong, or None."""
-        if self._process is None:
+        if self._not_started:
             return self._not_started
-        try:
-            code = self._process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            return "it did not end in time"
-        if not code:
+        self._process.join(max(0.0, deadline - time.monotonic()))
+        if self._process.exitcode == 0:
             return None
+        if self._process.exitcode is None:
+            return "it did not end in time"
         lines = self._said.read_text(errors="replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-        return last.removeprefix("deltasync.errors.") or f"it ended with {code}"
+        return last.removeprefix("deltasync.errors.") or f"it ended with {self._process.exitcode}"
 
 
-def _run(name: str) -> None:
+def _run(name: str, folder: str) -> None:
+    """Run a trial. What it writes is in `folder`, so that a killed process leaves nothing."""
+    os.setsid()
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    os.dup2(os.open(f"{folder}/stderr", os.O_WRONLY | os.O_APPEND), 2)
     match name:
         case "triton":
-            _try_triton("cuda:0")
+            _try_triton()
         case "shared_memory" | "gloo" | "nixl" as link:
             _try_link(link, ("cpu", "cpu"))
         case "cuda_ipc":
@@ -122,22 +123,17 @@ def _try_link(link: LinkName, devices: tuple[str, str]) -> None:
                         sys.exit(1)
                     if time.monotonic() > deadline:
                         raise
-            _send(sender, module)
+            sender.send_weights(timeout_s=_JOIN_TIMEOUT_S)  # both hold the same already
+            with torch.no_grad():
+                next(module.parameters())[7] += 1
+            stats = sender.send_weights()
+            if stats.kind != "delta" or stats.nnz != 1:
+                raise SyncError(f"not the delta that it should be: {stats}")
             sender.close()
             process.join(_EXIT_TIMEOUT_S)
         finally:
             process.kill()
             process.join()
-
-
-def _send(sender: WeightSender, module: nn.Module) -> None:
-    """Send weights that both ends hold already, and then a delta of one element."""
-    sender.send_weights(timeout_s=_JOIN_TIMEOUT_S)
-    with torch.no_grad():
-        next(module.parameters())[7] += 1
-    stats = sender.send_weights(timeout_s=_JOIN_TIMEOUT_S)
-    if stats.kind != "delta" or stats.nnz != 1:
-        raise SyncError(f"not the delta that it should be: {stats}")
 
 
 def _follow(address: str, device: str) -> None:
@@ -154,19 +150,52 @@ def _receive(following: WeightReceiver) -> None:
             receiver.receive_weights(timeout_s=_JOIN_TIMEOUT_S)
 
 
-def _try_triton(device: str) -> None:
-    """Compile Triton's kernels, and let them send and write a delta on the GPU."""
-    trainer, engine = _model(device), _model(device)
-    link = inprocess.Sender(device=torch.device(device))
-    options, receiving = SenderOptions(kernels="triton"), ReceiverOptions(kernels="triton")
-    with WeightSender(ModuleSource(trainer), link, options=options) as sender:
-        receiver = WeightReceiver(ModuleTarget(engine), link.receiver(), options=receiving)
+def _try_triton() -> None:
+    """Compile Triton's kernels, and run them on the GPU."""
+    for form in (None, BlockFp8(), BlockFp8("ue8m0"), Fp8()):
+        for room in (None, 0):
+            sync_tiny_models(torch.device("cuda", 0), form, room)
+
+
+def sync_tiny_models(device: torch.device, form: Form | None, room: int | None) -> None:
+    """Send all, one element and all elements of a model to another by kernels. Compares the bits.
+
+    Args:
+        device: Where both are.
+        form: What the receiver holds of matrices; None for bfloat16.
+        room: Bytes of what is kept and staged; None for what is usual. With 0 the snapshot is
+            overwritten early, and deltas are written in place.
+    """
+    dtypes = {"same": torch.bfloat16, "wide": torch.float32}
+    trainer = nn.ModuleDict(
+        {n: nn.Linear(128, 64, device=device, dtype=d) for n, d in dtypes.items()}
+    )
+    forms: Forms = lambda _, shape: form if len(shape) == 2 else None  # noqa: E731
+
+    def served() -> dict[str, Tensor]:
+        weights = {name: weight.bfloat16() for name, weight in trainer.state_dict().items()}
+        return dict(served_weights(weights.items(), forms))
+
+    engine = nn.Module()
+    for name, tensor in served().items():
+        engine.register_buffer(name.replace(".", "_"), torch.zeros_like(tensor))
+    link = inprocess.Sender(device=device)
+    options = SenderOptions(kernels="triton", max_inflight_bytes=room)
+    receiving = ReceiverOptions(kernels="triton", max_staged_bytes=room)
+    target = ModuleTarget(engine, rename=lambda name: name.replace("_", ".", 1))
+    source = ServedSource(ModuleSource(trainer), forms)
+    with WeightSender(source, link, options=options) as sender:
+        receiver = WeightReceiver(target, link.receiver(), options=receiving)
         thread = Thread(target=_receive, args=(receiver,))
         thread.start()
         sender.wait_for_receivers(1)
-        _send(sender, trainer)
+        for changed in (slice(0), slice(1), slice(None)):
+            for weight in trainer.parameters():
+                weight.data.view(-1)[changed] += 1
+            sender.send_weights(timeout_s=_JOIN_TIMEOUT_S)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            for tensor, held in zip(served().values(), engine.buffers(), strict=True):
+                if not torch.equal(tensor.view(torch.uint8), held.view(torch.uint8)):
+                    raise SyncError("the receiver has other bits than were sent")
     thread.join(_EXIT_TIMEOUT_S)
-
-
-if __name__ == "__main__":
-    _run(sys.argv[1])

@@ -1,6 +1,6 @@
 """The charts of a report, of the log of a new demo: `python docs/images/report/make.py`.
 
-That takes some minutes.
+The demo is the small one of the tests, so that it takes a minute.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROOT = HERE.parents[2]
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        deltasync("demo", "--steps", "60", "--out", "run", folder=folder)
+        deltasync("demo", "--quick", "--steps", "60", "--out", "run", folder=folder)
         deltasync("report", "run/run.jsonl", folder=folder)
         page = Path(folder, "run", "run.html").read_text(encoding="utf-8")
     pictures = re.findall(r'src="data:image/png;base64,([^"]+)"', page)
