@@ -87,13 +87,12 @@ def _release(release: Callable[..., Any], manager: Any, request: Any) -> Any:
     """Prepare for the release of weights. If SGLang does not keep them, the worker disconnects."""
     from sglang.srt.runtime_context import get_server_args
 
-    if _is_of_weights(request):
-        is_released = manager.memory_saver_adapter.enabled
-        if is_released and not get_server_args().enable_weights_cpu_backup:
-            _worker(manager).discard(manager.tp_worker.model_runner.model)
-        else:
-            _worker(manager).sleep()
-    return release(manager, request)
+    if not _is_of_weights(request):
+        return release(manager, request)
+    is_released = manager.memory_saver_adapter.enabled
+    is_lost = is_released and not get_server_args().enable_weights_cpu_backup
+    with _worker(manager).released(manager.tp_worker.model_runner.model if is_lost else None):
+        return release(manager, request)
 
 
 def _resume(resume: Callable[..., Any], manager: Any, request: Any) -> Any:

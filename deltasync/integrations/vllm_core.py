@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial, wraps
 from typing import Any
 from weakref import WeakSet
@@ -136,8 +137,7 @@ def update(
         if work == "write" or clears:
             _pause(core)
             _end_steps(core)
-        what: tuple[Any, ...] = (WRITE, (version, work, holder), {})
-        _check(core.model_executor.collective_rpc(TRY, args=what))
+        _check(core.model_executor.collective_rpc(WRITE, args=(version, work, holder)))
         if clears:
             _clear(core)
         core.set_weight_version(str(version))
@@ -162,21 +162,34 @@ def _check(errors: Sequence[str]) -> None:
         raise EngineFailed("; ".join(dict.fromkeys(failed)))
 
 
-def write(worker: Any, version: int, work: Work, holder: str) -> None:
+def write(worker: Any, version: int, work: Work, holder: str) -> str:
     """A worker's part of `update`, in place of three calls of vLLM's.
 
     Args:
         worker: vLLM's worker.
         version, work, holder: As of `Worker.commit`.
+
+    Returns:
+        An empty string, or why it failed.
     """
+    return _error_of(_write, worker, version, work, holder)
+
+
+def _write(worker: Any, version: int, work: Work, holder: str) -> None:
     if work == "write" and torch.accelerator.is_available():
         torch.accelerator.synchronize()  # steps may end before all that they launched
-    what = {"version": version, "holder": holder, "work": work}
-    worker.weight_transfer_engine.update_weights(what)
+    try:
+        worker.start_weight_update()
+        worker.update_weights({"version": version, "holder": holder, "work": work})
+        worker.finish_weight_update()
+    except BaseException:
+        with suppress(DeltaSyncError, RuntimeError):  # vLLM may have ended the update itself
+            worker.finish_weight_update()
+        raise
 
 
 def attempt(worker: Any, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """A worker's part of a call. Returns an empty string, or why it failed."""
+    """A worker's part of another call. Returns an empty string, or why it failed."""
     return _error_of(partial(getattr(worker, method), *args, **kwargs))
 
 

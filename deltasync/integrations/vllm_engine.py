@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
-from vllm.distributed.weight_transfer.base import WeightTransferEngine
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
 from vllm.logger import init_logger
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader import get_model_loader
@@ -30,7 +36,7 @@ from deltasync.engines.proof.proving import Proof, reached
 from deltasync.engines.proof.unwritten import storages
 from deltasync.engines.reloaded import ReloadedTarget
 from deltasync.errors import ConfigError, DeltaSyncError
-from deltasync.integrations.trainer_info import SentTensors, TrainerInfo, WorkerRequest
+from deltasync.integrations.trainer_info import SentTensors, TrainerInfo, Work
 from deltasync.integrations.vllm_core import TRY, WRITE, attempt, write
 from deltasync.integrations.worker import Worker
 from deltasync.sync.target.base import WeightTarget
@@ -38,10 +44,37 @@ from deltasync.sync.target.base import WeightTarget
 logger = init_logger(__name__)
 
 
-class DeltaSyncEngine(WeightTransferEngine):
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """Asks workers to connect, or to disconnect.
+
+    Attributes:
+        trainer: A `TrainerInfo` as JSON; None to disconnect.
+        holder: Who asks to disconnect.
+    """
+
+    trainer: dict[str, Any] | None = None
+    holder: str = ""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """Asks workers to write the version that is staged, or about to be received.
+
+    Attributes:
+        version, holder, work: As of `Worker.commit`.
+    """
+
+    version: int
+    holder: str
+    work: Work = "write"
+
+
+class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     """Receives and stages in a thread while the worker generates; an update only writes."""
 
-    init_info_cls = update_info_cls = WorkerRequest
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
     supports_draft_weight_update = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -56,7 +89,7 @@ class DeltaSyncEngine(WeightTransferEngine):
         self._reached = reached(self.model, self._drafter)  # before there are caches
         self._storages = frozenset(storages(self.model))
 
-    def init_transfer_engine(self, init_info: WorkerRequest) -> None:
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Connect to the trainer, whose earlier connection ends, or disconnect: vLLM's own call to
         shut down does not say who asks. Then raises EngineTaken as `Worker.disconnect`.
 
@@ -65,9 +98,10 @@ class DeltaSyncEngine(WeightTransferEngine):
         where its route leads, or, if the trainer asks for reloads, if a reload changes it; a
         DirtyReceiver as `Worker.proving`; an EngineTaken as `Worker.admit`.
         """
-        if (trainer := init_info.trainer) is None:
+        if init_info.trainer is None:
             self._worker.disconnect(init_info.holder)
             return
+        trainer = TrainerInfo.model_validate(init_info.trainer)
         try:
             self._worker.check_awake()
             self._worker.admit(trainer)
@@ -163,25 +197,20 @@ class DeltaSyncEngine(WeightTransferEngine):
                     work(self.model_config.dtype)
 
     def _reload(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load weights as vLLM's own backends load whole checkpoints, and do what they omit.
-
-        If this raises, `ReloadedTarget` restores what modules held.
-        """
-        packed = _packed_for_cpus(self.model)
-        for module in packed:
-            if hasattr(module.quant_method, "moe_kernel"):
-                module.quant_method.moe_kernel = None  # vLLM packs only experts that have none
+        """Load weights as vLLM's own backends load whole checkpoints, and do what they omit."""
+        packing, registered = _Packing(self.model), _Registered(self.model)
+        packing.forget()
         try:
             initialize_layerwise_reload(self.model)
             self.model.load_weights(weights)
             finalize_layerwise_reload(self.model, self.model_config)
         except BaseException:  # else vLLM's next reload would continue this one
+            registered.put_back()
+            packing.remember()
             for module in self.model.modules():
                 get_layerwise_info(module).reset()
             raise
-        for module in packed:  # heads that keep a packed copy: a tied one is given no weights
-            if hasattr(module, "cpu_linear") and module.weight.numel():
-                module.quant_method.process_weights_after_loading(module)
+        packing.renew()
 
     def _started_on(self) -> Iterator[tuple[str, Tensor]]:
         """Read the checkpoint that vLLM was started on. Raises ConfigError without one."""
@@ -199,11 +228,9 @@ class DeltaSyncEngine(WeightTransferEngine):
     def start_weight_update(self) -> None:
         """Do nothing: there is nothing to prepare."""
 
-    def receive_weights(self, update_info: WorkerRequest) -> None:
+    def receive_weights(self, update_info: UpdateInfo) -> None:
         """Write a version: see `Worker.commit`."""
-        assert update_info.version is not None
-        with set_current_vllm_config(self.vllm_config):
-            self._worker.commit(update_info.version, update_info.holder, work=update_info.work)
+        self._worker.commit(update_info.version, update_info.holder, work=update_info.work)
 
     def finish_weight_update(self) -> None:
         """Do nothing: everything is written already."""
@@ -212,26 +239,26 @@ class DeltaSyncEngine(WeightTransferEngine):
         """End the connection. The weights stay as they are."""
         self._worker.disconnect()
 
-    def sleep(self, level: int = 1) -> None:
-        """Before the engine sleeps. Unless that discards the weights, they are found again."""
-        if level > 1:
-            self._worker.discard(self.model, self._storages)
-        else:
-            self._worker.sleep()
+    def sleeping(self, level: int = 1) -> AbstractContextManager[None]:
+        """Around `sleep`. Unless it discards the weights, they are found again."""
+        return self._worker.released(self.model if level > 1 else None, self._storages)
 
-    def discard(self, tags: Collection[str]) -> None:
-        """Before what has these tags is discarded."""
-        if _WEIGHTS in tags:
-            self.sleep(level=2)
+    def discarding(self, tags: Collection[str]) -> AbstractContextManager[None]:
+        """Around `discard`, of what has these tags."""
+        return self.sleeping(level=2) if _WEIGHTS in tags else nullcontext()
 
-    def load(self, *_: object, **__: object) -> None:
-        """Before something else writes the weights: see `Worker.reloaded`."""
-        self._worker.reloaded()
-
-    def wake(self, tags: Collection[str] | None = None) -> None:
-        """After `wake_up`: use weights again, which are back, or were replaced when discarded."""
+    @contextmanager
+    def waking(self, tags: Collection[str] | None = None) -> Iterator[None]:
+        """Around `wake_up`: use weights again, which are back, or were replaced when discarded."""
+        yield
         if tags is None or _WEIGHTS in tags:
             self._worker.wake()
+
+    @contextmanager
+    def loading(self, *_: object, **__: object) -> Iterator[None]:
+        """Around what else writes the weights: see `Worker.reloaded`."""
+        self._worker.reloaded()
+        yield
 
 
 def _name_of_engine() -> str:
@@ -252,19 +279,15 @@ def _is_lost_by_reload(module: Any) -> bool:
     return hasattr(kernel, "dnnl_handler")
 
 
-def _packed_for_cpus(model: nn.Module) -> list[Any]:
-    """Modules whose weights vLLM packs for a CPU. Its layerwise reload leaves some unpacked."""
-    modules: Iterable[Any] = model.modules() if current_platform.is_cpu() else ()
-    return [module for module in modules if getattr(module, "quant_method", None) is not None]
-
-
-_WEIGHTS, _WAKE_UP = "weights", "wake_up"
-_BEFORE: dict[str, Callable[..., None]] = {
-    "sleep": DeltaSyncEngine.sleep,
-    "discard": DeltaSyncEngine.discard,
-    "reload_weights": DeltaSyncEngine.load,
-    "reset_weights": DeltaSyncEngine.load,
-    "update_weights_from_ipc": DeltaSyncEngine.load,  # of checkpoint-engine's extension
+_WEIGHTS = "weights"
+_Around = Callable[..., AbstractContextManager[None]]
+_TOUCHES: dict[str, _Around] = {
+    "sleep": DeltaSyncEngine.sleeping,
+    "wake_up": DeltaSyncEngine.waking,
+    "discard": DeltaSyncEngine.discarding,
+    "reload_weights": DeltaSyncEngine.loading,
+    "reset_weights": DeltaSyncEngine.loading,
+    "update_weights_from_ipc": DeltaSyncEngine.loading,  # of checkpoint-engine's extension
 }
 
 
@@ -276,23 +299,64 @@ def _wrap_touches(worker_class: type) -> None:
     """
     setattr(worker_class, WRITE, write)
     setattr(worker_class, TRY, attempt)
-    for name in (*_BEFORE, _WAKE_UP):
+    for name, around in _TOUCHES.items():
         method = getattr(worker_class, name, None)
         if method is not None and not hasattr(method, "is_wrapped"):
-            setattr(worker_class, name, _wrapped(method, name))
+            setattr(worker_class, name, _wrapped(method, around))
 
 
-def _wrapped(method: Callable[..., object], name: str) -> Callable[..., object]:
+def _wrapped(method: Callable[..., object], around: _Around) -> Callable[..., object]:
     @wraps(method)
     def call(worker: Any, *args: Any, **kwargs: Any) -> object:
         engine = worker.weight_transfer_engine
-        is_ours = isinstance(engine, DeltaSyncEngine)
-        if is_ours and name in _BEFORE:
-            _BEFORE[name](engine, *args, **kwargs)
-        result = method(worker, *args, **kwargs)
-        if is_ours and name == _WAKE_UP:
-            engine.wake(*args, **kwargs)
-        return result
+        if not isinstance(engine, DeltaSyncEngine):
+            return method(worker, *args, **kwargs)
+        with around(engine, *args, **kwargs):
+            return method(worker, *args, **kwargs)
 
     call.is_wrapped = True  # type: ignore[attr-defined]
     return call
+
+
+class _Registered:
+    """The parameters and buffers that a module and its submodules have now."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._owners = [
+            (m, dict(m._parameters), dict(m._buffers), set(m._non_persistent_buffers_set))
+            for m in module.modules()
+        ]
+
+    def put_back(self) -> None:
+        """Restore them in the module."""
+        for owner, parameters, buffers, transient in self._owners:
+            for held, before in ((owner._parameters, parameters), (owner._buffers, buffers)):
+                held.clear()
+                held.update(before)  # type: ignore[arg-type]
+            owner._non_persistent_buffers_set = set(transient)
+
+
+class _Packing:
+    """Weights packed for CPUs. vLLM's layerwise reload leaves some of them unpacked."""
+
+    def __init__(self, model: nn.Module) -> None:
+        modules: Iterable[Any] = model.modules() if current_platform.is_cpu() else ()
+        self._packed = [m for m in modules if getattr(m, "quant_method", None) is not None]
+        experts = [m.quant_method for m in self._packed if hasattr(m.quant_method, "moe_kernel")]
+        self._kernels = [(method, method.moe_kernel) for method in experts]
+
+    def forget(self) -> None:
+        """Remove the experts' kernels: vLLM packs only experts that have none."""
+        for method, _ in self._kernels:
+            method.moe_kernel = None
+
+    def remember(self) -> None:
+        """Put the kernels back."""
+        for method, kernel in self._kernels:
+            method.moe_kernel = kernel
+
+    def renew(self) -> None:
+        """Pack heads that keep a packed copy: vLLM gives no weights to a tied one."""
+        for module in self._packed:
+            if hasattr(module, "cpu_linear") and module.weight.numel():
+                module.quant_method.process_weights_after_loading(module)

@@ -378,6 +378,26 @@ class Worker:
             self._is_lost |= bool(self._filled)
         self.sleep()
 
+    @contextmanager
+    def released(
+        self, model: nn.Module | None, loaded: Collection[int] | None = None
+    ) -> Iterator[None]:
+        """Around the release of memory: `discard`, or `sleep` without a model.
+
+        If the release raises, this ends what it began.
+        """
+        was_asleep = self._is_asleep
+        if model is None:
+            self.sleep()
+        else:
+            self.discard(model, loaded)
+        try:
+            yield
+        except BaseException:
+            if not was_asleep:
+                self.wake()
+            raise
+
     def wake(self) -> None:
         """Use the weights again. If they have not changed, they take the next delta."""
         if self._unwritten is not None:

@@ -137,8 +137,12 @@ def test_a_core_waits_for_its_steps_only_if_weights_change(
     seen: list[object] = []
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: seen.append("waits"))
-    engine = SimpleNamespace(update_weights=seen.append)
-    write(SimpleNamespace(weight_transfer_engine=engine), 7, work, "me")
+    worker = SimpleNamespace(
+        start_weight_update=lambda: None,
+        update_weights=seen.append,
+        finish_weight_update=lambda: None,
+    )
+    assert write(worker, 7, work, "me") == ""
     asked = {"version": 7, "work": work, "holder": "me"}
     assert seen == ["waits"] * (work == "write") + [asked]
 
