@@ -11,7 +11,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,11 +45,9 @@ class Engine(Actor):
         faults: When something befell it, on the monotonic clock.
         stopped_until: When a stopped process goes on; 0 if it is not stopped.
         starts_at: When a killed one is started again; 0 if it runs.
-        leaving: Its leave of the fleet, which it then joins again; None if it is there.
     """
 
     stopped_until = starts_at = 0.0
-    leaving: Future[None] | None = None
 
     def __init__(self, name: str, device: str, timeout_s: float) -> None:
         super().__init__(name)
@@ -60,7 +57,7 @@ class Engine(Actor):
 
     @property
     def is_sound(self) -> bool:
-        return self.process is not None and not self.stopped_until and self.leaving is None
+        return self.process is not None and not self.stopped_until
 
 
 class Misfortune(threading.Thread):
@@ -108,7 +105,8 @@ class Misfortune(threading.Thread):
             actor.stopped_until = now_s + self._chance.uniform(0, longest_s)
             self.counts["SIGSTOP"] += 1
         else:
-            actor.leaving = chaos.fleet.remove(actor.name)
+            chaos.fleet.remove(actor.name)
+            chaos.join(actor)
             self.counts["leave and join"] += 1
 
     def _go_on(self, actor: Engine, *, at_once: bool = False) -> None:
@@ -121,10 +119,6 @@ class Misfortune(threading.Thread):
             actor.starts_at = 0.0
             self._chaos.start(actor)
             actor.faults.append(now_s)
-        if actor.leaving is not None and (at_once or actor.leaving.done()):
-            actor.leaving.exception(60)
-            actor.leaving = None
-            self._chaos.join(actor)
 
 
 @dataclass(frozen=True, slots=True)

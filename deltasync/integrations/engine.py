@@ -67,6 +67,8 @@ class Engine:
         paused: Makes the context in which generation is paused.
         terms: What its workers are told, whatever they are asked to send.
         take_over: Whether to take it from another trainer, the first time.
+        stays: The same server's earlier ones, in order. Workers may be connected to the last one,
+            which this one continues, once none can resume what this one pauses.
 
     Attributes:
         holder: Its name for workers, which tell its calls from those of others by it.
@@ -79,6 +81,8 @@ class Engine:
         is_settled: Whether that is known for this call.
         is_ours: Whether the server may have workers that are connected to this trainer.
         is_whole: Whether no update has left the weights half written, as far as is known.
+        is_removed: Whether `remove` was called. has_left: whether nothing has to be done for that
+            any more.
     """
 
     def __init__(
@@ -90,18 +94,23 @@ class Engine:
         terms: TrainerInfo,
         *,
         take_over: bool = False,
+        stays: Sequence[Engine] = (),
     ) -> None:
         self.label, self.server, self.workers, self._terms = label, server, workers, terms
         self._takes_over = take_over
-        self.stem, self._name, self.holder = new_name("engine-"), "", ""
+        self._continues: str = stays[-1].holder if stays else ""
+        self.stem, self._name = new_name("engine-"), ""
+        self.holder: str = self._continues
+        self._stays = [stay for stay in stays if stay._may_resume]
         self.version: int | None = None
         self.error: BaseException | None = SyncAborted("it has not connected yet")
         self.pause, self.outcome = Pause(paused), Future[object]()
-        self.is_here = self.is_settled = self.is_ours = False
+        self.is_here = self.is_settled = self.is_ours = self.is_removed = self.has_left = False
         self.is_whole = True
+        self._is_spoiled = False  # it does not hold its own weights, and must not generate
+        self._is_abandoned = False  # it was left paused
         self._is_asleep = False  # the sync failed for that: no worker has written
         self._connecting: Future[None] | None = None
-        self._parting: Future[None] | None = None  # since it was removed
         self._answered_s = 0.0  # when the server has answered that
         self._declined: DeltaSyncError | None = None
         self._patience_s = terms.timeout_s  # with it, when it is asked to connect
@@ -146,14 +155,16 @@ class Engine:
         return any(not update.done() for update in self.updates)
 
     @property
-    def is_removed(self) -> bool:
-        """Whether `remove` was called."""
-        return self._parting is not None
+    def _may_resume(self) -> bool:
+        """Whether what it is asked, or will be by itself, may resume it."""
+        is_leaving = self.is_removed and not self.has_left
+        return self._is_busy or (is_leaving and self.pause.is_on)
 
     @property
-    def has_left(self) -> bool:
-        """Whether it was removed, and nothing has to be done for that any more."""
-        return self._parting is not None and self._parting.done()
+    def _is_held_up(self) -> bool:
+        """Whether it cannot be asked to connect yet."""
+        self._stays = [stay for stay in self._stays if stay._may_resume]
+        return self._is_busy or bool(self._stays)
 
     def state(self, newest: int) -> ServerState:
         """What is known of it. `newest` is the last version decided."""
@@ -201,7 +212,8 @@ class Engine:
             self.outcome.set_exception(SyncAborted("the call was interrupted"))
         now = time.monotonic()
         if self._connecting is None:
-            self._awaited_until_s = now + self._patience_s
+            grace_s = min(_GRACE_S, self._terms.timeout_s)
+            self._awaited_until_s = now + (grace_s if self._stays else self._patience_s)
         self._missing_until_s = now + _RETURN_S
         self.is_here = self.is_settled = False
 
@@ -215,7 +227,7 @@ class Engine:
 
     def look(self, ranks: Mapping[str, int]) -> bool:
         """Find out whether it is here. Returns whether it has to be asked to connect."""
-        if self.is_settled or self.is_removed or self._is_busy:
+        if self.is_settled or self.is_removed or self._is_held_up:
             return False
         self._check_updates()
         self._num_here = self.count(ranks, ranks)
@@ -230,10 +242,11 @@ class Engine:
     def start_connecting(self, trainer: TrainerInfo) -> None:
         """Ask it to connect to this trainer, in its thread."""
         self._name = new_name(self.stem)
-        self.holder = f"{trainer.holder} to {self.label}"
+        self.holder = f"{trainer.holder} to {self.label} ({self.stem})"
         terms = {
             "engine": self._name,
             "holder": self.holder,
+            "continues": self._continues,
             "take_over": self._takes_over,
         }
         self.error, self._declined = SyncAborted(_NOT_JOINED), None
@@ -287,6 +300,8 @@ class Engine:
 
     def _settle(self) -> None:
         """It has connected again: it may have been restarted, and may be paused in vain."""
+        if self._is_spoiled:  # it was restarted, or it would not connect
+            self._is_spoiled, self.is_whole = False, True
         self.pause.renew()
         if self.is_whole:
             self.submit(self.pause.end)
@@ -308,7 +323,7 @@ class Engine:
             self.is_ours = False
             self.pause.forget()
         if isinstance(error, DirtyReceiver):  # it does not hold its own weights
-            self.is_whole = False
+            self._is_spoiled, self.is_whole = True, False
             self.outcome = Future()  # what workers hold is not known
             try:
                 self.pause.begin()
@@ -319,7 +334,7 @@ class Engine:
         """The call goes on without it, unless it is here. `refusal`: why a worker was refused."""
         if self.is_here or self.is_settled:
             return
-        if self._is_busy:
+        if self._is_held_up:
             self._name = ""  # its workers leave, for they could not be asked to write
             why = "the engine's last update has not ended; check what it waits for"
             self.error = TransportTimeout(why)
@@ -505,9 +520,10 @@ class Engine:
 
     def remove(self) -> Future[None]:
         """Let its workers disconnect and resume it, after an update in flight. Returns at once."""
-        self._parting = self.submit(self._part)
+        self.is_removed = True
+        parted = self.submit(self._part)
         self._calls.shutdown(wait=False)
-        return self._parting
+        return parted
 
     def _part(self) -> None:
         try:
@@ -517,6 +533,7 @@ class Engine:
                 raise
         finally:
             self._leave()
+            self.has_left = True
 
     def close(self) -> Sequence[Future[None]]:
         """Make no more calls, and resume it, in its thread after an update in flight.
@@ -532,7 +549,7 @@ class Engine:
 
     def _leave(self) -> None:
         """Resume generation if it is paused, this trainer's, and whole; else log why not."""
-        if not self.pause.is_on:
+        if self._is_abandoned or not self.pause.is_on:
             return
         why = "was closed after an update that failed: its weights may mix two versions"
         if self.is_whole or (self.outcome.done() and self.outcome.exception() is None):
@@ -549,6 +566,7 @@ class Engine:
             self,
             why,
         )
+        self._is_abandoned = True  # which is logged once
 
 
 def new_name(stem: str) -> str:

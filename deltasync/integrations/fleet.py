@@ -194,8 +194,7 @@ class EngineFleet(Closing):
                 Without it the server is lost, and the reason names that trainer.
 
         Returns its name. Raises ConfigError if it has none, or if the fleet has the server, or the
-        name, already: each of two would take the workers from the other. A server that was removed
-        counts until it has left.
+        name, already: each of two would take the workers from the other.
         """
         if workers < 1:
             raise ConfigError(f"workers is {workers}; a server has one or more")
@@ -205,13 +204,10 @@ class EngineFleet(Closing):
             name = name or getattr(server, "url", None)
             if name is None:
                 raise ConfigError("the server has no URL to be known by: give it a name")
-            leaving = [engine for engine in self._removed if not engine.has_left]
-            for twin in (*self._engines.values(), *leaving):
-                if twin.label == name or twin.server is server:
-                    raise ConfigError(
-                        f"the fleet has {twin} already: remove it first, and wait for what that "
-                        "returns, or add another"
-                    )
+            twin = next((e for e in self._engines.values() if e.server is server), None)
+            if name in self._engines or twin is not None:
+                label = name if twin is None else twin.label
+                raise ConfigError(f"the fleet has {label} already: remove it first, or add another")
             self._engines[name] = Engine(
                 name,
                 server,
@@ -219,16 +215,18 @@ class EngineFleet(Closing):
                 paused,
                 self._terms,
                 take_over=take_over,
+                stays=[e for e in self._removed if e.server is server or e.label == name],
             )
         return name
 
     def remove(self, name: str) -> Future[None]:
         """Remove a server. It keeps the weights that it has, and its workers disconnect.
 
-        Returns at once; an update in flight ends first, in its thread. If generation is paused it
-        is resumed, unless the weights may mix two versions: then an error is logged. The result is
-        there when that is done, and the server may be added again. It raises EngineTaken, which is
-        logged too, if another trainer has taken the server: that one keeps it as it is.
+        Returns at once; an update in flight ends first, in its thread, and if the server is added
+        again, before it is connected. If generation is paused it is resumed, unless the weights may
+        mix two versions: then an error is logged. The result is there when that is done. It raises
+        EngineTaken, which is logged too, if the server was added again meanwhile, or another
+        trainer has taken it: that one keeps it as it is.
 
         Raises ConfigError if there is no such server.
         """

@@ -40,6 +40,7 @@ class TrainerInfo(BaseModel):
     addresses: tuple[Address, ...] = Field(min_length=1, description="of the ranks, in order")
     engine: str = Field(max_length=64, description="the trainer's unique name for the engine")
     holder: str = Field(default="", description="who this is, the same in each of its connects")
+    continues: str = Field(default="", description="the holder that this one was before")
     sender: str = Field(default="", description="the same for all its engines, until it restarts")
     take_over: bool = Field(default=False, description="also from another trainer that is alive")
     tensors: Tensors = Field(description="names, dtype and shape of each checkpoint tensor")

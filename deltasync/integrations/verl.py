@@ -109,10 +109,7 @@ class DeltaSyncEngine(CheckpointEngine):
             for _ in weights:
                 pass
             return None
-        here = self._topology
-        hub = here["hub"] and Address(**here["hub"])
-        source = self._source_of(weights)
-        return self._sending.send(source, here["engines"], hub, here["rank"], here["world"])
+        return self._send(self._sending, self._source_of(weights))
 
     def _source_of(self, weights: Any) -> StreamedWeights | ModuleSource:
         if self._source is None:
@@ -120,6 +117,9 @@ class DeltaSyncEngine(CheckpointEngine):
         assert isinstance(self._source, StreamedWeights)
         self._source.take(weights)
         return self._source
+
+    def _send(self, sending: SendingRank, source: StreamedWeights | ModuleSource) -> Metrics | None:
+        return sending.send(source, self._topology["engines"])
 
     def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, Tensor]]:
         """Receive a sync; yields (name, whole tensor) of all weights.
@@ -166,6 +166,12 @@ class ShardedDeltaSyncEngine(DeltaSyncEngine):
         if self._source is None:
             self._source = shards_of(weights)
         return self._source
+
+    def _send(self, sending: SendingRank, source: StreamedWeights | ModuleSource) -> Metrics | None:
+        here = self._topology
+        return sending.send(
+            source, here["engines"], Address(**here["hub"]), here["rank"], here["world"]
+        )
 
 
 def shards_of(engine: Any) -> ModuleSource:

@@ -127,7 +127,8 @@ class Worker:
         take over.
         """
         last = self._last
-        is_other = last is not None and last.holder != trainer.holder and not trainer.take_over
+        holders = (trainer.holder, trainer.continues)
+        is_other = last is not None and last.holder not in holders and not trainer.take_over
         if last is not None and is_other and self._is_held(trainer, last):
             raise EngineTaken(
                 f"the engine follows another trainer since {self._since}: {last.holder}; stop "

@@ -223,7 +223,7 @@ def test_servers_that_stop_at_once_cost_one_timeout(
                 late = stopping.cost_of_delta(("commit", 1, stopped))
                 assert late == 2 * ("some replies",)
         for name in "123":
-            here.fleet.remove(name).result(AMPLE_S)
+            here.fleet.remove(name)
             here.servers[name].die()
             here.servers[name].module.get_parameter("a").data.add_(1)
             here.add(here.servers[name], name)

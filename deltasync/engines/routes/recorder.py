@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import re
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from math import prod
@@ -182,11 +183,33 @@ def _watch(load: Load, recorder: _Recorder, live: Mapping[str, Tensor]) -> None:
             f"the loader cannot be watched: at {recorder.given!r} it raised "
             f"{type(error).__name__}: {' '.join(str(error).split())}"
             f"{suggested([recorder.given], (), are_sent=True)}"
-            "; if the engine has no such tensor, leave it out: "
-            f"SenderOptions(leave_out=[{recorder.given!r}])"
+            f"{_leaving_out(recorder.given, error, live)}"
         ) from error
     finally:
         recorder.put_back(before)
+
+
+def _leaving_out(given: str, error: Exception, held: Collection[str]) -> str:
+    """Proposes to leave a tensor out, if a loader looked for it by name and the engine has none.
+
+    Args:
+        given: The tensor that the loader was given.
+        error: What it raised. What it names there is that tensor, what the tensor is fused into, or
+            a module above it.
+        held: Names of the engine's tensors.
+
+    Returns:
+        Text to append; empty where the engine may have the tensor, which would stay as it is.
+    """
+    if not isinstance(error, LookupError | AttributeError | ValueError):
+        return ""
+    for word in re.findall(r"\w[\w.]*\w", str(error)):
+        is_above = f"{given}.".startswith(f"{word}.")
+        is_meant = is_above or word.rpartition(".")[2] == given.rpartition(".")[2]
+        if is_meant and not any(f".{word}." in f".{name}." for name in held):
+            advice = f"leave it out: SenderOptions(leave_out=[{given!r}])"
+            return f"; the engine has no such tensor: {advice}"
+    return ""
 
 
 def _left_out(given: Mapping[str, list[str]], last: str, error: ConfigError) -> bool:
