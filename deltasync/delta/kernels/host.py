@@ -172,6 +172,8 @@ def _words_that_differ(new: _Bits, old: _Bits) -> NDArray[np.intp] | None:
 
 def unsigned(bits: Tensor) -> NDArray[np.unsignedinteger]:
     """int[n] in host memory as numpy sees it without signs: the same memory."""
+    if not len(bits):  # which has no address; numpy before 2.4 takes none
+        return np.zeros(0, f"u{bits.itemsize}")
     return np.asarray(_Seen(bits))
 
 
