@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # each public name, written once: what follows reads this block
-    from deltasync.delta.patch import Patch as Patch
-    from deltasync.delta.patch import apply_patch as apply_patch
-    from deltasync.delta.patch import diff as diff
     from deltasync.delta.shard import ShardSpec as ShardSpec
     from deltasync.engines.reloaded import ReloadedTarget as ReloadedTarget
     from deltasync.engines.routed import RoutedTarget as RoutedTarget
     from deltasync.engines.routes.recorder import CheckpointTensor as CheckpointTensor
     from deltasync.errors import DeltaSyncError as DeltaSyncError
     from deltasync.files.export import export_weights as export_weights
+    from deltasync.files.patch import Patch as Patch
+    from deltasync.files.patch import apply_patch as apply_patch
+    from deltasync.files.patch import diff as diff
     from deltasync.files.sparsity import sparsity as sparsity
     from deltasync.store.anchors import PublishOptions as PublishOptions
     from deltasync.store.objects import StoreOptions as StoreOptions
@@ -26,7 +26,6 @@ if TYPE_CHECKING:  # each public name, written once: what follows reads this blo
     from deltasync.sync.events import subscribe as subscribe
     from deltasync.sync.group.group import TrainerGroup as TrainerGroup
     from deltasync.sync.group.rank import TrainerRank as TrainerRank
-    from deltasync.sync.hook import sync_after_step as sync_after_step
     from deltasync.sync.module import ModuleSource as ModuleSource
     from deltasync.sync.module import ModuleTarget as ModuleTarget
     from deltasync.sync.options import ReceiverOptions as ReceiverOptions
@@ -38,6 +37,7 @@ if TYPE_CHECKING:  # each public name, written once: what follows reads this blo
     from deltasync.sync.staging_thread import StagingThread as StagingThread
     from deltasync.sync.stats import SyncStats as SyncStats
     from deltasync.sync.target.base import WeightTarget as WeightTarget
+    from deltasync.trainers.hook import sync_after_step as sync_after_step
 
 __version__ = "0.2.0"
 

@@ -22,7 +22,7 @@ import pytest
 
 import deltasync
 from deltasync import ReceiverOptions, WeightSender
-from deltasync.delta.patch import CHUNK_NUMEL
+from deltasync.files.patch import CHUNK_NUMEL
 from deltasync.integrations.fleet import EngineFleet
 from deltasync.integrations.verl_ends import Options
 from deltasync.integrations.vllm import HttpClient

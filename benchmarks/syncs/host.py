@@ -23,9 +23,9 @@ from benchmarks.syncs.geometry import GEOMETRIES
 from benchmarks.syncs.group import Group
 from benchmarks.syncs.workload import bits_of, mutate, num_elements
 from benchmarks.timing import interleave
-from deltasync.delta.patch import Patch
 from deltasync.files.checkpoint import Checkpoint
 from deltasync.files.comparing import compare_checkpoints
+from deltasync.files.patch import Patch
 
 _DIFF_GOAL, _DIFF_GOAL_UP_TO = 1.7, 0.01
 _SYNC_GOAL, _PER_PARAMETER_GOAL_US, _FILES_GOAL = 1.1, 10.0, 0.6

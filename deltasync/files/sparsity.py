@@ -14,10 +14,10 @@ from torch import Tensor
 from deltasync.delta.bits import Flat, dtype_of, torch_dtype
 from deltasync.delta.host import Bits
 from deltasync.delta.kernels.host import changed, unsigned
-from deltasync.delta.patch import CHUNK_NUMEL
 from deltasync.delta.readers import WireReader
 from deltasync.dtypes import Dtype
 from deltasync.errors import LayoutMismatch
+from deltasync.files.patch import CHUNK_NUMEL
 from deltasync.files.steps import in_order
 from deltasync.wire.compression import compress
 

@@ -13,8 +13,8 @@ import torch
 
 from deltasync.errors import ConfigError, DeltaSyncError, StepApplied
 from deltasync.sync.protocol.links import CallTimeout
-from deltasync.sync.source.stepped import check_stepped
 from deltasync.sync.stats import SyncStats
+from deltasync.trainers.stepped import check_stepped
 from deltasync.transports import forks
 
 logger = logging.getLogger(__name__)

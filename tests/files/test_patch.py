@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deltasync.delta.bits import as_bits, dtype_of
-from deltasync.delta.patch import CHUNK_NUMEL, Patch, apply_patch, diff
 from deltasync.errors import ConfigError, InvalidIndices, LayoutMismatch
+from deltasync.files.patch import CHUNK_NUMEL, Patch, apply_patch, diff
 from tests.worlds import strategies as own
 from tests.worlds.strategies import relaid, same_bits
 

@@ -1,0 +1,1 @@
+"""Syncs that follow optimizer steps, and whether these step what is sent. Begin with hook.py."""
