@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.codec.change import Change
-from deltasync.delta.coding import Coder, Coding
+from deltasync.delta.coding import Coding, coded
 from deltasync.delta.payloads import PayloadReader
 from deltasync.delta.shard import whole
 from deltasync.delta.staging import LiveWeights
@@ -36,10 +36,10 @@ class Ours:
 
     def encode(self, change: Change) -> list[tuple[bytes, bytes]]:
         """(header, payload) of each frame."""
-        frames, coder = list[tuple[bytes, bytes]](), Coder(self.coding)
+        frames = list[tuple[bytes, bytes]]()
         for sequence, (raw, bucket) in enumerate(change.payloads):
-            coded, compression = coder.coded(raw, bucket)
-            payload, sizes = coded.numpy().tobytes(), bucket.sizes
+            made, compression = coded(self.coding, raw, bucket)
+            payload, sizes = made.numpy().tobytes(), bucket.sizes
             message = Bucket(
                 version=1,
                 sequence=sequence,

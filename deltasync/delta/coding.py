@@ -1,17 +1,23 @@
-"""How a sender asks for payloads to be coded, and the one place where that happens."""
+"""How a sender asks for payloads to be coded, and the one place where that happens.
+
+Not every process has all codecs: `deltasync.files` adds `class`. Names of all are in `Coding`, and
+in `Compression` of `wire/compression.py`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from deltasync.delta import gap
 from deltasync.delta.changes import Changes
-from deltasync.delta.codecs import codec_of
+from deltasync.delta.detector import HostSnapshot
 from deltasync.delta.snapshot import Bucket
+from deltasync.delta.staging import Lane
+from deltasync.errors import UnknownCodec
+from deltasync.wire.changes import Sizes
 from deltasync.wire.compression import Compression, compress
 
 Coding = Literal["none", "zstd", "gap", "class"]
@@ -21,46 +27,61 @@ LONGEST = 1.0
 """Of the length of what it stands for: a coded payload of so much or more is not sent."""
 
 
-@dataclass(slots=True)
-class Coder:
-    """Codes payloads one after another.
+class Codec(Protocol):
+    """Makes changes short by the bits that they replace, on hosts."""
+
+    def encode(self, changes: Changes, old: HostSnapshot) -> bytes | None:
+        """The coded form of changes, which may be longer; None if there is none."""
+        ...
+
+    def decode(self, data: memoryview, sizes: Sizes, lane: Lane) -> Changes:
+        """What `encode` made, over memory of their own. The caller checks them.
+
+        Of shares that are not held, values and places mean nothing.
+
+        Raises:
+            WireError, SyncError: It is not what `encode` makes of changes of such sizes.
+        """
+        ...
+
+
+CODECS: dict[str, Codec] = {}
+"""By name."""
+
+
+def codec_of(name: str) -> Codec:
+    """Raises UnknownCodec if nothing in this process reads and writes such payloads."""
+    if (codec := CODECS.get(name)) is None:
+        raise UnknownCodec(
+            f"codec {name} is not known here: it is for stores and patch files; "
+            "import deltasync.files"
+        )
+    return codec
+
+
+def coded(coding: Coding, payload: Tensor, bucket: Bucket) -> tuple[Tensor, Compression]:
+    """(uint8[n], what it is): the payload itself if it gets no shorter.
 
     Args:
         coding: What is asked for; anything but "none".
-
-    Attributes:
-        bytes_by_codec: Bytes as sent, by what took them.
+        payload: uint8[n], as `bucket` was packed there; what it changes is as it was before.
+        bucket: What was packed.
     """
+    data, compression = _made(coding, payload, bucket)
+    if len(data) >= LONGEST * len(payload):
+        return payload, "none"
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8), compression
 
-    coding: Coding
-    bytes_by_codec: dict[str, int] = field(default_factory=dict)
 
-    def coded(self, payload: Tensor, bucket: Bucket) -> tuple[Tensor, Compression]:
-        """(uint8[n], what it is): the payload itself if it gets no shorter.
-
-        Args:
-            payload: uint8[n], as `bucket` was packed there; what it changes is as it was before.
-            bucket: What was packed.
-        """
-        data, compression = self._made(payload, bucket)
-        if len(data) >= LONGEST * len(payload):
-            self._count("none", len(payload))
-            return payload, "none"
-        self._count(compression, len(data))
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8), compression
-
-    def _made(self, payload: Tensor, bucket: Bucket) -> tuple[bytes, Compression]:
-        if self.coding == "zstd" or bucket.old is None:
-            return compress(payload.cpu().numpy().data), "zstd"
-        changes = Changes.of(payload, bucket.sizes)
-        coded = (
-            gap.encode(changes, *bucket.old.old(changes))
-            if self.coding == "gap"
-            else codec_of(self.coding).encode(changes, bucket.old)
-        )
-        if coded is None:
-            return compress(payload.numpy().data), "zstd"
-        return coded, self.coding
-
-    def _count(self, name: str, num_bytes: int) -> None:
-        self.bytes_by_codec[name] = self.bytes_by_codec.get(name, 0) + num_bytes
+def _made(coding: Coding, payload: Tensor, bucket: Bucket) -> tuple[bytes, Compression]:
+    if coding == "zstd" or bucket.old is None:
+        return compress(payload.cpu().numpy().data), "zstd"
+    changes = Changes.of(payload, bucket.sizes)
+    made = (
+        gap.encode(changes, *bucket.old.old(changes))
+        if coding == "gap"
+        else codec_of(coding).encode(changes, bucket.old)
+    )
+    if made is None:
+        return compress(payload.numpy().data), "zstd"
+    return made, coding

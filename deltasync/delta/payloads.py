@@ -8,7 +8,7 @@ from torch import Tensor
 
 from deltasync.delta import gap
 from deltasync.delta.changes import Changes
-from deltasync.delta.codecs import codec_of
+from deltasync.delta.coding import codec_of
 from deltasync.delta.staging import LiveWeights, Received
 from deltasync.delta.tiles import Space, space_of
 from deltasync.errors import InvalidIndices, LimitExceeded

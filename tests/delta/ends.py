@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deltasync.delta.bits import Flat, torch_dtype
 from deltasync.delta.choice import snapshot_of
-from deltasync.delta.coding import Coder, Coding
+from deltasync.delta.coding import Coding, coded
 from deltasync.delta.payloads import PayloadReader
 from deltasync.delta.readers import WireReader
 from deltasync.delta.shard import ShardSpec, Share, rows_of
@@ -156,7 +156,7 @@ def packed(bucket: Bucket, coding: Coding = "none") -> tuple[Tensor, Compression
 
     def standing() -> None:
         is_coded = coding != "none"
-        made.append(Coder(coding).coded(payload, bucket) if is_coded else (payload, "none"))
+        made.append(coded(coding, payload, bucket) if is_coded else (payload, "none"))
 
     bucket.pack(payload, standing)
     [found] = made

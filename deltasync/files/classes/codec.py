@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from deltasync.delta import gap
 from deltasync.delta.changes import Changes
-from deltasync.delta.codecs import CODECS
+from deltasync.delta.coding import CODECS
 from deltasync.delta.detector import HostSnapshot
 from deltasync.delta.host import Table
 from deltasync.delta.kernels.host import unsigned
@@ -49,7 +49,7 @@ _ROW = np.dtype(
 
 
 class ClassCodec:
-    """Codes each share by the classes of its old values; see `delta.codecs.Codec`."""
+    """Codes each share by the classes of its old values; see `delta.coding.Codec`."""
 
     def encode(self, changes: Changes, old: HostSnapshot) -> bytes | None:
         table, new = Table(old.space, changes), unsigned(changes.values)

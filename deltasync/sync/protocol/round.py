@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from deltasync.delta.coding import Coder, Coding
+from deltasync.delta.coding import Coding, coded
 from deltasync.delta.snapshot import Bucket as Packing
 from deltasync.delta.snapshot import Plan
 from deltasync.delta.staging import staged_bytes_of
@@ -48,26 +48,24 @@ class SentBuckets:
     """What was sent to each receiver.
 
     Attributes:
-        num_buckets, payload_bytes: Number of payloads, and their bytes.
+        num_buckets: Number of payloads.
         bucket_bytes: Size of the largest payload.
         lost: Why receivers were lost, by their connection.
-        bytes_by_codec: Of the payloads, see `Coder`.
+        bytes_by_codec: Bytes of the payloads, by what was done to them.
     """
 
     num_buckets: int = 0
-    payload_bytes: int = 0
     bucket_bytes: int = 0
     lost: dict[str, str] = field(default_factory=dict)
-    bytes_by_codec: dict[str, int] = field(default_factory=dict)
+    bytes_by_codec: Counter[str] = field(default_factory=Counter)
 
     def __add__(self, other: SentBuckets) -> SentBuckets:
         """What two ranks have sent to the same receivers."""
         return SentBuckets(
             self.num_buckets + other.num_buckets,
-            self.payload_bytes + other.payload_bytes,
             max(self.bucket_bytes, other.bucket_bytes),
             self.lost | other.lost,
-            dict(Counter(self.bytes_by_codec) + Counter(other.bytes_by_codec)),
+            self.bytes_by_codec + other.bytes_by_codec,
         )
 
 
@@ -95,10 +93,7 @@ class Emitter:
         buffer: Callable[[int], Tensor],
     ) -> None:
         self._plan, self._version = plan, version
-        self._buffer = buffer
-        self._coder = None if compression == "none" else Coder(compression)
-        counts = {} if self._coder is None else self._coder.bytes_by_codec
-        self.sent = SentBuckets(bytes_by_codec=counts)
+        self._buffer, self._coding, self.sent = buffer, compression, SentBuckets()
         self._raw: Tensor | None = None
 
     def begin(
@@ -144,24 +139,22 @@ class Emitter:
                 compression=compression,
             )
             yield message, payload
-            if self._coder is None:
-                sent.bytes_by_codec["none"] = sent.payload_bytes + len(payload)
+            sent.bytes_by_codec[compression] += len(payload)
             sent.num_buckets += 1
-            sent.payload_bytes += len(payload)
             sent.bucket_bytes = max(sent.bucket_bytes, len(payload))
 
     def _packed(self, bucket: Packing) -> tuple[Tensor, Compression]:
         """A bucket's payload as it travels, and what was done to it."""
-        coder = self._coder
-        if coder is None:
+        coding = self._coding
+        if coding == "none":
             sent = self._buffer(bucket.sizes.num_bytes)
             raw = sent if sent.device == bucket.device else self._scratch(bucket)
             bucket.pack(raw, lambda: None)
             return sent if raw is sent else sent.copy_(raw), "none"
         raw, made = self._scratch(bucket), list[tuple[Tensor, Compression]]()
-        bucket.pack(raw, lambda: made.append(coder.coded(raw, bucket)))
-        [(coded, compression)] = made
-        return self._buffer(len(coded)).copy_(coded), compression
+        bucket.pack(raw, lambda: made.append(coded(coding, raw, bucket)))
+        [(data, compression)] = made
+        return self._buffer(len(data)).copy_(data), compression
 
     def _scratch(self, bucket: Packing) -> Tensor:
         """Memory to pack a bucket into before it is coded."""
