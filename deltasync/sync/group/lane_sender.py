@@ -9,6 +9,7 @@ from contextlib import suppress
 from deltasync.delta.coding import Coding
 from deltasync.delta.snapshot import Plan
 from deltasync.errors import TransportError
+from deltasync.sync.group import orders
 from deltasync.sync.protocol.links import CallTimeout, SenderLink, message_of
 from deltasync.sync.protocol.round import Emitter, SentBuckets
 from deltasync.transports.base import SendTransport
@@ -29,30 +30,16 @@ class LaneSender:
         self.link = SenderLink(transport, message_of)
         self._peers: dict[str, int] = {}
 
-    def send(
-        self,
-        plan: Plan,
-        *,
-        attempt: int,
-        version: int,
-        receivers: Sequence[str],
-        compression: Coding,
-        with_shares: bool,
-        timeout_s: float,
-    ) -> SentBuckets:
-        """Send all of a plan. If receivers are lost, none gets all; the result names them.
-
-        Arguments as in `orders.Send`.
-        """
-        self.link.limit = CallTimeout(timeout_s)
-        if lost := self._absent(receivers, timeout_s):
+    def send(self, plan: Plan, order: orders.Send, compression: Coding) -> SentBuckets:
+        """Send all of a plan. If receivers are lost, none gets all; the result names them."""
+        self.link.limit = CallTimeout(order.timeout_s)
+        if lost := self._absent(order.receivers, order.timeout_s):
             return SentBuckets(lost=lost)
-        by_peer = {self._peers[receiver]: receiver for receiver in receivers}
+        by_peer = {self._peers[receiver]: receiver for receiver in order.receivers}
         if failed := self.link.open(list(by_peer)):
             return SentBuckets(lost={by_peer[peer]: str(why) for peer, why in failed.items()})
         try:
-            emitter = Emitter(plan, version, compression=compression, buffer=self.link.buffer)
-            return self._send_all(emitter, attempt, version, with_shares=with_shares)
+            return self._send_all(plan, order, compression)
         except TransportError as error:
             is_connected = self.link.transport.is_connected
             gone = {name: str(error) for p, name in by_peer.items() if not is_connected(p)}
@@ -68,13 +55,13 @@ class LaneSender:
             else:
                 self.link.drop(peer)
 
-    def _send_all(
-        self, emitter: Emitter, attempt: int, version: int, *, with_shares: bool
-    ) -> SentBuckets:
+    def _send_all(self, plan: Plan, order: orders.Send, compression: Coding) -> SentBuckets:
         """Send the frames of a plan, or an abort, so that receivers do not wait in vain."""
-        self.link.send(Attempt(number=attempt))
+        version = order.version + order.is_delta
+        emitter = Emitter(plan, version, compression=compression, buffer=self.link.buffer)
+        self.link.send(Attempt(number=order.attempt))
         try:
-            for message, payload in emitter.frames(with_shares=with_shares):
+            for message, payload in emitter.frames(with_shares=order.with_shares):
                 self.link.send(message, payload)
         except BaseException:
             with suppress(TransportError):

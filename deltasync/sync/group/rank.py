@@ -240,22 +240,12 @@ class TrainerRank(Closing):
             plan = self._work.undecided[1]
         else:
             plan = self._weights.full(ways=self.world)
-        buckets = self._lanes.send(
-            plan,
-            attempt=order.attempt,
-            version=order.version + order.is_delta,
-            receivers=order.receivers,
-            compression=self._weights.options.compression,
-            with_shares=order.with_shares,
-            timeout_s=order.timeout_s,
-        )
+        buckets = self._lanes.send(plan, order, self._weights.options.compression)
         self._weights.release()
-        return orders.Sent(
-            digests=()
-            if buckets.lost
-            else digests_told(plan.ledger, order.copies, self._work.num_parameters),
-            buckets=buckets,
-        )
+        if buckets.lost:
+            return orders.Sent(digests=(), buckets=buckets)
+        digests = digests_told(plan.ledger, order.copies, self._work.num_parameters)
+        return orders.Sent(digests=digests, buckets=buckets)
 
     def _answer(self, answer: orders.Answer) -> None:
         """Reply to rank 0. Raises SyncAborted if it is gone."""
