@@ -145,12 +145,16 @@ class WeightSender(Closing):
     @property
     def num_receivers(self) -> int:
         """Receivers that hold `version`."""
-        return sum(len(engine.ranks) for engine in self._session.members.values())
+        return self.holders().total()
 
     @property
     def engines(self) -> frozenset[str]:
         """Names of the engines that hold `version`."""
         return frozenset(self._session.members)
+
+    def holders(self) -> Counter[str]:
+        """The number of ranks of each engine that holds `version`."""
+        return Counter({name: len(e.ranks) for name, e in self._session.members.items()})
 
     def wait_for_receivers(self, count: int, *, timeout_s: float = 60.0) -> None:
         """Return when `count` receivers are members or have greeted; they join at the next sync.
@@ -491,11 +495,8 @@ class EngineSender(WeightSender):
         """
         with plain_mode(), self._caller.call():
             self._hear(timeout_s)
-            return self.holders() + self._lobby.ranks(), self._lobby.declined()
-
-    def holders(self) -> Counter[str]:
-        """The number of ranks of each engine that holds the sender's version."""
-        return Counter({name: len(e.ranks) for name, e in self._session.members.items()})
+            greeted = {name: len(hellos) for name, hellos in self._lobby.engines().items()}
+            return self.holders() + Counter(greeted), self._lobby.declined()
 
     def ended_as(self, stats: SyncStats) -> SyncStats:
         """Return what the call under way comes to: so it is reported, and told other ranks."""
@@ -521,7 +522,10 @@ def one_call(sender: WeightSender, limit: CallTimeout) -> Iterator[None]:
     with call, told:
         sender._done, sender.lost = None, {}
         sender._call = SenderCall(sender.stream_id, sender.version + 1)
-        with group.one_call(lambda: sender._done, limit) if group else nullcontext():
+        if group is None or is_inner:
             yield
+        else:
+            with group.one_call(lambda: sender._done, limit):
+                yield
     if subscriptions and not is_inner and sender._done is not None:
         report(sender._done)

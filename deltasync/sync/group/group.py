@@ -50,8 +50,6 @@ class TrainerGroup(Closing):
     ) -> Iterator[None]:
         """The context of one call of `send_weights`, in which all ranks take part.
 
-        A call inside another one is part of the outer one.
-
         Args:
             outcome: Called at the end: returns the stats. The other ranks return those stats, or
                 raise what this rank raises.
@@ -59,9 +57,6 @@ class TrainerGroup(Closing):
 
         Raises SyncAborted if a rank does not come.
         """
-        if self._is_called:
-            yield
-            return
         try:
             self.gather(limit)
         except DeltaSyncError:  # the call has ended

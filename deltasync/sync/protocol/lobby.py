@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
@@ -131,10 +131,6 @@ class Lobby:
         for peer, arrival in list(self._waiting.items()):
             if not self._owner.admits(arrival.hello.engine):
                 self.forget(peer)
-
-    def ranks(self) -> Counter[str]:
-        """Ranks of engines all of whose ranks have greeted, by the engine's name."""
-        return Counter({name: len(hellos) for name, hellos in self.engines().items()})
 
     def declined(self) -> list[Failed]:
         """Why engines that were let connect cannot take part: what is new since the last call."""
