@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal
@@ -20,7 +20,7 @@ from deltasync.sync.events import Phase, SyncEvent, SyncFailed
 from deltasync.sync.options import SenderOptions
 from deltasync.sync.protocol.round import SentBuckets
 from deltasync.sync.protocol.sender_session import SenderSession
-from deltasync.sync.source.weights import Weights
+from deltasync.sync.source.weights import Masters, Weights
 from deltasync.sync.target.base import some_of
 from deltasync.wire.messages import ParameterSpec
 
@@ -255,9 +255,8 @@ class DeltaWatch:
         self._specs: Sequence[ParameterSpec] = ()
         self._deltas = self._silent = 0  # in which something has changed; in which nothing has
         self._changed_in: Ints = np.zeros(0, np.int64)  # by parameter; or looked at in
-        self._is_named = np.zeros(0, np.bool_)
-        self._was_frozen = np.zeros(0, np.bool_)  # when it was looked at, or at first
-        self._masters: dict[int, int] = {}  # of those that were looked at, the sums of their bits
+        self._named = set[int]()
+        self._masters: Masters = {}  # at first, or when they were looked at
         self._densities: deque[float] = deque(maxlen=_REMEMBERED)
         self._warned_of = 0.0  # the density of the last warning, while it is high
 
@@ -269,9 +268,9 @@ class DeltaWatch:
             delta: What was sent, all of it; None for a full sync.
             version: What it has brought.
         """
+        self._fit(weights)
         if delta is None:
             return ()
-        self._fit(weights)
         if nnz := delta.nnz:
             density = nnz / weights.layout.numel
             found = [self._unchanged(weights, delta), self._jump(density)]
@@ -289,9 +288,8 @@ class DeltaWatch:
             return
         if [spec.names for spec in specs] != [spec.names for spec in self._specs]:
             self._deltas, self._changed_in = 0, np.zeros(len(specs), np.int64)
-            self._is_named = np.zeros(len(specs), np.bool_)
-            self._was_frozen = ~weights.trained
-            self._masters.clear()
+            self._named.clear()
+            self._masters = weights.masters(range(len(specs)))
             self._densities.clear()
             self._warned_of = 0.0
         self._specs = specs
@@ -310,33 +308,20 @@ class DeltaWatch:
         """Which trained parameters should have changed in so many deltas; each is named once."""
         self._deltas, self._silent = self._deltas + 1, 0
         self._changed_in[delta.counts > 0] = self._deltas
-        due = np.flatnonzero((self._changed_in <= self._deltas - _LIMIT) & ~self._is_named)
-        if self._deltas < _LIMIT or not len(due):
+        is_due = self._changed_in <= self._deltas - _LIMIT
+        if not is_due.any():
             return ""
-        self._changed_in[due] = self._deltas  # so that others are looked at again
-        is_frozen = ~weights.trained[due]  # now and then: it looks at every tensor
-        was_frozen, self._was_frozen[due] = self._was_frozen[due], is_frozen
-        due = due[~(is_frozen | was_frozen)]
-        names = [self._specs[number].name for number in self._stale(weights, due)]
+        self._changed_in[is_due] = self._deltas  # so that they are looked at again
+        due = set(np.flatnonzero(is_due).tolist())
+        before, now = self._masters, weights.masters(due)
+        stale = [n for n in now if now[n] == before.get(n) and n not in self._named]
+        self._masters = {n: one for n, one in before.items() if n not in due} | now
+        self._named.update(stale)
         text = (
-            f"{some_of(names)} require grad and have not changed in {_LIMIT} deltas: check that "
-            "the optimizer has them, and that they get gradients"
+            f"{some_of([self._specs[n].name for n in stale])} require grad and have not changed in "
+            f"{_LIMIT} deltas: check that the optimizer has them, and that they get gradients"
         )
-        return text if names else ""
-
-    def _stale(self, weights: Weights, due: Ints) -> Iterator[int]:
-        """Those whose masters have not changed since they were looked at.
-
-        Nothing is known of those without: a step of 1e-6 does not show in a bfloat16 of 1.
-        """
-        for number in due.tolist():
-            if (masters := weights.masters(number)) is None:
-                continue
-            is_rounded, now = masters
-            if not is_rounded or self._masters.get(number) == now:
-                self._is_named[number] = True
-                yield number
-            self._masters[number] = now
+        return text if stale else ""
 
     def _jump(self, density: float) -> str:
         """Say that a density is far above those before; once until it is back, or far higher."""

@@ -28,38 +28,32 @@ class Declaration:
     Attributes:
         specs: In the dtypes that its source has.
         boxes: What it holds of each parameter, by canonical name.
-        trained: Names of the parameters that the optimizer changes.
         maxima: What it knows of maxima.
     """
 
     specs: tuple[ParameterSpec, ...]
     boxes: dict[str, ShardSpec]
-    trained: frozenset[str]
     maxima: tuple[Place, ...]
 
     @classmethod
     def of(cls, tensors: Sequence[NamedTensor]) -> Declaration:
         """Of a source. Raises ConfigError for tensors that cannot be sent."""
         boxes = {entry.name: held_of(entry)[0] for entry in tensors}
-        trained = frozenset(entry.name for entry in tensors if entry.tensor.requires_grad)
         maxima = tuple(one.place for one in maxima_of(tensors).values())
-        return cls(source_specs(tensors), boxes, trained, maxima)
+        return cls(source_specs(tensors), boxes, maxima)
 
     @classmethod
     def told(cls, said: orders.Declared) -> Declaration:
         """Of another rank, from its message. Raises WireError, ConfigError."""
         specs = parameter_specs(said.parameters)
         boxes = {spec.name: ShardSpec(*box) for spec, box in zip(specs, said.boxes, strict=True)}
-        named = zip(specs, said.trained, strict=True)
-        trained = frozenset(spec.name for spec, is_trained in named if is_trained)
-        return cls(specs, boxes, trained, tuple(Place(*one) for one in said.maxima))
+        return cls(specs, boxes, tuple(Place(*one) for one in said.maxima))
 
     def said(self) -> orders.Declared:
         """As a message for rank 0."""
         return orders.Declared(
             parameters=entries(self.specs),
             boxes=tuple((box.shape, box.offset, box.size) for box in self.boxes.values()),
-            trained=tuple(spec.name in self.trained for spec in self.specs),
             maxima=tuple((p.name, p.size, p.begin, p.count, p.crosses) for p in self.maxima),
         )
 

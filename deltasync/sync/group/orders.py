@@ -78,7 +78,7 @@ class Declare(_Order):
 
 
 class Declared(_Said):
-    """Names, shapes and dtypes of tensors; for each, what is held of it and whether it is trained.
+    """Names, shapes and dtypes of tensors, and for each what is held of it.
 
     `boxes` has the shape, offset and size of a `ShardSpec`, `maxima` name, size, begin, count and
     crosses of each `Maxima`.
@@ -87,12 +87,11 @@ class Declared(_Said):
     kind: Literal["declared"] = "declared"
     parameters: Annotated[tuple[Entry, ...], FailFast()]
     boxes: Annotated[tuple[tuple[Dims, Dims, Dims], ...], FailFast()]
-    trained: Annotated[tuple[bool, ...], FailFast()]
     maxima: Annotated[tuple[tuple[str, Count, Count, Count, bool], ...], FailFast()]
 
     @model_validator(mode="after")
     def _check_lengths(self) -> Self:
-        if not len(self.parameters) == len(self.boxes) == len(self.trained):
+        if len(self.parameters) != len(self.boxes):
             raise ValueError("not one box for each parameter")
         return self
 
@@ -142,9 +141,8 @@ class Ask(_Order):
 class Found(_Said):
     """What a rank has to send: all of the snapshot, or what differs from it.
 
-    `digests` are those of the snapshot, with the copies that were asked for; `snapshot_bytes` is
-    its size. Of what differs, a parameter has a copy in `changed` if it does. `alike` has what
-    others hold too, or a part of it.
+    `digests` are those of the snapshot, with the copies that were asked for. Of what differs, a
+    parameter has a copy in `changed` if it does. `alike` has what others hold too, or a part of it.
     """
 
     kind: Literal["found"] = "found"
@@ -152,8 +150,6 @@ class Found(_Said):
     places: Count
     alike: Alike = ()
     digests: tuple[Digest, ...] = ()
-    snapshot_bytes: Count = 0
-    held_bytes: Count = 0
     nnz: Count = 0
     changed: CopyRuns = ()
 

@@ -29,7 +29,7 @@ from deltasync.sync.protocol.links import CallTimeout
 from deltasync.sync.protocol.round import SentBuckets
 from deltasync.sync.protocol.sender_session import Copies, Engine
 from deltasync.sync.source.layout import SentLayout, specs_of, with_elements
-from deltasync.sync.source.weights import LocalWeights, OwnWeights
+from deltasync.sync.source.weights import LocalWeights, Masters, OwnWeights
 from deltasync.wire.messages import ParameterSpec
 
 
@@ -47,7 +47,7 @@ class GroupPlan(Plan):
         self._own, self._weights, self._found = own, weights, found
         self.payload_bytes = sum(one.payload_bytes for one in found)
         self.places = sum(one.places for one in found)
-        self.held_bytes = max(one.held_bytes for one in found)
+        self.held_bytes = own.held_bytes
 
     @property
     def nnz(self) -> int:
@@ -98,7 +98,6 @@ class GroupWeights:
         self._declared: list[Declaration] = []
         self._positions: list[NDArray[np.int64]] = []
         self._capture = ""
-        self.trained = np.zeros(0, np.bool_)
         self.snapshot_bytes = 0
         self._snapshots: list[orders.Found] = []
         self._asked: list[Copies] = []  # by the last order to send
@@ -140,8 +139,6 @@ class GroupWeights:
             raise
         self._group.captures = dict.fromkeys(range(1, self._group.world), self._capture)
         self.layout = SentLayout(specs)
-        trained = frozenset().union(*(declaration.trained for declaration in self._declared))
-        self.trained = np.array([spec.name in trained for spec in specs])
 
     def _take(self, specs: tuple[ParameterSpec, ...]) -> None:
         """Have all ranks take their snapshots."""
@@ -149,7 +146,7 @@ class GroupWeights:
         order = capture_order(self._declared, specs, name=self._capture, agreed=agreed)
         said = self._all(order, orders.Found)
         self._snapshots, self.digests_held = said, digests_added([], said[1:])
-        self.snapshot_bytes = max(one.snapshot_bytes for one in said)
+        self.snapshot_bytes = self._own.snapshot_bytes
         refuse_drifted(self._declared, [one.alike for one in said])
 
     def learn_digests(self, kinds: Collection[Copies | None]) -> None:
@@ -194,8 +191,8 @@ class GroupWeights:
         own = self._own.full(ways=self._group.world)
         return GroupPlan(own, self, self._snapshots)
 
-    def masters(self, number: int) -> tuple[bool, int] | None:
-        return self._own.masters(number)
+    def masters(self, numbers: Collection[int]) -> Masters:
+        return self._own.masters(numbers)
 
     def start(
         self,

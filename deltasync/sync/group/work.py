@@ -114,7 +114,6 @@ class RankWork:
             digests=digests_told(self.weights.digests, copies, self.num_parameters),
             payload_bytes=plan.payload_bytes,
             places=plan.places,
-            snapshot_bytes=self.weights.snapshot_bytes,
             alike=alike,
         )
 
@@ -132,7 +131,6 @@ class RankWork:
         return orders.Found(
             payload_bytes=delta.payload_bytes,
             places=delta.places,
-            held_bytes=delta.held_bytes,
             nnz=delta.nnz,
             changed=orders.runs_of(is_changed.astype(np.uint64)),
             alike=self._digests(order.call),

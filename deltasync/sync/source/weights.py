@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from deltasync.delta.choice import snapshot_of
 from deltasync.delta.readers import Reader, WireReader
@@ -45,7 +44,12 @@ from deltasync.wire.messages import ParameterSpec
 if TYPE_CHECKING:  # which orders what is here
     from deltasync.sync.group.weights import GroupWeights
 
-_NAMES, _IS_TRAINED = attrgetter("names"), attrgetter("tensor.requires_grad")
+_NAMES = attrgetter("names")
+
+Masters: TypeAlias = dict[int, tuple[int, ...]]
+"""By parameter: sums of the bits that are rounded for members. Nothing, if they are sent as they
+are: then each step that changes the parameter is sent.
+"""
 
 
 class LocalWeights:
@@ -54,7 +58,7 @@ class LocalWeights:
     Attributes:
         options: Sizes, codec, dtypes.
         layout: What travels; nothing before the first capture.
-        snapshot_bytes: The largest copy that a rank keeps.
+        snapshot_bytes: Of the copy that this rank keeps.
         is_lost: Whether a part of the snapshot is gone: another capture has to come first.
         stream: On a GPU, what compares and packs; None elsewhere.
         is_released: Whether the source may have changed since the call under way has begun.
@@ -136,17 +140,13 @@ class LocalWeights:
         bucket_bytes = max(self._bucket_bytes(snapshot) // ways, MIN_BUCKET_BYTES)
         return snapshot.full(bucket_bytes=bucket_bytes)
 
-    @property
-    def trained(self) -> NDArray[np.bool_]:
-        """bool[parameters], which of the layout the optimizer changes; all if that is not known."""
-        return np.ones(len(self.layout.specs), np.bool_)
+    def masters(self, numbers: Collection[int]) -> Masters:
+        """Of those of some parameters that are trained, and in which every step shows.
 
-    def masters(self, number: int) -> tuple[bool, int] | None:
-        """Whether a parameter is rounded for members, and the sum of its bits here.
-
-        None if not every step shows in it: it has less than 32 bits, is computed, or not held here.
+        A step of 1e-6 does not show in a bfloat16 of 1. Nothing is known of what is computed, or
+        not held here.
         """
-        return None
+        return {}
 
     def _bucket_bytes(self, snapshot: Snapshot) -> int:
         return self.options.bucket_bytes or snapshot.bucket_bytes
@@ -239,27 +239,22 @@ class OwnWeights(LocalWeights):
     def counts_by(self, delta: Plan) -> Ints:
         """int64[parameters]: elements of each parameter of the layout that differ here."""
         counts = np.zeros(len(self.layout.specs), np.int64)
-        np.add.at(counts, self._numbers, delta.counts)
+        np.add.at(counts, [share.number for share in self.layout.sent], delta.counts)
         return counts
 
-    @property
-    def trained(self) -> NDArray[np.bool_]:
-        return np.array([*map(_IS_TRAINED, self.layout.tensors)], np.bool_)
-
-    def masters(self, number: int) -> tuple[bool, int] | None:
-        layout, sums, is_rounded = self.layout, list[int](), False
-        for share in np.flatnonzero(self._numbers == number).tolist():
-            flat = layout.readers[share].flat
-            if flat is None or not flat.dtype.is_floating or flat.dtype.item_size < 4:
-                return None
-            is_rounded |= flat.dtype != layout.readers[share].dtype
-            sums.append(int(flat.line.sum(dtype=flat.line.dtype)))  # or torch would make a copy
-        return (is_rounded, sum(sums)) if sums else None
-
-    @property
-    def _numbers(self) -> Ints:
-        """int64[shares]: numbers in the layout of what is sent here."""
-        return np.array([share.number for share in self.snapshot.space.given], np.int64)
+    def masters(self, numbers: Collection[int]) -> Masters:
+        layout, found = self.layout, Masters()
+        trained = {entry.name for entry in layout.tensors if entry.tensor.requires_grad}
+        for share, reader in zip(layout.sent, layout.readers, strict=True):
+            flat, is_asked = reader.flat, share.number in numbers and share.spec.name in trained
+            if not is_asked or flat is None:
+                continue
+            if flat.dtype.is_floating and flat.dtype.item_size >= 4:
+                own = found.setdefault(share.number, ())
+                if flat.dtype != reader.dtype:
+                    line = flat.line
+                    found[share.number] = *own, int(line.sum(dtype=line.dtype))  # without a copy
+        return found
 
 
 class SourceLayout(SentLayout):
