@@ -170,7 +170,6 @@ class OwnWeights(LocalWeights):
         super().__init__(options)
         self.source = _Kept(source, options) if options.leave_out else source
         self._nothing = self.layout = SourceLayout(self.source, (), [])
-        self._devices: list[torch.device] = []  # of what was captured
 
     def declared(self, *, timeout_s: float = 60.0) -> tuple[ParameterSpec, ...]:
         return with_elements(source_specs(self.source.tensors()))
@@ -197,18 +196,12 @@ class OwnWeights(LocalWeights):
         self._is_looked_up = False
         tensors = self.source.tensors() if tensors is None else tensors
         layout = SourceLayout(self.source, specs, tensors, boxes)
-        last, self._snapshot, self.layout = self._snapshot, None, self._nothing
-        devices = [reader.device for reader in layout.readers]
-        if last is not None and (last.space.given, self._devices) == (layout.sent, devices):
-            last.capture(layout.readers)
-        else:
-            last = None  # its memory first
-            where, kernels = self.options.snapshot_device, self.options.kernels
-            place = None if where is None else torch.device(where)
-            last = snapshot_of(layout.sent, layout.readers, device=place, kernels=kernels)
-        self._snapshot, self.layout, self._devices = last, layout, devices
-        self.snapshot_bytes = last.num_bytes
-        self.stream = own_stream(last.device, self.stream)
+        self._snapshot, self.layout = None, self._nothing  # the memory of the last one first
+        where, kernels = self.options.snapshot_device, self.options.kernels
+        place = None if where is None else torch.device(where)
+        snapshot = snapshot_of(layout.sent, layout.readers, device=place, kernels=kernels)
+        self._snapshot, self.layout, self.snapshot_bytes = snapshot, layout, snapshot.num_bytes
+        self.stream = own_stream(snapshot.device, self.stream)
         return layout
 
     def refresh_source(self) -> None:
