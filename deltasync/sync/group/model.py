@@ -14,52 +14,13 @@ from deltasync.delta.snapshot import Digests
 from deltasync.errors import MalformedMessage, ReplicasDiffer
 from deltasync.sync.group import orders
 from deltasync.sync.protocol.sender_session import Copies
-from deltasync.sync.source.layout import source_specs
-from deltasync.sync.source.tensors import NamedTensor, Place, held_of, maxima_of
 from deltasync.sync.target.base import some_of
 from deltasync.wire.digest import MASK
 from deltasync.wire.messages import ParameterSpec, entries, parameter_specs
 
 
-@dataclass(frozen=True, slots=True)
-class Declaration:
-    """What a rank holds.
-
-    Attributes:
-        specs: In the dtypes that its source has.
-        boxes: What it holds of each parameter, by canonical name.
-        maxima: What it knows of maxima.
-    """
-
-    specs: tuple[ParameterSpec, ...]
-    boxes: dict[str, ShardSpec]
-    maxima: tuple[Place, ...]
-
-    @classmethod
-    def of(cls, tensors: Sequence[NamedTensor]) -> Declaration:
-        """Of a source. Raises ConfigError for tensors that cannot be sent."""
-        boxes = {entry.name: held_of(entry)[0] for entry in tensors}
-        maxima = tuple(one.place for one in maxima_of(tensors).values())
-        return cls(source_specs(tensors), boxes, maxima)
-
-    @classmethod
-    def told(cls, said: orders.Declared) -> Declaration:
-        """Of another rank, from its message. Raises WireError, ConfigError."""
-        specs = parameter_specs(said.parameters)
-        boxes = {spec.name: ShardSpec(*box) for spec, box in zip(specs, said.boxes, strict=True)}
-        return cls(specs, boxes, tuple(Place(*one) for one in said.maxima))
-
-    def said(self) -> orders.Declared:
-        """As a message for rank 0."""
-        return orders.Declared(
-            parameters=entries(self.specs),
-            boxes=tuple((box.shape, box.offset, box.size) for box in self.boxes.values()),
-            maxima=tuple((p.name, p.size, p.begin, p.count, p.crosses) for p in self.maxima),
-        )
-
-
 def capture_order(
-    declarations: Sequence[Declaration],
+    declared: Sequence[orders.Declared],
     specs: tuple[ParameterSpec, ...],
     *,
     name: str,
@@ -68,11 +29,11 @@ def capture_order(
     """Share out what ranks hold, so that each element is sent once.
 
     Args:
-        declarations: Of all ranks.
+        declared: By all ranks.
         specs: The layout.
         name, agreed: Of the order.
     """
-    boxes = [declaration.boxes for declaration in declarations]
+    boxes = [one.boxes for one in declared]
     shares = share_out(boxes, {spec.name: spec.dtype.item_size for spec in specs})
     numbers = {spec.name: number for number, spec in enumerate(specs)}
     parts = tuple(
@@ -94,7 +55,7 @@ def capture_order(
 
 
 def share_of_rank(
-    order: orders.Capture, rank: int, declared: Declaration
+    order: orders.Capture, rank: int, declared: orders.Declared
 ) -> tuple[tuple[ParameterSpec, ...], dict[str, ShardSpec]]:
     """The layout that an order names, and what a rank sends of it, by canonical name."""
     specs = parameter_specs(order.parameters)
@@ -107,7 +68,7 @@ def share_of_rank(
     return specs, boxes
 
 
-def refuse_drifted(declared: Sequence[Declaration], found: Sequence[orders.Alike]) -> None:
+def refuse_drifted(declared: Sequence[orders.Declared], found: Sequence[orders.Alike]) -> None:
     """Raise ReplicasDiffer, by name, if ranks have found other digests of what they hold alike."""
     holders = defaultdict[tuple[str, ShardSpec], dict[str, list[int]]](dict)
     for rank, digests in enumerate(found):

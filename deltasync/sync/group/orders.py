@@ -6,6 +6,9 @@ are framed and checked like its messages; `wire.frame.encode` writes them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import astuple
+from functools import cached_property
 from typing import Annotated, Literal, Self
 
 import numpy as np
@@ -17,11 +20,13 @@ from pydantic import (
     Field,
     TypeAdapter,
     ValidationError,
-    model_validator,
 )
 
+from deltasync.delta.shard import ShardSpec
 from deltasync.errors import MalformedMessage
 from deltasync.sync.protocol.round import SentBuckets
+from deltasync.sync.source.layout import source_specs
+from deltasync.sync.source.tensors import NamedTensor, Place, held_of, maxima_of
 from deltasync.sync.stats import SyncStats
 from deltasync.transports.address import Address
 from deltasync.wire import frame
@@ -31,9 +36,12 @@ from deltasync.wire.messages import (
     Digest,
     Entry,
     Failed,
+    ParameterSpec,
     Seconds,
     Text,
     Version,
+    entries,
+    parameter_specs,
 )
 
 Dims = Annotated[tuple[Count, ...], FailFast()]
@@ -78,22 +86,42 @@ class Declare(_Order):
 
 
 class Declared(_Said):
-    """Names, shapes and dtypes of tensors, and for each what is held of it.
+    """Names, shapes and dtypes of tensors in their source, and for each what is held of it.
 
-    `boxes` has the shape, offset and size of a `ShardSpec`, `maxima` name, size, begin, count and
-    crosses of each `Maxima`.
+    `held` has the shape, offset and size of each `ShardSpec`, `maxima` the columns of each `Place`.
     """
 
     kind: Literal["declared"] = "declared"
     parameters: Annotated[tuple[Entry, ...], FailFast()]
-    boxes: Annotated[tuple[tuple[Dims, Dims, Dims], ...], FailFast()]
+    held: Annotated[tuple[tuple[Dims, Dims, Dims], ...], FailFast()]
     maxima: Annotated[tuple[tuple[str, Count, Count, Count, bool], ...], FailFast()]
 
-    @model_validator(mode="after")
-    def _check_lengths(self) -> Self:
-        if len(self.parameters) != len(self.boxes):
-            raise ValueError("not one box for each parameter")
-        return self
+    @classmethod
+    def of(cls, tensors: Sequence[NamedTensor]) -> Self:
+        """What a source has. Raises ConfigError for tensors that cannot be sent."""
+        boxes = [held_of(entry)[0] for entry in tensors]
+        return cls(
+            parameters=entries(source_specs(tensors)),
+            held=tuple((box.shape, box.offset, box.size) for box in boxes),
+            maxima=tuple(astuple(one.place) for one in maxima_of(tensors).values()),
+        )
+
+    @cached_property
+    def specs(self) -> tuple[ParameterSpec, ...]:
+        """The tensors. Raises WireError."""
+        return parameter_specs(self.parameters)
+
+    @cached_property
+    def boxes(self) -> dict[str, ShardSpec]:
+        """What is held of each, by canonical name. Raises WireError, ConfigError."""
+        if len(self.held) != len(self.specs):
+            raise MalformedMessage("not one box for each parameter")
+        return {spec.name: ShardSpec(*box) for spec, box in zip(self.specs, self.held, strict=True)}
+
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """What is known of maxima."""
+        return tuple(Place(*one) for one in self.maxima)
 
 
 class Measure(_Order):

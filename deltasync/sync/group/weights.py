@@ -17,7 +17,6 @@ from deltasync.sync.group import orders
 from deltasync.sync.group.agreement import NOTHING, Agreement, Words, text_of, words_of
 from deltasync.sync.group.group import A, TrainerGroup
 from deltasync.sync.group.model import (
-    Declaration,
     GroupDigests,
     capture_order,
     digests_added,
@@ -95,7 +94,7 @@ class GroupWeights:
             raise ConfigError("a rank of a group needs a source of what it holds")
         self._own, self._group, self._work = own, group, RankWork(own, 0, group.world)
         self.layout = SentLayout(())
-        self._declared: list[Declaration] = []
+        self._declared: list[orders.Declared] = []
         self._positions: list[NDArray[np.int64]] = []
         self._capture = ""
         self.snapshot_bytes = 0
@@ -118,12 +117,9 @@ class GroupWeights:
         """The parameters of all ranks, asked for once: in this call, or else in the next one."""
         if not self._declared:
             self._group.gather(CallTimeout(timeout_s))
-            self._declared = list(
-                map(Declaration.told, self._all(orders.Declare(), orders.Declared))
-            )
-            self._agreement = Agreement.of([one.maxima for one in self._declared])
-            positions = self._agreement.positions
-            self._positions = [positions(one.maxima) for one in self._declared]
+            self._declared = self._all(orders.Declare(), orders.Declared)
+            self._agreement = Agreement.of([one.places for one in self._declared])
+            self._positions = [self._agreement.positions(one.places) for one in self._declared]
         every = (spec for declared in reversed(self._declared) for spec in declared.specs)
         return with_elements(tuple({spec.name: spec for spec in every}.values()))
 

@@ -14,7 +14,7 @@ from deltasync.delta.tiles import CHUNK, Space
 from deltasync.errors import SyncAborted, VersionGap
 from deltasync.sync.group import orders
 from deltasync.sync.group.agreement import Agreement, text_of, words_of
-from deltasync.sync.group.model import Declaration, digests_told, share_of_rank
+from deltasync.sync.group.model import digests_told, share_of_rank
 from deltasync.sync.source.tensors import maxima_of
 from deltasync.sync.source.weights import OwnWeights, SourceLayout
 from deltasync.wire.digest import MASK
@@ -42,7 +42,7 @@ class RankWork:
 
     def __init__(self, weights: OwnWeights, rank: int, world: int) -> None:
         self.weights, self._rank, self._world = weights, rank, world
-        self._declared: Declaration | None = None
+        self._declared: orders.Declared | None = None
         self._agreement = Agreement()
         self.captured: str | None = None
         self.num_parameters = 0
@@ -53,9 +53,9 @@ class RankWork:
         """Carry out an order, and say what it comes to. Raises SyncAborted, SourceChanged."""
         match order:
             case orders.Declare():
-                self._declared = Declaration.of(self.weights.source.tensors())
+                self._declared = orders.Declared.of(self.weights.source.tensors())
                 self._agreement = Agreement()
-                return self._declared.said()
+                return self._declared
             case orders.Measure():
                 return self._measure(order, self._known())
             case orders.Capture():
@@ -75,12 +75,12 @@ class RankWork:
         delta.decided()
         self._base = version  # last: whatever breaks off here has another base than receivers
 
-    def _known(self) -> Declaration:
+    def _known(self) -> orders.Declared:
         if self._declared is None:
             raise SyncAborted("this rank was restarted, and has not declared what it holds")
         return self._declared
 
-    def _measure(self, order: orders.Measure, declared: Declaration) -> orders.Measured:
+    def _measure(self, order: orders.Measure, declared: orders.Declared) -> orders.Measured:
         if order.maxima is not None:
             self._agreement = Agreement(order.maxima)
             now = maxima_of(self.weights.source.tensors())
@@ -88,9 +88,9 @@ class RankWork:
             raise SyncAborted("this rank was restarted, and has no snapshot")
         else:
             now = self.weights.maxima()
-        return orders.Measured(found=text_of(self._agreement.found(declared.maxima, now)))
+        return orders.Measured(found=text_of(self._agreement.found(declared.places, now)))
 
-    def _capture(self, order: orders.Capture, declared: Declaration) -> None:
+    def _capture(self, order: orders.Capture, declared: orders.Declared) -> None:
         self.captured = self.undecided = self._base = None
         specs, boxes = share_of_rank(order, self._rank, declared)
         source = self.weights.source
