@@ -76,22 +76,18 @@ def snapshot_of(
         device: Where to keep the copy; None for where the source is.
         kernels: What compares.
     """
-    snapshot = _empty_for(Space(shares), readers, device, kernels)
+    space, devices = Space(shares), {reader.device for reader in readers}
+    if device is not None and device.type != "cpu":  # kernels reach host memory that is pinned
+        devices.add(device)
+    where = device_for(devices, int(space.share_numel.sum()), kernels)
+    snapshot: Snapshot
+    if where is None:
+        snapshot = HostSnapshot(space)
+    else:
+        from deltasync.delta.device import DeviceSnapshot
+
+        is_apart = device is not None and device.type != where.type
+        lines = arena(space, device or where, pinned=is_apart)
+        snapshot = DeviceSnapshot(space, where, lines)
     snapshot.capture(readers)
     return snapshot
-
-
-def _empty_for(
-    space: Space, readers: Sequence[Reader], place: torch.device | None, kernels: Kernels
-) -> Snapshot:
-    """What compares these with a copy at `place`."""
-    devices = {reader.device for reader in readers}
-    if place is not None and place.type != "cpu":  # kernels reach host memory that is pinned
-        devices.add(place)
-    device = device_for(devices, int(space.share_numel.sum()), kernels)
-    if device is None:
-        return HostSnapshot(space)
-    from deltasync.delta.device import DeviceSnapshot
-
-    is_apart = place is not None and place.type != device.type
-    return DeviceSnapshot(space, device, arena(space, place or device, pinned=is_apart))

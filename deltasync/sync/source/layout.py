@@ -34,27 +34,21 @@ class SentLayout:
         self.numel = sum(spec.numel for spec in self.specs)
         self.num_bytes = sum(spec.numel * spec.dtype.item_size for spec in self.specs)
 
-    def numbers_held(self, hello: Hello) -> frozenset[int] | None:
-        """Which parameters a receiver holds; None for all. Raises LayoutMismatch.
-
-        An engine of one rank that names none takes all, as they are sent.
-        """
-        if hello.world == 1 and not hello.parameters:
-            return None
-        numbers = frozenset(match_parameters(hello.specs(), self.specs))
-        return None if len(numbers) == len(self.specs) else numbers
-
 
 def check_engine(layout: SentLayout, hellos: Collection[Hello]) -> list[frozenset[int] | None]:
     """Which parameters each rank of an engine holds; None for all.
 
-    Raises LayoutMismatch, by name, unless these fit and together are all that is sent.
+    An engine of one rank that names none takes all, as they are sent. Raises LayoutMismatch, by
+    name, unless these fit and together are all that is sent.
     """
-    held = [layout.numbers_held(hello) for hello in hellos]
-    if any(numbers is None for numbers in held):
-        return held
-    covered = frozenset().union(*(numbers for numbers in held if numbers is not None))
-    missing = [spec.name for number, spec in enumerate(layout.specs) if number not in covered]
+    every = frozenset(range(len(layout.specs)))
+    held = [
+        frozenset(match_parameters(hello.specs(), layout.specs))
+        if hello.world > 1 or hello.parameters
+        else every
+        for hello in hellos
+    ]
+    missing = [layout.specs[number].name for number in sorted(every.difference(*held))]
     if missing:
         engine = next(iter(hellos)).engine
         theirs = {name for hello in hellos for spec in hello.specs() for name in spec.names}
@@ -64,7 +58,7 @@ def check_engine(layout: SentLayout, hellos: Collection[Hello]) -> list[frozense
             f"{suggested(missing, rest, are_sent=True)}; if it has no use for that, leave it out: "
             f"SenderOptions(leave_out=[{missing[0]!r}])"
         )
-    return held
+    return [None if numbers == every else numbers for numbers in held]
 
 
 def with_elements(specs: tuple[ParameterSpec, ...]) -> tuple[ParameterSpec, ...]:

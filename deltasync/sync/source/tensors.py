@@ -143,11 +143,6 @@ class NamedTensor:
         return dtype_of(self.tensor, name=self.name)
 
 
-def _held(tensor: Tensor) -> tuple[ShardSpec, Tensor]:
-    """The part of a tensor that is held here, and its elements."""
-    return shard_of(tensor), local_of(tensor)
-
-
 def maxima_of(tensors: Iterable[NamedTensor]) -> dict[str, Maxima]:
     """What ranks have to agree on before these are read, by name."""
     computed = (entry.computed for entry in tensors if entry.computed is not None)
@@ -163,7 +158,7 @@ def held_of(entry: NamedTensor) -> tuple[ShardSpec, Tensor]:
         return entry.shard, entry.tensor
     if entry.computed is not None:
         return ShardSpec.whole(entry.shape), entry.tensor
-    return _held(entry.tensor)
+    return shard_of(entry.tensor), local_of(entry.tensor)
 
 
 def parts_of(entry: NamedTensor, places: Mapping[str, Index]) -> Iterator[NamedTensor]:
