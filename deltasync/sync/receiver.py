@@ -194,7 +194,9 @@ class WeightReceiver(BaseReceiver):
             SyncAborted: The sender gave up, or another rank of the engine failed; see `may_follow`.
             DigestMismatch: What was read back is not what was written.
         """
-        self._check_staged()
+        state = self._session.state
+        if state not in (ReceiverState.COMMITTING, ReceiverState.OUTSIDE) and not self._is_in_place:
+            raise CallOrderError(f"commit while {state.name}: nothing is staged; call stage first")
         with plain_mode(), self._caller.call(), self._watched(pauses=True, defers=True):
             version = self._commit()
         if version is None:
@@ -203,7 +205,6 @@ class WeightReceiver(BaseReceiver):
 
     def _commit(self) -> int | None:
         """`commit`; None if the sender gave up while nothing was written in place."""
-        self._check_staged()
         with self._failing_safely():
             if self._stream is not None:
                 self._stream.join()
@@ -223,11 +224,6 @@ class WeightReceiver(BaseReceiver):
                 self._record.committed(commit_s, self._weights.staging)
             self._weights.staging, self._scrub_is_due = None, True
             return begun.version
-
-    def _check_staged(self) -> None:
-        state = self._session.state
-        if state not in (ReceiverState.COMMITTING, ReceiverState.OUTSIDE) and not self._is_in_place:
-            raise CallOrderError(f"commit while {state.name}: nothing is staged; call stage first")
 
     def close(self) -> None:
         """Close the connection. The weights stay as they are."""
