@@ -27,6 +27,7 @@ _SMALL = {
 }
 _LLAMA = _SMALL | {"num_key_value_heads": 2, "hidden_act": "silu", "rms_norm_eps": 1e-6}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+_LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _LATENT = _LLAMA | {
     "model_type": "deepseek_v2",
     "n_routed_experts": 4,
@@ -101,6 +102,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"model_type": "gpt_oss", "head_dim": 64, "intermediate_size": 256, "sliding_window": 128}
     | {"num_local_experts": 4, "num_experts_per_tok": 2}
     | {"layer_types": ["sliding_attention", "full_attention"]},
+    # Experts by names of their own (w1, w2, w3).
+    "PhiMoEForCausalLM": _LLAMA | _LOCAL | {"model_type": "phimoe"},
+    "MiniMaxM2ForCausalLM": _LLAMA
+    | _LOCAL
+    | {"model_type": "minimax_m2", "head_dim": 64, "rotary_dim": 32, "use_qk_norm": True}
+    | {"use_routing_bias": True, "scoring_func": "sigmoid"},
+    # Convolutions in place of attention.
+    "Lfm2MoeForCausalLM": _LLAMA
+    | _EXPERTS
+    | {"model_type": "lfm2_moe", "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]}
+    | {"tie_word_embeddings": True},
+    # Experts stacked and transposed in the checkpoint.
+    "Llama4ForCausalLM": _LLAMA
+    | _LOCAL
+    | {"model_type": "llama4_text", "head_dim": 64, "intermediate_size_mlp": 512}
+    | {"interleave_moe_layer_step": 2},
     # Exponentiates.
     "MambaForCausalLM": _SMALL
     | {"model_type": "mamba", "state_size": 16, "conv_kernel": 4, "expand": 2}

@@ -60,6 +60,10 @@ PLAIN = [
     Case("Gemma2ForCausalLM"),
     Case("GPT2LMHeadModel"),
     Case("GptOssForCausalLM"),
+    Case("PhiMoEForCausalLM"),
+    Case("MiniMaxM2ForCausalLM"),
+    Case("Lfm2MoeForCausalLM"),
+    Case("Llama4ForCausalLM"),
     Case("DeepseekV2ForCausalLM", outcomes=(REFUSED, EQUAL)),  # keeps a matrix twice
     Case("MambaForCausalLM", outcomes=(REFUSED,), message=r"aten\.exp"),
 ]

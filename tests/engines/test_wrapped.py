@@ -53,6 +53,22 @@ def test_wrappers_leave_no_trace_in_names(wrap: Any, tmp_path: Path) -> None:
     assert {name for one in merged for name in one.names} == names
 
 
+def test_sources_take_other_names_and_refuse_one_for_two_tensors(tmp_path: Path) -> None:
+    """As hints of layouts that differ suggest."""
+    model = model_of("LlamaForCausalLM", tmp_path, 0)
+
+    def short(name: str) -> str | None:
+        return None if name == "lm_head.weight" else name.removeprefix("model.")
+
+    wanted = {name for own in model.state_dict() if (name := short(own)) is not None}
+    other = adapted(model_of("LlamaForCausalLM", tmp_path, 1))
+    for make, one in ((TransformersSource, model), (MergedSource, other)):
+        source: Any = make(one, rename=short)
+        assert {name for tensor in source.tensors() for name in tensor.names} == wanted
+        with pytest.raises(ConfigError, match="two tensors are named 'w'; change `rename`"):
+            make(one, rename=lambda _: "w").tensors()
+
+
 @pytest.mark.parametrize("given", [nn.Linear(2, 2), Distributed(nn.Linear(2, 2)), {}, None])
 def test_what_is_no_such_model_is_refused_by_its_type(given: Any) -> None:
     for make, kind in ((TransformersSource, "PreTrainedModel"), (MergedSource, "PeftModel")):
