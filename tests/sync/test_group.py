@@ -262,10 +262,10 @@ def test_ranks_wait_for_the_next_order_however_long_the_call_takes_and_no_longer
     with trainer_of(source, rows_of(source, 2)) as here:
         here.add(target)
         here.wait(1)
-        here.hub.before = lambda order: time.sleep(0.4)
+        here.hub.before = lambda order: time.sleep(0.8)
         began = time.monotonic()
-        assert here.send(timeout_s=1.5).full_synced == 1
-        assert time.monotonic() - began > 1.5
+        assert here.send(timeout_s=3.0).full_synced == 1
+        assert time.monotonic() - began > 3.0
         silence = threading.Event()
         here.hub.before = lambda order: silence.wait(60)
         first, second = here.sending(timeout_s=0.5)
