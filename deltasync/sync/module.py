@@ -57,10 +57,13 @@ class ModuleSource:
         """Return the module's tensors: the list of the last call if nothing moved."""
         if self._watch is None or not self._watch.is_unmoved():
             self._watch, watch = None, ModuleWatch(self.module)
-            tensors = tied_tensors(named_tensors(self.module, self._rename))
-            self._tensors = tensors if self._name_map is None else _mapped(tensors, self._name_map)
-            self._watch = watch
+            self._tensors, self._watch = self._listed(), watch
         return self._tensors
+
+    def _listed(self) -> list[NamedTensor]:
+        """What the module has now, by the names that are sent; subclasses know others."""
+        tensors = tied_tensors(named_tensors(self.module, self._rename))
+        return tensors if self._name_map is None else _mapped(tensors, self._name_map)
 
     def glance(self, last: list[NamedTensor]) -> Callable[[], bool] | None:
         """Begin the work of `tensors` in a sync. Returns None if that has to be called at once.
