@@ -188,7 +188,7 @@ FIGURES = {
         f"stages {megabytes(default(EngineFleet, 'max_staged_bytes'))} in each worker",
         f"steps of {megabytes(cuda_ipc._Slot.granule_bytes)}",
         f"the default is {default(WeightSender.send_weights, 'timeout_s'):.0f} unless noted",
-        f"| {default(HttpClient, 'timeout_s'):.0f}: each wait",
+        f"| {default(HttpClient, 'timeout_s'):.0f}: each call",
         f"| {Options.model_fields['timeout_s'].default:.0f}: each wait",
         f"{newcomers._MAX_NEWCOMERS} connections that have not greeted",
         f"{megabytes(newcomers._MAX_BYTES)} of their bytes",
