@@ -156,7 +156,6 @@ class Sender(UnixSender):
     ) -> None:
         """As `UnixSender`, with slots on `device`, by default the current GPU.
 
-        Payloads from `buffer()` are sent as they are; others, of this or another GPU, are copied.
         Raises TransportUnavailable without CUDA.
         """
         gpu = self.gpu_class(device)
