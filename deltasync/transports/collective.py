@@ -109,7 +109,7 @@ class Sender(SocketSender):
             backend: "gloo" for CPUs or "nccl" for GPUs.
             device: Where payloads live; by default the CPU or the current GPU.
             secret: Signs the control plane; receivers must have the same secret. Without one, an
-                address that is not loopback logs a warning.
+                address that is not loopback issues a Python warning.
             store_port: Of the rendezvous store, which receivers reach too; 0 chooses a free port.
         """
         check_network(host, secret)

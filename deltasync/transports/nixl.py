@@ -131,7 +131,7 @@ class Sender(SlotSender):
             port: 0 chooses a free port; see `address`.
             device: Where payloads live, by default the CPU; receivers may have theirs elsewhere.
             secret: Signs the control plane; receivers must have the same secret. Without one, an
-                address that is not loopback logs a warning.
+                address that is not loopback issues a Python warning.
 
         Raises TransportUnavailable without NIXL, or where UCX cannot run.
         """

@@ -178,7 +178,7 @@ def test_peers_that_nobody_listens_to_say_little(make_star: MakeStar) -> None:
 
 @pytest.mark.promise(
     "Security",
-    "A sender without a secret on an address that is not loopback logs a warning.",
+    "A sender without a secret on an address that is not loopback issues a warning.",
 )
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_a_network_without_a_secret_is_warned_of(host: str) -> None:
