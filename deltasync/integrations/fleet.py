@@ -78,7 +78,7 @@ class EngineFleet(Closing):
 
     Args:
         source: The trainer's parameters, by checkpoint name, or `StreamedWeights` of them.
-        transport: A listening sender of `shared_memory`, `cuda_ipc` or `collective`. Owned.
+        transport: A listening sender of `shared_memory`, `cuda_ipc`, `nixl` or `collective`. Owned.
         min_engines: Servers that a version needs; None for all that the fleet has. With fewer, it
             is aborted: none of them takes it, `send_weights` raises SyncAborted, and the next call
             covers it.
