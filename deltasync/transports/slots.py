@@ -110,7 +110,7 @@ class SlotSender(SocketSender):
         secret: bytes | None = None,
         admit: Callable[[socket.socket], None] = lambda sock: None,
     ) -> None:
-        """Serve on `listener`, with payloads in `slots`; `secret` and `admit` as in `Server`."""
+        """Serve on `listener`, with payloads in `slots`; the rest as of `SocketSender`."""
         self._slots = slots
         device = slots[0].memory.device
         super().__init__(listener, device, Kind.RELEASE, secret=secret, admit=admit)
