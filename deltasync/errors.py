@@ -9,7 +9,7 @@
     - UnsupportedVersion           a format version this build does not read
     - ChecksumMismatch             the header was damaged in transit
     - MalformedMessage             unknown kind, missing, extra or mistyped field
-    - UnknownCodec                 a codec or compression id outside the closed table
+    - UnknownCodec                 a codec that nothing in this process reads
     - UnknownDtype                 a dtype code outside the closed table
     - LimitExceeded                a declared size beyond what this end accepts
     - InvalidTable                 a patch table that breaks a rule of the wire format
@@ -121,7 +121,7 @@ class MalformedMessage(WireError):
 
 
 class UnknownCodec(WireError):
-    """A codec or compression id outside the closed table."""
+    """A codec that nothing in this process reads: import deltasync.files."""
 
 
 class UnknownDtype(WireError):

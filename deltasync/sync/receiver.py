@@ -359,7 +359,7 @@ class WeightReceiver(BaseReceiver):
         return commit_s
 
     def _wait_for_engine(self) -> None:
-        """Learn whether the engine's other ranks have committed too."""
+        """Learn whether the engine's other ranks have committed too; if not, undo, and raise."""
         before = self._session.version
         self._take_next()
         with self._lock:

@@ -106,6 +106,7 @@ class GroupWeights:
 
     @property
     def is_lost(self) -> bool:
+        """Whether a rank's snapshot is not of this capture, since it was restarted."""
         is_known = all(known == self._capture for known in self._group.captures.values())
         return bool(self.layout.specs) and not is_known
 

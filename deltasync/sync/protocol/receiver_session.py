@@ -206,8 +206,8 @@ class ReceiverSession:
         self.declined = begin.version
 
     def _begin(self, begin: Begin, lane: int) -> None:
-        """Refuses another stream, layout or base version, a delta that it does not fit, and a full
-        sync that it does not need.
+        """Refuses another stream, layout or base version, a delta that does not lead to a later
+        version, and a full sync that it does not need.
         """
         if self._offered is None or begin.stream_id != self._offered.stream_id:
             raise WrongStream(f"begin of stream {begin.stream_id}: not the run that was joined")

@@ -475,7 +475,9 @@ class Round:
             self.receiver_commit_s = max(self.receiver_commit_s, reply.commit_s)
 
     def _let_go_on(self, engines: Sequence[Engine]) -> None:
-        """Tell the ranks of engines how all of them fared. No rank knows that by itself."""
+        """Tell the ranks of engines how all of them fared: if one failed, the others undo the
+        version. No rank knows that by itself.
+        """
         undo = sorted(engine.name for engine in engines if not engine.is_done)
         ranks = [peer for engine in engines if len(engine.ranks) > 1 for peer in engine.ranks]
         if peers := list(filter(self._link.transport.is_connected, ranks)):
