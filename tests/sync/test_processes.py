@@ -13,6 +13,7 @@ import pytest
 from deltasync import ModuleTarget, ReceiverOptions, WeightReceiver
 from deltasync.errors import PeerLost, TransportTimeout
 from deltasync.testing.processes import Child
+from tests.worlds.links import until
 from tests.worlds.mortals import Mortals, connect, fingerprint, model, step, train
 
 PHASES = ["begin", "bucket", "prepare", "prepared", "commit", "committed"]
@@ -59,7 +60,7 @@ def test_receivers_killed_at_any_phase_hold_up_nobody_and_rejoin(
         assert died - {"committed[0/1]"} <= set(stats.lost) <= died
         here.check("survivor")
         assert here.send_step().receivers == 1
-        assert not any(here.processes[phase].is_alive for phase in PHASES)
+        until(lambda: not any(here.processes[phase].is_alive for phase in PHASES))
         here.start("commit", seed=2)
         here.wait(2)
         stats = here.send_step()
