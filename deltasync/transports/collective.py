@@ -41,16 +41,15 @@ from deltasync.errors import (
     TransportTimeout,
     TransportUnavailable,
 )
-from deltasync.transports.collective_messages import (
-    GRACE_S,
+from deltasync.transports.collective_receiver import (
     GROUP,
     MAX_COMPLAINT_BYTES,
     MOMENT_S,
     ROOM,
     START,
     TICKET,
+    Receiver,
 )
-from deltasync.transports.collective_receiver import Receiver
 from deltasync.transports.control.connection import (
     BrokenProtocol,
     Kind,
@@ -75,6 +74,8 @@ __all__ = ["Receiver", "Sender"]
 
 # How long what was sent may take to leave before a connection is ended on purpose.
 _FAREWELL_S = 5.0
+# How long ABANDON, or the loss that made a group fail, may take to show.
+_GRACE_S = 1.0
 # The rest of a timeout is kept for telling who was late.
 _WORK_SHARE = 0.8
 _FRESH_S = 0.05  # who granted room longer ago may have gone to do something else
@@ -237,7 +238,7 @@ class Sender(SocketSender):
         if failures := failures or self._losses(self._members):
             return failures
         # Longer than it may take, so that it is we who find out who is late.
-        patience_s = bounded(2 * left_s(deadline) + GRACE_S)
+        patience_s = bounded(2 * left_s(deadline) + _GRACE_S)
         self._ask(Kind.START, START.pack(payload.numel(), patience_s) + header)
         self._membership.broadcast(slot, payload, patience_s, slot.mark)
         self._turn = 1 - self._turn
@@ -292,14 +293,14 @@ class Sender(SocketSender):
         join = self._membership.join
         self._abandon()
         # A lost member makes others fail, who are not to blame; so does one that was stopped.
-        slow = self._listen(min(deadline, deadline_in(GRACE_S)))
+        slow = self._listen(min(deadline, deadline_in(_GRACE_S)))
         late = self._listen(deadline)
         if losses := self._losses(self._members):
             return losses
         if late:
             return {p: self._expire(p, complaints.get(p, _LATE)) for p in late}
         if join is not None:
-            grace = deadline_in(GRACE_S)  # the others may have noticed first
+            grace = deadline_in(_GRACE_S)  # the others may have noticed first
             while complaints and not join.is_done() and time.monotonic() < grace:
                 time.sleep(MOMENT_S / 10)
             if join.is_done() and join.error is not None:

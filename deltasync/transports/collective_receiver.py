@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -17,15 +18,6 @@ from torch import Tensor
 
 from deltasync.errors import PeerLost
 from deltasync.transports.base import Frame
-from deltasync.transports.collective_messages import (
-    GROUP,
-    MAX_COMPLAINT_BYTES,
-    MOMENT_S,
-    ROOM,
-    START,
-    TELL_S,
-    TICKET,
-)
 from deltasync.transports.control.connection import (
     MAX_PAYLOAD_BYTES,
     BrokenProtocol,
@@ -43,6 +35,20 @@ from deltasync.transports.process_group import (
 )
 from deltasync.transports.sockets import Arrival, SocketReceiver
 
+# Of everything but FRAME, which is a header alone, first. READY repeats that of what it answers;
+# what is wrong follows.
+TICKET = struct.Struct("<Q")
+# Rank, size, store port, timeout; the back end follows, a space and the group's name.
+GROUP = struct.Struct("<IIHxd")
+# The longest payload that is to come.
+ROOM = struct.Struct("<Q")
+# Payload bytes, how long it may be in flight; the frame's header follows.
+START = struct.Struct("<Qd")
+MAX_COMPLAINT_BYTES = 2000
+# What is under way when a group is abandoned, or the connection ends, may still arrive.
+MOMENT_S = 0.1
+# How long the loss that made a broadcast fail may take to be told: the sender may be packing.
+_TELL_S = 5.0
 _KINDS = {Kind.FRAME, Kind.GROUP, Kind.ROOM, Kind.START, Kind.ABANDON}
 _ANSWER_TIMEOUT_S = 5.0
 
@@ -276,5 +282,5 @@ class Receiver(SocketReceiver[_Arrival]):
             slot.flight = None
             return True
         if slot.flight.error is not None:  # the sender is to say that somebody was lost
-            one.deadline = min(one.deadline, deadline_in(TELL_S))
+            one.deadline = min(one.deadline, deadline_in(_TELL_S))
         return False
