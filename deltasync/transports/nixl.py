@@ -24,7 +24,6 @@ import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -202,15 +201,6 @@ class _Buffer:
         return self._stamped.stamp
 
 
-@dataclass(frozen=True, slots=True)
-class _Segment:
-    """A slot of the sender: whose it is, where, and where its stamp is."""
-
-    owner: str
-    place: Place
-    stamp: Place
-
-
 class Receiver(SlotReceiver):
     """A receiver's end: reads payloads into memory of its own."""
 
@@ -231,7 +221,7 @@ class Receiver(SlotReceiver):
         super().__init__(device_of(device), Kind.MEMORY, secret=secret)
         self._agent: Agent | None = None
         self._buffers = _Buffer(self.device), _Buffer(self.device)
-        self._segments: dict[int, _Segment] = {}
+        self._segments: dict[int, tuple[str, Place]] = {}  # slots: whose they are, and where
         self._held: _Buffer | None = None  # whose payload was handed out last
         self._cut_off: float | None = None  # the connection has ended; reads may end until then
 
@@ -275,8 +265,7 @@ class Receiver(SlotReceiver):
             raise BrokenProtocol(f"memory of type {memory_type}")
         assert self._agent is not None  # as long as the connection lasts
         owner = self._agent.meet(message.data[_MEMORY.size :])
-        place = Place(memory_type, device, address)
-        self._segments[slot] = _Segment(owner, place, place.after(num_bytes))
+        self._segments[slot] = owner, Place(memory_type, device, address)
 
     def _buffer_of(self, told: Announcement) -> _Buffer | None:
         return next((buffer for buffer in self._buffers if buffer.told is told), None)
@@ -303,8 +292,8 @@ class Receiver(SlotReceiver):
     def _begin(self, buffer: _Buffer, told: Announcement) -> None:
         """Begin to read a payload."""
         assert self._agent is not None
-        segment, payload = self._segments[told.slot], buffer.open(self._agent, told)
-        buffer.read = self._agent.read(segment.owner, segment.place, payload)
+        payload = buffer.open(self._agent, told)
+        buffer.read = self._agent.read(*self._segments[told.slot], payload)
 
     def _go_on(self, buffer: _Buffer, told: Announcement) -> None:
         """Read the stamp once the payload is here, and release it once that is right."""
@@ -313,8 +302,8 @@ class Receiver(SlotReceiver):
             return
         if not buffer.is_checking:
             buffer.is_checking = True
-            segment, stamp = self._segments[told.slot], buffer.stamp.view(torch.uint8)
-            buffer.read = self._agent.read(segment.owner, segment.stamp, stamp)
+            (owner, place), stamp = self._segments[told.slot], buffer.stamp.view(torch.uint8)
+            buffer.read = self._agent.read(owner, place.after(self._sizes[told.slot]), stamp)
             return
         buffer.read = None
         if int(buffer.stamp.item()) != told.sequence:
