@@ -9,8 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import uuid
-from collections.abc import Iterable
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -158,10 +156,12 @@ def _find(owner: bytes) -> torch.device:
 @functools.cache
 def _library() -> ctypes.CDLL:
     """The CUDA runtime that torch uses, once it has loaded it. Raises TransportUnavailable."""
-    path = find_runtime(Path("/proc/self/maps").read_text().splitlines(), torch.version.cuda)
-    if path is None:
-        raise TransportUnavailable(f"this torch brings no libcudart to share memory by; {_WAY_OUT}")
-    library = ctypes.CDLL(path)
+    major = (torch.version.cuda or "").partition(".")[0]
+    try:
+        library = ctypes.CDLL(f"libcudart.so.{major}")
+    except OSError as error:
+        why = f"this torch brings no libcudart to share memory by: {error}"
+        raise TransportUnavailable(f"{why}; {_WAY_OUT}") from error
     library.cudaGetErrorString.restype = ctypes.c_char_p
     return library
 
@@ -176,17 +176,3 @@ def _call(name: str, *arguments: object) -> int:
 
 def _text(status: int) -> str:
     return f"{_library().cudaGetErrorString(status).decode()} ({status})"
-
-
-def find_runtime(maps: Iterable[str], version: str | None) -> str | None:
-    """Path of the libcudart among the mapped files `maps`, of torch's `version` if there are more.
-
-    Args:
-        maps: Lines of /proc/self/maps.
-        version: "13.0", say.
-    """
-    fields = [line.split(maxsplit=5) for line in maps]
-    paths = {parts[5] for parts in fields if len(parts) == 6}
-    found = sorted(path for path in paths if path.rpartition("/")[2].startswith("libcudart"))
-    major = f".so.{version.partition('.')[0]}" if version else ""
-    return next((path for path in found if major in path), found[0] if found else None)
