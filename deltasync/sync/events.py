@@ -154,18 +154,13 @@ def subscribe(listener: Listener) -> Subscription:
 def report(event: SyncEvent) -> None:
     """Let all listeners know."""
     for subscription in tuple(subscriptions):
-        _tell(subscription, event)
-
-
-def _tell(subscription: Subscription, event: SyncEvent) -> None:
-    """Call a listener. Whatever it raises must not fail a sync that is over."""
-    try:
-        subscription.listener(event)
-    except Exception as error:
-        why = "".join(format_exception_only(error))  # also if it has no text
-        if why != subscription.last_error:
-            subscription.last_error = why
-            logger.exception("a listener failed at %s; syncs go on", type(event).__name__)
+        try:
+            subscription.listener(event)
+        except Exception as error:  # which must not fail a sync that is over
+            why = "".join(format_exception_only(error))  # also if it has no text
+            if why != subscription.last_error:
+                subscription.last_error = why
+                logger.exception("a listener failed at %s; syncs go on", type(event).__name__)
 
 
 @contextmanager
