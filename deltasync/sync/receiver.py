@@ -160,10 +160,9 @@ class WeightReceiver(BaseReceiver):
             if self._is_in_place:
                 raise CallOrderError("a sync is written in place: call commit, in the pause")
             self._deadline = time.monotonic() + timeout_s
-            self._check_after_attach()
+            self._check_between_syncs()
             if self._session.state is ReceiverState.OUTSIDE:
                 self._greet()
-            self._scrub_after_sync()
             while self._session.state is not ReceiverState.COMMITTING:
                 under_way = self._session.begun, self._session.declined
                 message = self._take_next()
@@ -238,12 +237,18 @@ class WeightReceiver(BaseReceiver):
         staging = self._weights.staging
         return is_under_way and staging is not None and staging.in_place
 
-    def _check_after_attach(self) -> None:
-        """Leave if the weights have changed while they were detached."""
+    def _check_between_syncs(self) -> None:
+        """Leave if the weights have changed while they were detached; after a sync, scrub once.
+
+        The sender is busy comparing meanwhile.
+        """
         with self._lock:
-            is_held = self._session.state is ReceiverState.READY and not self._session.detached
-            if is_held and self._weights.may_differ and not self._weights.are_kept():
+            if self._session.state is not ReceiverState.READY or self._session.detached:
+                return
+            if self._weights.may_differ and not self._weights.are_kept():
                 self._session.on("lost")
+            elif self._scrub_is_due:
+                self._scrub()
 
     @property
     def _left_s(self) -> float:
@@ -274,13 +279,6 @@ class WeightReceiver(BaseReceiver):
             if self._session.detached:
                 raise TransportTimeout("the weights are detached: no sync comes before `attach`")
             return messages.entries(self._weights.target.parameters())
-
-    def _scrub_after_sync(self) -> None:
-        """Once between two syncs: the sender is busy comparing meanwhile."""
-        with self._lock:
-            is_ready = self._session.state is ReceiverState.READY and not self._session.detached
-            if self._scrub_is_due and is_ready:
-                self._scrub()
 
     def _take_next(self) -> messages.Message:
         """Receive one message, act on it, and return it."""
