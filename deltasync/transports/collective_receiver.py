@@ -151,9 +151,9 @@ class Receiver(SocketReceiver[_Arrival]):
         with contextlib.suppress(PeerLost):  # of a sender that is gone; what has come is handed out
             self._write(Kind.READY, data, deadline_in(_ANSWER_TIMEOUT_S))
 
-    def _next(self, pause_s: float) -> Message | None:
+    def _next(self, timeout_s: float) -> Message | None:
         try:
-            return super()._next(pause_s)
+            return super()._next(timeout_s)
         except PeerLost:
             self._end_flights()
             if not self._waiting:

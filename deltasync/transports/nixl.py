@@ -246,10 +246,10 @@ class Receiver(SlotReceiver):
             held.mark.set()
             held.told = None
 
-    def _next(self, pause_s: float) -> Message | None:
+    def _next(self, timeout_s: float) -> Message | None:
         """Raises PeerLost, but not while payloads may still come."""
         try:
-            return super()._next(pause_s)
+            return super()._next(timeout_s)
         except PeerLost:
             self._cut_off = self._cut_off or deadline_in(_GRACE_S)
             if not self._waiting or time.monotonic() >= self._cut_off:

@@ -303,7 +303,7 @@ class SocketSender(SendTransport, ABC):
         """Let a peer of the epoch send replies, and another what fits into a few."""
         is_heard = connection.peer in self._epoch
         most = DEFAULT_MAX_MESSAGE_BYTES if is_heard else _MAX_QUIET_BYTES
-        connection.allow(self._kinds, max_message_bytes=most, max_waiting_bytes=2 * most)
+        connection.allow(self._kinds, most)
 
     def _watch(self, connection: Connection) -> None:
         """Watch a connection that stands; let go of one that has ended."""
@@ -372,7 +372,7 @@ class SocketReceiver(ReceiveTransport, ABC, Generic[A]):
             )
             self._gate.watch(self._connection)
             while not self._connection.can_write:
-                if self._message(left_s(deadline)) is None and time.monotonic() >= deadline:
+                if self._next(left_s(deadline)) is None and time.monotonic() >= deadline:
                     raise TransportTimeout("the sender did not answer in time")
             self._write(Kind.GREETING, greeting, deadline)
 
@@ -462,12 +462,8 @@ class SocketReceiver(ReceiveTransport, ABC, Generic[A]):
         if len(self._waiting) > _MAX_WAITING or num_bytes > DEFAULT_MAX_MESSAGE_BYTES:
             raise BrokenProtocol("more frames than can wait for a payload")
 
-    def _next(self, pause_s: float) -> Message | None:
-        """A message, if one comes. Raises PeerLost once nothing can be handed out any more."""
-        return self._message(pause_s)
-
-    def _message(self, timeout_s: float) -> Message | None:
-        """The next message, or None if nothing came. Raises PeerLost."""
+    def _next(self, timeout_s: float) -> Message | None:
+        """The next message, if one comes. Raises PeerLost once nothing can be handed out."""
         connection = self._current()
         message = connection.take()
         if message is None and connection.lost is None:

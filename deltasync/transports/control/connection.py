@@ -204,9 +204,7 @@ class Connection:
         self.peer: int | None = None
         self._socket = sock
         self._is_server = is_server
-        self._kinds = frozenset(kinds)
-        self._limit = max_message_bytes
-        self._max_waiting_bytes = max(2 * max_message_bytes, DEFAULT_MAX_MESSAGE_BYTES)
+        self.allow(kinds, max_message_bytes)
         self._secret = secret
         self._nonce = os.urandom(_NONCE_BYTES)
         self._signs: _Seal | None = None
@@ -218,23 +216,18 @@ class Connection:
         self._outbox: deque[tuple[memoryview, int | None]] = deque()
         forks.inert_in_children(self._forked)
         if secret is not None and is_server:
-            self._write(Kind.NONCE, self._nonce)
+            self.write(Kind.NONCE, self._nonce)
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
     @property
-    def has_part(self) -> bool:
-        """Whether the beginning of a message has arrived, and not its end.
-
-        With a secret, of one from somebody who knows it.
-        """
-        return bool(self._arrived) and not self._wants_nonce
-
-    @property
     def num_part_bytes(self) -> int:
-        """Bytes of messages that have not arrived whole."""
-        return len(self._arrived)
+        """Bytes of a message of which not all has arrived.
+
+        With a secret, of one from somebody who knows it: a nonce takes none worth a count.
+        """
+        return 0 if self._wants_nonce else len(self._arrived)
 
     @property
     def _wants_nonce(self) -> bool:
@@ -250,17 +243,22 @@ class Connection:
         """Whether messages may be written: with a secret, once both nonces are known."""
         return self._secret is None or self._signs is not None
 
-    def allow(
-        self, kinds: Collection[Kind], *, max_message_bytes: int, max_waiting_bytes: int
-    ) -> None:
-        """What may arrive from now on, and how much of it may wait to be taken."""
+    def allow(self, kinds: Collection[Kind], max_message_bytes: int) -> None:
+        """What may arrive from now on. As much as two messages may wait to be taken."""
         self._kinds, self._limit = frozenset(kinds), max_message_bytes
-        self._max_waiting_bytes = max_waiting_bytes
 
     def write(self, kind: Kind, data: bytes, descriptor: int | None = None) -> None:
         """Queue a message and write what the socket takes. `descriptor` stays the caller's."""
-        if self.lost is None:
-            self._write(kind, data, descriptor)
+        if self.lost is not None:
+            return
+        header = _HEADER.pack(_MAGIC, kind, len(data))
+        try:
+            mac = self._signs.sign(header, data) if self._signs else b""
+            self._outbox.append((memoryview(header + data + mac), descriptor))
+        except BaseException:  # a signature that is not sent makes the later ones wrong
+            self._end(PeerLost(_INTERRUPTED))
+            raise
+        self.flush()
 
     def flush(self) -> None:
         """Write what the socket takes.
@@ -348,16 +346,6 @@ class Connection:
             self._outbox.clear()
             self._arrived.clear()
 
-    def _write(self, kind: Kind, data: bytes, descriptor: int | None = None) -> None:
-        header = _HEADER.pack(_MAGIC, kind, len(data))
-        try:
-            mac = self._signs.sign(header, data) if self._signs else b""
-            self._outbox.append((memoryview(header + data + mac), descriptor))
-        except BaseException:  # a signature that is not sent makes the later ones wrong
-            self._end(PeerLost(_INTERRUPTED))
-            raise
-        self.flush()
-
     def _write_next(self) -> None:
         """Write what the socket takes of the oldest message. Raises OSError."""
         view, descriptor = self._outbox[0]
@@ -425,7 +413,7 @@ class Connection:
         if kind is Kind.GREETING and self._inbox:
             raise BrokenProtocol("two greetings on one connection")
         self._inbox_bytes += len(data) + _MESSAGE_OVERHEAD_BYTES
-        if self._inbox_bytes > self._max_waiting_bytes:
+        if self._inbox_bytes > 2 * self._limit:
             raise BrokenProtocol("more messages than this end takes")
         descriptor = None
         if kind is Kind.SEGMENT:
@@ -442,7 +430,7 @@ class Connection:
         up = _Seal(self._secret, b"to server", client + server)
         self._signs, self._checks = (down, up) if self._is_server else (up, down)
         if not self._is_server:
-            self._write(Kind.NONCE, self._nonce)
+            self.write(Kind.NONCE, self._nonce)
 
 
 class Gate:

@@ -74,7 +74,7 @@ class Newcomers:
     @property
     def is_greeting(self) -> bool:
         """Whether part of a greeting is here."""
-        return any(c.has_part for c in self._ends_at)
+        return any(c.num_part_bytes for c in self._ends_at)
 
     @property
     def patience_s(self) -> float:
@@ -123,7 +123,7 @@ class Newcomers:
             if self._clock_s >= end:
                 self.turn_away(connection)
         excess = bytes_elsewhere + sum(c.num_part_bytes for c in self._ends_at) - _MAX_BYTES
-        for connection in [c for c in self._ends_at if c.has_part]:
+        for connection in [c for c in self._ends_at if c.num_part_bytes]:
             if excess > 0:
                 excess -= connection.num_part_bytes
                 self.turn_away(connection)
