@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import ClassVar, Self, TypeAlias
 
 from deltasync.delta.memory import is_lack_of_memory
@@ -87,12 +86,7 @@ class StagingThread:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with self._lock:
             self._is_stopping = True
             self._turn.notify_all()
