@@ -303,7 +303,7 @@ class WeightReceiver(BaseReceiver):
             case messages.Begin() if self._session.declined is None:
                 self._begin(message)
             case messages.Shares() if self._session.declined is None:
-                self._weights.take_shares(message, payload, lane)
+                self._weights.payloads.take_shares(payload, lane)
             case messages.Bucket() if self._session.declined is None:
                 self._weights.stage(message, payload, lane)
             case messages.Prepare() if self._session.declined is not None and not lane:

@@ -27,7 +27,7 @@ from deltasync.errors import (
 from deltasync.sync.options import ReceiverOptions
 from deltasync.sync.protocol.receiver_session import Event
 from deltasync.sync.target.base import WeightTarget
-from deltasync.wire.messages import Begin, Bucket, Held, ParameterSpec, Shares
+from deltasync.wire.messages import Begin, Bucket, Held, ParameterSpec
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,7 @@ class BoundWeights:
         staging: What brings the sync under way into the weights; None if there is none.
         proved: The digests of the version that was last joined or committed, over all that is held.
         may_differ: Whether the weights may have been changed or moved; `are_kept` looks.
+        payloads: What reads the payloads of each lane, once it has been told of their shares.
         progress: Lets the next payload arrive; called before one is staged, in its midst and after.
         are_private: Whether nobody else can write to payloads.
         still_since: Since when no storage is replaced, by the monotonic clock, so that it can be
@@ -74,7 +75,7 @@ class BoundWeights:
         self.proved: Ledger | None = None
         self.may_differ = False
         self._changed: set[int] = set()  # numbers of parameters, by the sync under way
-        self._payloads = PayloadReader(self.live)
+        self.payloads = PayloadReader(self.live)
         self._scrubbed = 0  # the chunk after the last one
         self._max_staged_bytes = 0
         self._is_full = False  # the sync under way
@@ -111,7 +112,7 @@ class BoundWeights:
         self.live = LiveWeights(flats, space, kernels=options.kernels)
         self.live.ledger.sums[:] = self.live.measure(np.arange(self.live.space.num_chunks))
         self.may_differ = False
-        self._payloads = PayloadReader(self.live, lanes)
+        self.payloads = PayloadReader(self.live, lanes)
         limit = options.max_staged_bytes
         self._max_staged_bytes = (
             max(_MIN_STAGED_BYTES, self.live.num_bytes // 4) if limit is None else limit
@@ -207,7 +208,7 @@ class BoundWeights:
         if not self.are_kept():
             raise DigestMismatch("weights changed or moved while they were detached; rejoin")
         check_begin(begin, self.live.space)
-        self._payloads.begin(begin)
+        self.payloads.begin(begin)
         self._is_full = begin.base_version is None
         if self._is_full:
             self.target.check_full_sync()
@@ -220,10 +221,6 @@ class BoundWeights:
         )
         self.check_early()
 
-    def take_shares(self, shares: Shares, payload: Tensor | None, lane: int) -> None:
-        """A rank of the trainer says what it sends on a lane. Raises InvalidTable."""
-        self._payloads.take_shares(payload, lane)
-
     def stage(self, bucket: Bucket, payload: Tensor | None, lane: int = 0) -> Received:
         """Check a bucket and stage it; in place, write it. Returns what it had.
 
@@ -233,7 +230,7 @@ class BoundWeights:
             lane: The connection on which it has come.
         """
         assert self.staging is not None
-        received = self._payloads.read(bucket, payload, lane, is_private=self.are_private)
+        received = self.payloads.read(bucket, payload, lane, is_private=self.are_private)
         self.staging.stage(received, self.progress)
         self.progress()
         return received
