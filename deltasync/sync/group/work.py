@@ -32,20 +32,17 @@ class RankWork:
     Attributes:
         weights: The same.
         captured: The capture that the snapshot comes from; None if there is none.
-        num_parameters: Of the layout that was captured.
         undecided: The version that was compared last, and how it differs, while nobody knows
             whether receivers hold it.
     """
 
-    _sent: SourceLayout  # once it has captured
-    _alike: SourceLayout  # of this, what others hold too
+    _alike: SourceLayout  # what others hold too, once it has captured
 
     def __init__(self, weights: OwnWeights, rank: int, world: int) -> None:
         self.weights, self._rank, self._world = weights, rank, world
         self._declared: orders.Declared | None = None
         self._agreement = Agreement()
         self.captured: str | None = None
-        self.num_parameters = 0
         self.undecided: tuple[int, Plan] | None = None
         self._base: int | None = None  # version of the snapshot; None right after a capture
 
@@ -96,8 +93,7 @@ class RankWork:
         source = self.weights.source
         tensors = source.tensors()
         self._agreement.give(words_of(order.agreed), maxima_of(tensors))
-        self._sent = self.weights.capture_as(specs, boxes, tensors)
-        self.num_parameters = len(specs)
+        self.weights.capture_as(specs, boxes, tensors)
         numbers = np.flatnonzero(orders.copies_of(order.alike[self._rank], len(specs)))
         alike = {name: declared.boxes[name] for name in (specs[n].name for n in numbers)}
         self._alike = SourceLayout(source, specs, tensors, alike)
@@ -111,7 +107,7 @@ class RankWork:
     ) -> orders.Found:
         plan = self.weights.full(ways=self._world)
         return orders.Found(
-            digests=digests_told(self.weights.digests, copies, self.num_parameters),
+            digests=digests_told(self.weights.digests, copies, len(self.weights.layout.specs)),
             payload_bytes=plan.payload_bytes,
             places=plan.places,
             alike=alike,
@@ -138,7 +134,7 @@ class RankWork:
 
     def _digests(self, part: int | None = None) -> orders.Alike:
         """Of what others hold too: of all, or of a part that is another one for each `part`."""
-        self._alike.read(self._sent.tensors)
+        self._alike.read(self.weights.layout.tensors)
         ledger, found = self._ledger, Counter[str]()
         space, chunks = ledger.space, np.arange(ledger.space.num_chunks)
         nth = chunks - space.first_chunk[ledger.share]

@@ -191,8 +191,8 @@ class OwnWeights(LocalWeights):
         specs: Sequence[ParameterSpec],
         boxes: Mapping[str, ShardSpec] | None = None,
         tensors: list[NamedTensor] | None = None,
-    ) -> SourceLayout:
-        """Start from the source as it is. Arguments as of `SourceLayout`. Returns the layout."""
+    ) -> None:
+        """Start from the source as it is. Arguments as of `SourceLayout`."""
         self._is_looked_up = False
         tensors = self.source.tensors() if tensors is None else tensors
         layout = SourceLayout(self.source, specs, tensors, boxes)
@@ -202,7 +202,6 @@ class OwnWeights(LocalWeights):
         snapshot = snapshot_of(layout.sent, layout.readers, device=place, kernels=kernels)
         self._snapshot, self.layout, self.snapshot_bytes = snapshot, layout, snapshot.num_bytes
         self.stream = own_stream(snapshot.device, self.stream)
-        return layout
 
     def refresh_source(self) -> None:
         self._is_looked_up = False  # if this fails
