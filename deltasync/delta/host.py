@@ -21,7 +21,7 @@ from deltasync.delta.changes import Changes
 from deltasync.delta.kernels import host as kernels
 from deltasync.delta.kernels import reference
 from deltasync.delta.tiles import CHUNK, Ints, Space
-from deltasync.errors import DigestMismatch, InvalidIndices
+from deltasync.errors import InvalidIndices
 from deltasync.wire.changes import ALIGNMENT
 from deltasync.wire.digest import MASK
 
@@ -67,6 +67,10 @@ class Lanes:
     counts: Ints
     places: NDArray[np.uint16]
 
+    @property
+    def num_bytes(self) -> int:
+        return self.first.nbytes + self.counts.nbytes + self.places.nbytes
+
     def read(self) -> Bits:
         """unsigned[N]: their bits."""
         bits: Bits = np.empty(len(self.places), f"u{self.item_size}")
@@ -96,33 +100,6 @@ class Lanes:
             at: Ints = np.repeat(self.first[low:high], self.counts[low:high])
             at += self.places[lanes]
             yield lanes, at
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class HostLanes:
-    """Scattered elements in host memory.
-
-    Attributes:
-        where: Where they are.
-        new, old: unsigned[n]: bits.
-    """
-
-    where: Lanes
-    new: NDArray[Any]
-    old: NDArray[Any]
-
-    @property
-    def num_bytes(self) -> int:
-        where = self.where
-        arrays = where.first, where.counts, where.places, self.new, self.old
-        return sum(array.nbytes for array in arrays)
-
-    def commit(self) -> None:
-        if not self.where.write_checked(self.new):
-            raise DigestMismatch("the weights read back are not those that were written")
-
-    def restore(self) -> bool:
-        return self.where.write_checked(self.old)
 
 
 class Table:

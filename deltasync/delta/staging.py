@@ -7,7 +7,7 @@ goes by parameter, through `Live`. `delta.live` has the same for a GPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from deltasync.delta.bits import Flat, Live, are_equal
 from deltasync.delta.changes import Changes
 from deltasync.delta.choice import Kernels, device_for
-from deltasync.delta.host import Bits, HostLanes, Table, account_run, chunks_of, digest_run
+from deltasync.delta.host import Bits, Table, account_run, chunks_of, digest_run
 from deltasync.delta.kernels import host as kernels
 from deltasync.delta.ledger import Ledger
 from deltasync.delta.tiles import CHUNK, Ints, Space
@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # which import Triton
     from deltasync.delta.launches import Tiles
     from deltasync.delta.live import DeviceChanges, DeviceTally
 
-    Staged: TypeAlias = "HostLanes | Elements | DeviceChanges"
+    Staged: TypeAlias = "Elements | DeviceChanges"
     Tally: TypeAlias = "HostTally | DeviceTally"
 
 _POSITION_BYTES = 8
@@ -195,11 +195,13 @@ class Lane:
         is committed at the latest.
         """
         changes, table, sums = received.changes, received.table, tally.ledger.sums
-        kind = self._is_simple[table.share]
-        if kind.all():
+        if self._is_simple[table.share].all():
             yield from self._lanes(table, changes.values.cpu(), sums)
         else:
-            yield from self._by_parameter(table, changes.values, sums)
+            positions = table.positions()
+            for share, lanes in table.by_share():
+                where = torch.from_numpy(positions[lanes])
+                yield from self._scattered(share, where, changes.values[lanes], sums)
         for run in table.runs():
             yield from self._whole_run(run.share, run.start, changes.whole[run.there], sums)
 
@@ -260,40 +262,40 @@ class Lane:
             found[... if kept is None else kept.cpu().numpy()] = kernels.unsigned(bits.cpu())
         return found
 
-    def _lanes(self, table: Table, values: Tensor, sums: NDArray[np.uint64]) -> Iterator[HostLanes]:
+    def _lanes(self, table: Table, values: Tensor, sums: NDArray[np.uint64]) -> Iterator[Elements]:
         if not len(values):
             return
         where, new = table.lanes(self._begins), kernels.unsigned(values).copy()
         old = where.read()
         table.account(self._elements, sums, new, old)
-        yield HostLanes(where, new, old)
-
-    def _by_parameter(
-        self, table: Table, values: Tensor, sums: NDArray[np.uint64]
-    ) -> Iterator[Elements]:
-        """Lanes, share by share."""
-        positions = table.positions()
-        for share, lanes in table.by_share():
-            where = torch.from_numpy(positions[lanes])
-            if (found := self._scattered(share, where, values[lanes], sums)) is not None:
-                yield found
+        yield Elements(where.write_checked, new, old, where.num_bytes)
 
     def _scattered(
-        self, share: int, where: Tensor, values: Tensor, sums: NDArray[np.uint64]
-    ) -> Elements | None:
-        """Elements at int64[n] places of a share; None if none is held."""
+        self,
+        share: int,
+        where: Tensor,
+        values: Tensor,
+        sums: NDArray[np.uint64],
+        again: Callable[[], Tensor] | None = None,
+    ) -> Iterator[Elements]:
+        """What is held of elements at int64[n] places of a share.
+
+        Its positions are kept, unless there is what finds them `again`.
+        """
         flat = self._flats[share]
         if flat is None:
-            return None
+            return
         positions, kept = self._held(share, flat, where)
         new = values.to(flat.line.device, copy=True)
         new = new if kept is None else new[kept]
         if not len(new):
-            return None
+            return
         old = flat.gather(positions)
         for bits, add in ((new, np.add), (old, np.subtract)):
             add.at(sums, *self._live.digests_at(int(self._whole[share]), positions, bits))
-        return Elements(self.space.shares[share].spec.name, flat, 0, positions, new, old)
+        num_bytes = positions.nbytes if again is None else 0
+        put = partial(_put_scattered, flat, again or positions)
+        yield Elements(put, new, old, num_bytes, self.space.shares[share].spec.name)
 
     def _held(self, share: int, flat: Live, where: Tensor) -> tuple[Tensor, Tensor | None]:
         """(int64[k], bool[n]): positions of those of int64[n] places of a share that are held, and
@@ -319,18 +321,14 @@ class Lane:
         for _, low, high in chunks_of(self._elements[share], start, start + len(bits)):
             new, begin = bits[low - start : high - start], one.region.start + low
             if one.gap or flat.held(begin, begin + len(new)) is not None:
-                if (
-                    found := self._scattered(
-                        share, torch.arange(low, high, device="cpu"), new, sums
-                    )
-                ) is not None:
-                    again = partial(self._positions, share, flat, low, high)
-                    yield replace(found, positions=again)
+                where = torch.arange(low, high, device="cpu")
+                again = partial(self._positions, share, flat, low, high)
+                yield from self._scattered(share, where, new, sums, again)
                 continue
             new = new.to(flat.line.device, copy=True)
             old = flat.read(begin, begin + len(new)).clone()
             account_run(sums, self._live.space, int(self._whole[share]), begin, new, old)
-            yield Elements(one.spec.name, flat, begin, None, new, old)
+            yield Elements(partial(_put_run, flat, begin), new, old, 0, one.spec.name)
 
 
 class HostTally:
@@ -354,55 +352,45 @@ class HostTally:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Elements:
-    """Elements of one parameter, wherever it lives.
+    """Elements that are written together, wherever they live.
 
     Attributes:
-        name: Of the parameter.
-        live: Where they are written.
-        start: Flat position of the first element of a run.
-        positions: int64[n] flat positions, or what makes them anew; None for a run.
-        new, old: int[n]: bits.
+        put: Writes such bits. Returns whether they were read back.
+        new, old: [n]: bits.
+        other_bytes: Memory that `put` needs.
+        name: Of the parameter; "" if they are of several.
     """
 
-    name: str
-    live: Live
-    start: int
-    positions: Tensor | Callable[[], Tensor] | None
-    new: Tensor
-    old: Tensor
+    put: Callable[[Any], bool]
+    new: Tensor | Bits
+    old: Tensor | Bits
+    other_bytes: int
+    name: str = ""
 
     @property
     def num_bytes(self) -> int:
-        positions = self.positions.nbytes if isinstance(self.positions, Tensor) else 0
-        return positions + self.new.nbytes + self.old.nbytes
+        return self.other_bytes + self.new.nbytes + self.old.nbytes
 
     def commit(self) -> None:
         """Write, and read back. Raises DigestMismatch."""
-        self._write(self.new)
-        if not self._is_there(self.new):
-            raise DigestMismatch(
-                f"{self.name}: the weights read back are not those that were written"
-            )
+        if not self.put(self.new):
+            named = f"{self.name}: " if self.name else ""
+            raise DigestMismatch(f"{named}the weights read back are not those that were written")
 
     def restore(self) -> bool:
         """Write the old bits. Returns whether they were read back."""
-        self._write(self.old)
-        return self._is_there(self.old)
+        return self.put(self.old)
 
-    def _write(self, bits: Tensor) -> None:
-        if self.positions is None:
-            self.live.write(self.start, bits)
-        else:
-            self.live.scatter(self._where(), bits)
 
-    def _is_there(self, bits: Tensor) -> bool:
-        if self.positions is None:
-            return are_equal(self.live.read(self.start, self.start + len(bits)), bits)
-        return torch.equal(self.live.gather(self._where()), bits)
+def _put_run(live: Live, start: int, bits: Tensor) -> bool:
+    live.write(start, bits)
+    return are_equal(live.read(start, start + len(bits)), bits)
 
-    def _where(self) -> Tensor:
-        assert self.positions is not None
-        return self.positions if isinstance(self.positions, Tensor) else self.positions()
+
+def _put_scattered(live: Live, where: Tensor | Callable[[], Tensor], bits: Tensor) -> bool:
+    positions = where if isinstance(where, Tensor) else where()
+    live.scatter(positions, bits)
+    return torch.equal(live.gather(positions), bits)
 
 
 class Staging:

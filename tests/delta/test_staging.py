@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from deltasync.delta.bits import Flat, Live
-from deltasync.delta.host import HostLanes
+from deltasync.delta.host import Lanes
 from deltasync.delta.payloads import PayloadReader
-from deltasync.delta.staging import LiveWeights
+from deltasync.delta.staging import Elements, LiveWeights
 from deltasync.errors import DigestMismatch, InvalidIndices
 from tests.wire.reference import Tile
 from tests.worlds import strategies as own
@@ -89,8 +89,10 @@ def test_a_write_among_others_that_does_not_stick_is_an_error() -> None:
     """Where elements of several parameters are written together: here one twice."""
     tensor = torch.zeros(10, dtype=torch.int16)
     [lanes] = stage_tiles(live_of({"w": tensor}), [Tile(0, (4, 5), (1, 2))])._staged
-    assert isinstance(lanes, HostLanes)
-    twice = replace(lanes, where=replace(lanes.where, places=lanes.where.places[[0, 0]]))
+    assert isinstance(lanes, Elements)
+    where = getattr(lanes.put, "__self__", None)
+    assert isinstance(where, Lanes)
+    twice = replace(lanes, put=replace(where, places=where.places[[0, 0]]).write_checked)
     with pytest.raises(DigestMismatch, match="the weights read back are not"):
         twice.commit()
     assert lanes.restore()
