@@ -31,7 +31,7 @@ from deltasync.delta.host import (
 from deltasync.delta.kernels import host as kernels
 from deltasync.delta.kernels.host import unsigned
 from deltasync.delta.readers import Reader, WireReader
-from deltasync.delta.snapshot import Snapshot, arena, whole_sizes
+from deltasync.delta.snapshot import Packed, Snapshot, arena, whole_sizes
 from deltasync.delta.tiles import CHUNK, Ints, Section, Space
 from deltasync.dtypes import Dtype
 from deltasync.errors import SourceChanged
@@ -190,11 +190,14 @@ class HostFound:
         self._parts.append(parts if num_bytes <= room or not parts else None)
         return num_bytes
 
-    def emit(self, low: int, high: int, payload: Tensor, sums: Tensor) -> Changes:
+    def emit(
+        self, low: int, high: int, payload: Tensor, sums: Tensor, packed: Packed, overwrites: bool
+    ) -> Changes:
         """Write the changes of groups [low, high) to a payload of their sizes.
 
-        The digests of the copy, int64[chunks], become those of what is sent. Raises SourceChanged
-        if changes are others than were found.
+        The digests of the copy, int64[chunks], become those of what is sent. Calls `packed` then,
+        and before it `overwrites` the copy, which is ahead after that. Raises SourceChanged if
+        changes are others than were found.
         """
         parts = [part for n in range(low, high) for part in self._found(n)]
         sizes = Sizes(self.section.item_size, *(int(n) for n in self.ends[high] - self.ends[low]))
@@ -209,15 +212,10 @@ class HostFound:
             self._snapshot.add_lanes(table, changed)
         if sizes.whole:
             self._snapshot.copy_whole(table, changed)
-        return changes
-
-    def overwrite(
-        self, low: int, high: int, payload: Tensor, sums: Tensor, packed: Callable[[], None]
-    ) -> None:
-        """`emit` them, and write them to the copy. Calls `packed` before that."""
-        changes = self.emit(low, high, payload, sums)
         packed()
-        self._snapshot.advance(changes)
+        if overwrites:
+            self._snapshot.advance(changes)
+        return changes
 
     def _row(self, parts: Sequence[Part]) -> tuple[int, int, int]:
         """Tiles, places and whole elements."""

@@ -22,7 +22,7 @@ from deltasync.delta.kernels.tiles_live import WRITE
 from deltasync.delta.kernels.triton_base import TYPES
 from deltasync.delta.launches import Numbers, Tiles, on, summed, there
 from deltasync.delta.readers import Reader
-from deltasync.delta.snapshot import Snapshot, whole_sizes
+from deltasync.delta.snapshot import Packed, Snapshot, whole_sizes
 from deltasync.delta.source import COPIED, WORDS, Source
 from deltasync.delta.tiles import Ints, Section, Space
 from deltasync.wire.changes import ALIGNMENT, TILE, Sizes
@@ -61,23 +61,14 @@ class DeviceFound:
             first = np.clip(space.first, section.first, section.stop) - section.first
             return np.diff(ends[there(first, ends.device)].cpu().numpy())
 
-    def emit(self, low: int, high: int, payload: Tensor, sums: Tensor) -> Changes:
-        """Write the changes of groups [low, high) to a payload of their sizes.
+    def emit(
+        self, low: int, high: int, payload: Tensor, sums: Tensor, packed: Packed, overwrites: bool
+    ) -> Changes:
+        """Write the changes of groups [low, high) to a payload of their sizes; and to the copy,
+        which is ahead then, if it `overwrites` that. Calls `packed` after both.
 
         What they change of digests is added to int64[chunks] on the device.
         """
-        return self._emit(low, high, payload, sums, overwrites=False)
-
-    def overwrite(
-        self, low: int, high: int, payload: Tensor, sums: Tensor, packed: Callable[[], None]
-    ) -> None:
-        """`emit` them, and write them to the copy, which is ahead then."""
-        self._emit(low, high, payload, sums, overwrites=True)
-        packed()
-
-    def _emit(
-        self, low: int, high: int, payload: Tensor, sums: Tensor, *, overwrites: bool
-    ) -> Changes:
         device, section = self.snapshot.device, self.section
         sizes = Sizes(section.item_size, *(self.ends[high] - self.ends[low]).tolist())
         num_whole = int(self.num_whole[high] - self.num_whole[low])
@@ -93,6 +84,7 @@ class DeviceFound:
             self._fill(changes, tile_of, whole, num_whole, sums, overwrites=overwrites)
             if changes.memory is not payload:
                 payload.copy_(changes.memory)
+        packed()
         return changes
 
     def warm_up(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -26,6 +26,9 @@ from deltasync.wire.changes import ALIGNMENT, TILE, Sizes
 if TYPE_CHECKING:  # which imports this, and Triton
     from deltasync.delta.detector import HostFound, HostSnapshot
     from deltasync.delta.device import DeviceFound
+
+Packed: TypeAlias = Callable[[], None]
+"""Called when a payload stands where it is packed."""
 
 MIN_BUCKET_BYTES = 256
 """What a small tile takes; a payload has one tile at least, whatever that takes."""
@@ -62,7 +65,7 @@ class Bucket:
 
     sizes: Sizes
     device: torch.device
-    pack: Callable[[Tensor, Callable[[], None]], None]
+    pack: Callable[[Tensor, Packed], None]
     old: HostSnapshot | None = None
 
 
@@ -354,7 +357,7 @@ class Snapshot:
         sums: Tensor,
         kept: list[Changes] | None,
         payload: Tensor,
-        packed: Callable[[], None],
+        packed: Packed,
     ) -> None:
         """Pack the changes of groups [low, high), to keep them, or to write them to the copy.
 
@@ -362,13 +365,11 @@ class Snapshot:
         """
         if kept is None:
             self.is_ahead = True
-            found.overwrite(low, high, payload, sums, packed)
-            return
-        changes = found.emit(low, high, payload, sums)
-        packed()
-        kept.append(Changes.of(changes.memory.clone(), changes.sizes))
+        changes = found.emit(low, high, payload, sums, packed, kept is None)
+        if kept is not None:
+            kept.append(Changes.of(changes.memory.clone(), changes.sizes))
 
-    def _full(self, low: int, high: int, payload: Tensor, packed: Callable[[], None]) -> None:
+    def _full(self, low: int, high: int, payload: Tensor, packed: Packed) -> None:
         self.whole(np.arange(low, high), payload)
         packed()
 

@@ -229,15 +229,15 @@ class _Taken:
         """Keep what changes, or write it to the snapshot."""
         sizes = Sizes(found.section.item_size, *found.ends[-1].tolist())
         payload = torch.empty(sizes.num_bytes, dtype=torch.uint8, device="cpu")
-        changes = found.emit(0, 1, payload, self._sums)
+        is_kept = sizes.num_bytes <= self._room
+        self._snapshot.is_ahead |= not is_kept
+        changes = found.emit(0, 1, payload, self._sums, lambda: None, not is_kept)
         tiles, _ = changes.table()
-        if sizes.num_bytes <= self._room:
+        if is_kept:
             self._room -= sizes.num_bytes
             self._held_bytes += sizes.num_bytes
             self._groups.append(_Group(int(tiles[0]), sizes, changes, tiles))
             return
-        self._snapshot.is_ahead = True
-        self._snapshot.advance(changes)
         sizes = whole_sizes(self._space, tiles)
         self._groups.append(_Group(int(tiles[0]), sizes, None, tiles))
 

@@ -259,7 +259,7 @@ class Stop(BaseException):
     """What no code expects: as if somebody had pressed Ctrl-C."""
 
 
-@pytest.mark.parametrize("broken", ["overwrite", "advance", "advance_whole", "advance_lanes"])
+@pytest.mark.parametrize("broken", ["emit", "advance", "advance_whole", "advance_lanes"])
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_snapshot_that_is_ahead_when_packing_breaks_off_is_known_to_be(
     broken: str, is_late: bool, monkeypatch: pytest.MonkeyPatch
@@ -267,7 +267,7 @@ def test_a_snapshot_that_is_ahead_when_packing_breaks_off_is_known_to_be(
     sender, model = changed_ends()
     sender.held["w2"].fill_(3)
     snapshot = sender.snapshot
-    of = HostFound if broken == "overwrite" else snapshot
+    of = HostFound if broken == "emit" else snapshot
     inner = getattr(of, broken)
 
     def stopping(*args: object, **options: object) -> None:
