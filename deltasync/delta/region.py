@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
-from types import SimpleNamespace
 from typing import Self
 
 import numpy as np
@@ -19,6 +18,7 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 from torch import Tensor
 
+from deltasync.delta.kernels.host import array_at
 from deltasync.errors import ConfigError
 
 _MAX_WORK = 100_000  # of numpy's search, some milliseconds; beyond that elements are marked
@@ -171,14 +171,8 @@ class Region:
 
 def _described(region: Region, begin: int) -> NDArray[np.void]:
     """An array at the places of a region, for numpy to compare. Its memory is never read."""
-    interface = {
-        "data": (region.start - begin + 1, True),  # at 0 it would allocate memory
-        "shape": region.shape,
-        "strides": region.strides,
-        "typestr": "|V1",
-        "version": 3,
-    }
-    return np.asarray(SimpleNamespace(__array_interface__=interface))
+    # At 0 it would allocate memory.
+    return array_at(region.start - begin + 1, region.shape, "|V1", region.strides)
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:

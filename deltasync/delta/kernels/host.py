@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -174,25 +175,27 @@ def unsigned(bits: Tensor) -> NDArray[np.unsignedinteger]:
     """int[n] in host memory as numpy sees it without signs: the same memory."""
     if not len(bits):  # which has no address; numpy before 2.4 takes none
         return np.zeros(0, f"u{bits.itemsize}")
-    return np.asarray(_Seen(bits))
+    assert bits.is_cpu  # `Tensor.numpy` would do, but keeps a storage from being resized for good:
+    size = bits.itemsize  # FSDP1 and engines that sleep resize storages
+    return array_at(bits.data_ptr(), (len(bits),), f"<u{size}", (bits.stride(0) * size,), bits)
 
 
-class _Seen:
-    """A tensor for numpy. `Tensor.numpy` would do, but keeps a storage from being resized for good.
-
-    FSDP1 and engines that sleep resize storages.
-    """
-
-    def __init__(self, bits: Tensor) -> None:
-        assert bits.is_cpu
-        self._bits, size = bits, bits.itemsize
-        self.__array_interface__ = {
-            "version": 3,
-            "typestr": f"<u{size}",
-            "shape": (len(bits),),
-            "strides": (bits.stride(0) * size,),
-            "data": (bits.data_ptr(), False),
-        }
+def array_at(
+    address: int,
+    shape: tuple[int, ...],
+    kind: str,
+    strides: tuple[int, ...] | None = None,
+    owner: object = None,
+) -> _Bits:
+    """An array over memory from an address on, which an owner keeps. None of it is read."""
+    interface = {
+        "data": (address, False),
+        "shape": shape,
+        "typestr": kind,
+        "strides": strides,
+        "version": 3,
+    }
+    return np.asarray(SimpleNamespace(owner=owner, __array_interface__=interface))
 
 
 def _mix(x: NDArray[np.uint64], scratch: NDArray[np.uint64]) -> None:
