@@ -49,11 +49,6 @@ class Changes:
         )
         return cls(sizes, tiles, counts, places, values, whole, payload)
 
-    @property
-    def num_bytes(self) -> int:
-        """Of the memory that they take."""
-        return self.sizes.num_bytes
-
     def clear_padding(self) -> None:
         """Write zeros between the columns."""
         columns = self.sizes.columns

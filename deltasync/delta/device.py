@@ -20,7 +20,7 @@ from deltasync.delta.kernels import tiles as kernels
 from deltasync.delta.kernels.reads import AS_IS
 from deltasync.delta.kernels.tiles_live import WRITE
 from deltasync.delta.kernels.triton_base import TYPES
-from deltasync.delta.launches import Numbers, Tiles, on, summed, there
+from deltasync.delta.launches import Tiles, arriving, on, summed, there
 from deltasync.delta.readers import Reader
 from deltasync.delta.snapshot import Packed, Snapshot, whole_sizes
 from deltasync.delta.source import COPIED, WORDS, Source
@@ -229,9 +229,9 @@ class DeviceSnapshot(Snapshot):
             for section, part in zip(self.space.sections, parts, strict=True):
                 self._compare(source, section, *part)
             ends = summed(plan)
-            numbers = Numbers(ends[self._borders_of(groups)])
+            numbers = arriving(ends[self._borders_of(groups)])
             meanwhile()
-            sums, found, at = numbers.read(), list[DeviceFound](), 0
+            sums, found, at = numbers(), list[DeviceFound](), 0
             for section, group, part in zip(self.space.sections, groups, parts, strict=True):
                 own_words, own_plan, own_changed = part
                 stop = at + 4 * (-(-(section.stop - section.first) // group) + 1)
@@ -299,7 +299,7 @@ class DeviceSnapshot(Snapshot):
         assert section is not None
         with on(self.device):
             self.mark_ahead(changes)
-            flag = self.tiles.blank()
+            flag = torch.full((2,), kernels.CLEAR, dtype=torch.int32, device=self.device)
             opened = self.tiles.open(changes, section, flag, torch.full_like(flag, -1))
             self.tiles.change(WRITE, opened, (changes.values, changes.whole), flag)
 

@@ -16,13 +16,13 @@ import torch
 from numpy.typing import NDArray
 
 from deltasync.delta.changes import Changes
+from deltasync.delta.host import Bits
 from deltasync.delta.kernels.host import unsigned
 from deltasync.delta.tiles import Ints
 from deltasync.errors import InvalidIndices, LimitExceeded, TruncatedFrame, WireError
 from deltasync.wire.changes import TILE, Sizes
 from deltasync.wire.streams import packed, unpacked
 
-Bits: TypeAlias = NDArray[Any]
 Block: TypeAlias = NDArray[np.uint8]
 
 _BLOCK = 1 << 15  # elements worked on at once: temporaries stay in the L2 cache

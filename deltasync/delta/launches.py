@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,6 @@ from deltasync.delta.kernels import tiles_live
 from deltasync.delta.kernels.triton_base import TYPES
 from deltasync.delta.tiles import CHUNK_TILES, Ints, Section, Space
 from deltasync.wire.changes import ALIGNMENT, TILE, Sizes
-from deltasync.wire.digest import GOLDEN_RATIO
 
 IN_RUNS = -1
 """See `Tiles.ways`."""
@@ -39,26 +38,22 @@ def there(array: NDArray[Any], device: torch.device) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
 
-class Numbers:
-    """A tensor's values on their way to the host, as they are on the current stream now."""
+def arriving(tensor: Tensor) -> Callable[[], NDArray[Any]]:
+    """Send a tensor's values to the host, as they are on the current stream now. Returns what waits
+    for them.
+    """
+    if not tensor.is_cuda:
+        return tensor.clone().numpy
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(tensor.device))
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        if tensor.is_cuda:
-            self._host = torch.empty(
-                tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True
-            )
-            self._host.copy_(tensor, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(tensor.device))
-        else:
-            self._host = tensor.clone()
+    def read() -> NDArray[Any]:
+        event.synchronize()
+        return host.numpy()
 
-    def read(self) -> NDArray[Any]:
-        """Wait until they have arrived."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._host.numpy()
+    return read
 
 
 def summed(plan: Tensor) -> Tensor:
@@ -93,11 +88,6 @@ class Rows:
         left: Ints = np.minimum(cols - before, few)  # of the row, if it is long
         return cls(space.start + row * gap, np.where(cols == few, before, few - left), few, gap)
 
-    def key(self, space: Space) -> Ints:
-        """int64[tiles]: the digest seed of its first element."""
-        begin = self.begin.view(np.uint64) * np.uint64(GOLDEN_RATIO)
-        return (space.seeds[space.share] + begin).view(np.int64)
-
 
 @dataclass(frozen=True, slots=True)
 class Boxes:
@@ -105,14 +95,12 @@ class Boxes:
 
     Attributes:
         dims: Dimensions of a box.
-        num: How many there are.
-        table: int64[2 + 3 * dims + 16, num].
+        table: int64[2 + 3 * dims + 16, boxes].
         entries: int32[n].
         is_small: Whether no parameter has 2^31 elements.
     """
 
     dims: int
-    num: int
     table: Tensor
     entries: Tensor
     is_small: bool
@@ -163,21 +151,18 @@ class Tiles:
         """Of shares that lie at int64[shares] addresses."""
         rows = Rows.of(space)
         address = at[space.share] + space.start * space.item_size[space.share]
-        columns = [address, rows.key(space), space.numel, space.chunk]
+        keys = space.keys_of(space.share, rows.begin).view(np.int64)
+        columns = [address, keys, space.numel, space.chunk]
         if odd := kernels.SHARES if space.gaps else 0:
             columns += [rows.before, rows.cols, rows.gap, np.zeros_like(address)]
         table = there(np.stack(columns, axis=1).astype(np.int64), device)
-        boxes = Boxes(0, 1, table, table, is_small=True)
+        boxes = Boxes(0, table, table, is_small=True)
         ways = {one.item_size: (IN_RUNS,) for one in space.sections}
         return cls(space, table, odd, aligned_by_size(space, address), boxes, ways)
 
     @property
     def device(self) -> torch.device:
         return self.table.device
-
-    def blank(self) -> Tensor:
-        """int32[2]: a flag while nothing is bad."""
-        return torch.full((2,), kernels.CLEAR, dtype=torch.int32, device=self.device)
 
     def open(self, changes: Changes, section: Section, flag: Tensor, after: Tensor) -> Opened:
         """Check changes on the device. Nothing waits; what is bad raises the flag.
@@ -249,7 +234,7 @@ class Tiles:
             old: Of the sizes of `new`: where those that they replace go.
         """
         size, num_lanes, num_whole = opened.section.item_size, len(new[0]), len(new[1])
-        where = self.table, self.boxes.table, self.boxes.entries, self.boxes.num
+        where = self.table, self.boxes.table, self.boxes.entries, self.boxes.table.shape[1]
         old, sums = new if old is None else old, flag if sums is None else sums
         rest = flag, sums, flag if gains is None else gains
         for codes in self.ways[size]:
@@ -317,7 +302,7 @@ class Tiles:
                         self.table,
                         self.boxes.table,
                         self.boxes.entries,
-                        self.boxes.num,
+                        self.boxes.table.shape[1],
                         tiles,
                         places,
                         sums,

@@ -22,11 +22,11 @@ from deltasync.delta.kernels import tiles_live
 from deltasync.delta.launches import (
     IN_RUNS,
     Boxes,
-    Numbers,
     Opened,
     Rows,
     Tiles,
     aligned_by_size,
+    arriving,
     on,
     there,
 )
@@ -47,7 +47,7 @@ def tiles_of(live: LiveWeights, space: Space, device: torch.device) -> Tiles:
     """Where the tiles of a space, whose shares are parts of parameters, are in live weights."""
     share, rows = space.share, Rows.of(space)
     flats = [live.flats.get(one.number) for one in space.shares]
-    whole = np.array([live.share_of(one.number) for one in space.shares], np.int64)
+    whole = live.share_of[space.parameter]
     start = np.array([one.region.start for one in space.shares], np.int64)
     kind = np.array([_kind_of(flat) for flat in flats], np.int64)[share]
     runs = [0 if f is None or not f.is_contiguous else f.line.data_ptr() for f in flats]
@@ -57,7 +57,7 @@ def tiles_of(live: LiveWeights, space: Space, device: torch.device) -> Tiles:
     chunk, before = live.space.first_chunk[whole[share]] + begin // CHUNK, begin % CHUNK
     is_odd = bool(space.gaps) or bool((before + space.numel > CHUNK).any())
     boxes, met = _boxes_of(space, flats, begin, rows, device)
-    columns = [address, rows.key(space), space.numel, chunk]
+    columns = [address, space.keys_of(share, rows.begin).view(np.int64), space.numel, chunk]
     if is_odd or boxes.dims:
         columns += [rows.before, rows.cols, rows.gap, before]
     if boxes.dims:
@@ -138,7 +138,7 @@ def _boxes_of(
     numels = (one.spec.numel for one in space.shares)
     is_small = max(numels, default=0) < _MOST_NUMEL
     there_all = there(table, device), there(ordered, device)
-    return Boxes(most, table.shape[1], *there_all, is_small), (np.cumsum(count) - count, count)
+    return Boxes(most, *there_all, is_small), (np.cumsum(count) - count, count)
 
 
 class DeviceLane(Lane):
@@ -200,7 +200,7 @@ def _copied(changes: Changes, device: torch.device) -> tuple[Changes, int]:
             (memory[alone.num_bytes :], replace(sizes, tiles=0)),
         )
     )
-    return replace(kept, sizes=sizes, tiles=table.tiles, counts=table.counts), kept.num_bytes
+    return replace(kept, sizes=sizes, tiles=table.tiles, counts=table.counts), kept.sizes.num_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -309,7 +309,7 @@ class DeviceTally:
         """The flag; digests of bits that are staged, replaced, written, restored; and, unless the
         numbers stop before, by how much chunks change. Waits.
         """
-        numbers = Numbers(self._numbers[:stop]).read()
+        numbers = arriving(self._numbers[:stop])()
         digests = numbers[:_FLAG_AT].view(np.uint64).reshape(4, -1).sum(axis=1)
         flag = numbers[_FLAG_AT:_SUMS_AT].view(np.int32)
         return flag.tolist(), digests.tolist(), numbers[_SUMS_AT:].view(np.uint64)

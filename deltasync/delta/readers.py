@@ -54,13 +54,13 @@ class Computation:
     """How kernels compute what a reader reads: `deltasync.quant` has one.
 
     Attributes:
-        kept_dtype: Of what kernels read for it; None for codes.
+        is_codes: Whether they compute codes; otherwise, scales.
         address: Of the weights that codes are computed from.
         read: A number for each way to read codes; at least `kernels.reads.COMPUTED`.
         source_bytes: Of the weights that one element is computed from.
     """
 
-    kept_dtype: Dtype | None
+    is_codes: bool
     address: int
     read: int
     source_bytes: int

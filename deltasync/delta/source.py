@@ -70,7 +70,7 @@ class Source:
             share: one
             for share, reader in enumerate(readers)
             if (one := reader.computation) is not None
-            and one.kept_dtype is None
+            and one.is_codes
             and one.has_kernels(self._device)
         }
         self.masks: Masks | None = None

@@ -54,6 +54,7 @@ class LiveWeights:
 
     Attributes:
         flats, space: The same.
+        share_of: int64[parameters]: the share of the space that each is.
         ledger: Digests of the version that they hold. The caller measures and replaces it.
         num_bytes: Of the weights.
         device: Where kernels work on all of them together; None if they do not.
@@ -64,7 +65,7 @@ class LiveWeights:
     ) -> None:
         self.flats, self.space, self.ledger = flats, space, Ledger(space)
         self.num_bytes = sum(flat.numel * flat.dtype.item_size for flat in flats.values())
-        self._share_of = np.argsort(space.parameter)  # by number in the layout
+        self.share_of = np.argsort(space.parameter)
         devices = {flat.line.device for flat in flats.values()}
         self.device = device_for(devices, self.num_bytes, kernels, flats.values())
         self._tiles: Tiles | None = None
@@ -96,10 +97,6 @@ class LiveWeights:
     def specs(self) -> tuple[ParameterSpec, ...]:
         """The layout."""
         return tuple(share.spec for share in self.space.given)
-
-    def share_of(self, parameter: int) -> int:
-        """Its share of `space`."""
-        return int(self._share_of[parameter])
 
     def measure(self, chunks: Ints) -> NDArray[np.uint64]:
         """uint64[n]: the digests of int64[n] chunks of the ledger, read from memory."""
@@ -169,10 +166,9 @@ class Lane:
         self._flats = [live.flats.get(share.number) for share in space.shares]
         shares = list(zip(space.shares, self._flats, strict=True))
         self._is_simple = np.array([_is_simple(flat) and not s.gap for s, flat in shares], np.bool_)
-        whole = np.array([live.share_of(share.number) for share in space.shares], np.int64)
         starts = np.array([share.region.start for share in space.shares], np.int64)
-        self._whole = whole
-        self._elements = live.space.first_chunk[whole] * CHUNK + starts
+        self._whole = live.share_of[space.parameter]
+        self._elements = live.space.first_chunk[self._whole] * CHUNK + starts
         self._begins = np.zeros(len(shares), np.int64)
         for number in np.flatnonzero(self._is_simple).tolist():
             flat, share = self._flats[number], space.shares[number]

@@ -33,7 +33,6 @@ from deltasync.wire.messages import (
     Prepare,
     Welcome,
     entries,
-    layout_hash,
 )
 
 
@@ -66,9 +65,8 @@ def one_way_frames(
         digest=digest_text(digest),
     )
     emitter = Emitter(plan, version, compression=compression, buffer=_host_memory)
-    hashed = layout_hash(tuple(specs))
     yield Frame(encode(layout))
-    yield Frame(encode(emitter.begin(stream_id=stream_id, layout_hash=hashed, timeout_s=0.0)))
+    yield Frame(encode(emitter.begin(stream_id=stream_id, layout_hash=layout.hash, timeout_s=0.0)))
     for message, payload in emitter.frames():
         yield Frame(encode(message, payload_bytes=len(payload)), payload)
     yield Frame(encode(emitter.prepare(digest_text(plan.ledger.total))))

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from deltasync.delta import readers
 from deltasync.delta.bits import Flat
-from deltasync.dtypes import BY_NAME
 from deltasync.quant import reads
 
 if TYPE_CHECKING:  # imports Triton, which may be absent
@@ -86,11 +85,10 @@ class Computation(readers.Computation):
         total: Total | None,
     ) -> Computation:
         """What kernels are told follows from the rest."""
-        kept = scales.dtype if part == "scales" and scales is not None else BY_NAME["float32"]
         size = weight.dtype.item_size
         return cls(
             *(weight, shape, form, part, scales, total),
-            kept_dtype=None if part == "codes" else kept,
+            is_codes=part == "codes",
             address=weight.line.data_ptr(),
             read=form.number * reads.FORM + (size == 4) * reads.WIDE,
             source_bytes=reads.codes_of(form.number) * size,

@@ -24,7 +24,6 @@ import triton.language as tl
 
 from deltasync.delta.kernels import reads
 from deltasync.delta.kernels.triton_base import (
-    GOLDEN,
     add_up,
     aligned,
     load,
@@ -137,8 +136,8 @@ def compare(
             column = tl.arange(0, 32)[None, :]
             where = word[:, None] * 32 + column
             there = where < numel
-            news = load(new, where, there, TYPE, READ == _ROUNDED)
-            differ = news != load(old, where, there, TYPE, False)
+            news = load(new, where, there, TYPE, READ == _ROUNDED, False)
+            differ = news != load(old, where, there, TYPE, False, False)
             found = tl.sum(differ.to(tl.uint32) << column, axis=1)
     tl.store(at, found.to(tl.int32, bitcast=True))
     count = tl.where(forced, numel, tl.sum(popcount(found)))
@@ -265,10 +264,8 @@ def _read(
         CODES_AT: What computes codes, see `Masks.codes_at`.
     """
     address = tl.load(new_at)
-    if READ == _AS_IS:
-        bits = tl.load(aligned(address, TYPE, ALIGNED) + offsets, mask=there, other=0)
-    elif READ == _ROUNDED:
-        bits = load(address, offsets, there, TYPE, True)
+    if READ < _COMPUTED:
+        bits = load(address, offsets, there, TYPE, READ == _ROUNDED, ALIGNED)
     else:
         own = computed + tile.to(tl.int64) * 4
         bits = CODES_AT(address, offsets, there, tl.load(own + 3), own, TYPE, READ)
@@ -347,12 +344,8 @@ def copy_whole(
         padded = offset < (numel if ALIGNED else (numel + EACH - 1) // EACH * EACH)
         bits = tl.where(there, new, 0).to(values.dtype.element_ty, bitcast=True)
         tl.store(values + begin + offset, bits, mask=padded)
-        key = tl.load(row + 1).to(tl.uint64, bitcast=True)
-        if ODD:
-            rows = row + tl.zeros_like(offset)
-            seed = seed_of(key, far_from(rows, offset, there, ODD))
-        else:
-            seed = key + offset.to(tl.uint64) * GOLDEN
+        far = far_from(row + tl.zeros_like(offset), offset, there, ODD)
+        seed = seed_of(tl.load(row + 1).to(tl.uint64, bitcast=True), far)
         change = tl.where(there, mix(seed, new) - mix(seed, old), 0)
         add_up(sums, tl.load(row + 3).to(tl.int32), change)
 

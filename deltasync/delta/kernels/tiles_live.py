@@ -32,7 +32,7 @@ from deltasync.delta.kernels.tiles import (
     seeds_of,
     whole_at,
 )
-from deltasync.delta.kernels.triton_base import GOLDEN, add_up, mix
+from deltasync.delta.kernels.triton_base import add_up, mix, seed_of
 
 ACCUMULATORS = 64
 """Over how many places sums of all programs are spread, to keep atomics apart."""
@@ -171,7 +171,7 @@ def _tile(
         run = at.to(tl.pointer_type(TYPE))
         if ALIGNED:
             run = tl.multiple_of(run, 16)
-        seeds = key + offset.to(tl.uint64) * GOLDEN
+        seeds = seed_of(key, offset)
         return run + offset, boxes, there & (at != 0), rows, offset, seeds
     else:
         far = far_from(rows, offset, there, ODD)

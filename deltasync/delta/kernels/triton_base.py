@@ -58,13 +58,15 @@ def rounded(raw):
 
 
 @triton.jit
-def load(address, offsets, mask, TYPE: tl.constexpr, NARROW: tl.constexpr):
+def load(
+    address, offsets, mask, TYPE: tl.constexpr, NARROW: tl.constexpr, ALIGNED: tl.constexpr
+):  # fmt: skip
     """Bits of the wire's type; NARROW reads float32 that goes as bfloat16."""
     if NARROW:
         raw = tl.load(address.to(tl.pointer_type(tl.uint32)) + offsets, mask=mask, other=0)
         bits = rounded(raw)
     else:
-        bits = tl.load(address.to(tl.pointer_type(TYPE)) + offsets, mask=mask, other=0)
+        bits = tl.load(aligned(address, TYPE, ALIGNED) + offsets, mask=mask, other=0)
     return bits
 
 
