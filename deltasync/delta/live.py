@@ -49,11 +49,11 @@ def tiles_of(live: LiveWeights, space: Space, device: torch.device) -> Tiles:
     flats = [live.flats.get(one.number) for one in space.shares]
     whole = live.share_of[space.parameter]
     start = np.array([one.region.start for one in space.shares], np.int64)
-    kind = np.array([_kind_of(flat) for flat in flats], np.int64)[share]
+    way = np.array([_way_to(flat) for flat in flats], np.int64)[share]
     runs = [0 if f is None or not f.is_contiguous else f.line.data_ptr() for f in flats]
     begin = start[share] + rows.begin
     address = np.array(runs, np.int64)[share] + begin * space.item_size[share]
-    address[kind != _RUN] = 0
+    address[way != IN_RUNS] = 0
     chunk, before = live.space.first_chunk[whole[share]] + begin // CHUNK, begin % CHUNK
     is_odd = bool(space.gaps) or bool((before + space.numel > CHUNK).any())
     boxes, met = _boxes_of(space, flats, begin, rows, device)
@@ -61,13 +61,10 @@ def tiles_of(live: LiveWeights, space: Space, device: torch.device) -> Tiles:
     if is_odd or boxes.dims:
         columns += [rows.before, rows.cols, rows.gap, before]
     if boxes.dims:
-        columns += [begin, kind, *met]
+        columns += [begin, way, *met]
+    here = way >= IN_RUNS
     ways = {
-        one.item_size: tuple(
-            {_RUN: IN_RUNS, tiles_live.BOXES: 0, tiles_live.CODES: 2 * one.item_size}[found]
-            for found in np.unique(kind[one.first : one.stop]).tolist()
-            if found != _ELSEWHERE
-        )
+        one.item_size: np.unique(way[one.first : one.stop][here[one.first : one.stop]]).tolist()
         for one in space.sections
     }
     tiles = Tiles(
@@ -84,16 +81,13 @@ def tiles_of(live: LiveWeights, space: Space, device: torch.device) -> Tiles:
     return tiles
 
 
-_ELSEWHERE, _RUN = -1, 0  # kinds of tiles beside `BOXES` and `CODES`
-
-
-def _kind_of(flat: Live | None) -> int:
-    """How kernels find a parameter."""
+def _way_to(flat: Live | None) -> int:
+    """Where kernels have to look for a parameter, as in `Tiles.ways`; less if they do not."""
     if flat is None:
-        return _ELSEWHERE
+        return IN_RUNS - 1
     if flat.in_codes:
-        return tiles_live.CODES
-    return _RUN if flat.is_contiguous else tiles_live.BOXES
+        return 2 * flat.dtype.item_size
+    return IN_RUNS if flat.is_contiguous else 0
 
 
 def _boxes_of(

@@ -4,13 +4,14 @@ What holds for kernels of `tiles` holds here. Weights that lie in one run are fo
 in the table alone. Others are found through *boxes*: int64[2 + 3 * DIMS + 16, num_boxes], the
 address of a box's first element, its flat position in the parameter, and of each dimension size,
 distance of positions and distance in memory, in elements. The table has for each tile the flat
-position of its first element, `BOXES` or `CODES`, and which of `entries`, int32[n], are the boxes
-that it meets: the first, and how many.
+position of its first element, CODES if it lies in boxes, and which of `entries`, int32[n], are the
+boxes that it meets: the first, and how many.
 
-With CODES, an element is so many codes of 4 bits, each at a place of its own: see `Spread`. Then
-the address is that of the storage, and distances in memory are in codes. The last numbers of a box
-say how much farther each code of an element is. A write adds, to the word that has a code, how much
-the code changes. So programs that write other codes of the same word do not disturb each other.
+With CODES, which is 0 otherwise, an element is so many codes of 4 bits, each at a place of its own:
+see `Spread`. Then the address is that of the storage, and distances in memory are in codes. The
+last numbers of a box say how much farther each code of an element is. A write adds, to the word
+that has a code, how much the code changes. So programs that write other codes of the same word do
+not disturb each other.
 
 Arguments that all have:
     table, boxes, entries, num_boxes: Where weights are.
@@ -37,9 +38,6 @@ from deltasync.delta.kernels.triton_base import add_up, mix, seed_of
 ACCUMULATORS = 64
 """Over how many places sums of all programs are spread, to keep atomics apart."""
 
-BOXES, CODES = 1, 2
-"""Of tiles that lie in no run."""
-
 MOST_CODES = 16
 """Of 4 bits, in an element of 8 bytes."""
 
@@ -52,7 +50,6 @@ _ACCUMULATORS, _CLEAR = tl.constexpr(ACCUMULATORS), tl.constexpr(CLEAR)
 _PARAMETERS = tl.constexpr(PARAMETERS)
 _PREDICT, _WRITE = tl.constexpr(PREDICT), tl.constexpr(WRITE)
 _READ_BACK = tl.constexpr(READ_BACK)
-_BOXES, _CODES = tl.constexpr(BOXES), tl.constexpr(CODES)
 
 
 @triton.jit
@@ -88,7 +85,7 @@ def _found(
         at = tl.load(row, mask=there, other=0)
         return at.to(tl.pointer_type(TYPE)) + far, boxes, there & (at != 0)
     else:
-        there &= tl.load(row + 9, mask=there, other=0) == (_CODES if CODES else _BOXES)
+        there &= tl.load(row + 9, mask=there, other=0) == CODES
         position = tl.load(row + 8, mask=there, other=0) + far
         first = tl.load(row + 10, mask=there, other=0)
         count = tl.load(row + 11, mask=there, other=0)
@@ -115,7 +112,7 @@ def _is_here(row, DIMS: tl.constexpr, CODES: tl.constexpr):
     if DIMS == 0:
         return tl.load(row) != 0
     else:
-        return tl.load(row + 9) == (_CODES if CODES else _BOXES)
+        return tl.load(row + 9) == CODES
 
 
 @triton.jit
