@@ -1,12 +1,11 @@
 """How a sender asks for payloads to be coded, and the one place where that happens.
 
-Not every process has all codecs: `deltasync.files` adds `class`. Names of all are in `Coding`, and
-in `Compression` of `wire/compression.py`.
+Not every process has all codecs: `deltasync.files` adds `class`.
 """
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from deltasync.errors import UnknownCodec
 from deltasync.wire.changes import Sizes
 from deltasync.wire.compression import Compression, compress
 
-Coding = Literal["none", "zstd", "gap", "class"]
+Coding: TypeAlias = Compression
 """What is done to a payload: nothing, zstd, or a codec of its changes. `class` is not for links."""
 
 LONGEST = 1.0

@@ -90,23 +90,6 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Boxes:
-    """Where elements are that lie in no run, see `kernels.tiles_live`.
-
-    Attributes:
-        dims: Dimensions of a box.
-        table: int64[2 + 3 * dims + 16, boxes].
-        entries: int32[n].
-        is_small: Whether no parameter has 2^31 elements.
-    """
-
-    dims: int
-    table: Tensor
-    entries: Tensor
-    is_small: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Opened:
     """Changes, and what kernels need to know of them.
 
@@ -134,7 +117,10 @@ class Tiles:
         odd: What kernels take as ODD.
         aligned: By item size, whether tiles begin at multiples of 16 bytes, and have a multiple of
             16 elements.
-        boxes: Of elements that lie in no run.
+        dims: Dimensions of a box; 0 if all elements lie in runs.
+        boxes, entries: int64[2 + 3 * dims + 16, boxes], int32[n]: where elements are that lie in
+            no run, see `kernels.tiles_live`.
+        is_small: Whether no parameter has 2^31 elements.
         ways: By item size, where kernels have to look for elements: in runs (`IN_RUNS`), in boxes
             (0), and for so many codes in these.
     """
@@ -143,7 +129,10 @@ class Tiles:
     table: Tensor
     odd: int
     aligned: Mapping[int, bool]
-    boxes: Boxes
+    dims: int
+    boxes: Tensor
+    entries: Tensor
+    is_small: bool
     ways: Mapping[int, Sequence[int]]
 
     @classmethod
@@ -156,9 +145,9 @@ class Tiles:
         if odd := kernels.SHARES if space.gaps else 0:
             columns += [rows.before, rows.cols, rows.gap, np.zeros_like(address)]
         table = there(np.stack(columns, axis=1).astype(np.int64), device)
-        boxes = Boxes(0, table, table, is_small=True)
         ways = {one.item_size: (IN_RUNS,) for one in space.sections}
-        return cls(space, table, odd, aligned_by_size(space, address), boxes, ways)
+        fits = aligned_by_size(space, address)
+        return cls(space, table, odd, fits, 0, table, table, is_small=True, ways=ways)
 
     @property
     def device(self) -> torch.device:
@@ -234,7 +223,7 @@ class Tiles:
             old: Of the sizes of `new`: where those that they replace go.
         """
         size, num_lanes, num_whole = opened.section.item_size, len(new[0]), len(new[1])
-        where = self.table, self.boxes.table, self.boxes.entries, self.boxes.table.shape[1]
+        where = self.table, self.boxes, self.entries, self.boxes.shape[1]
         old, sums = new if old is None else old, flag if sums is None else sums
         rest = flag, sums, flag if gains is None else gains
         for codes in self.ways[size]:
@@ -300,9 +289,9 @@ class Tiles:
                 for codes in self.ways[section.item_size]:
                     tiles_live.digest[(len(tiles) * (TILE // _span(codes)),)](
                         self.table,
-                        self.boxes.table,
-                        self.boxes.entries,
-                        self.boxes.table.shape[1],
+                        self.boxes,
+                        self.entries,
+                        self.boxes.shape[1],
                         tiles,
                         places,
                         sums,
@@ -317,11 +306,11 @@ class Tiles:
         """What kernels are compiled for: `codes` as in `ways`."""
         return {
             "TYPE": TYPES[item_size],
-            "DIMS": 0 if codes == IN_RUNS else self.boxes.dims,
+            "DIMS": 0 if codes == IN_RUNS else self.dims,
             "CODES": max(codes, 0),
             "ODD": self.odd,
             "WIDTH": self.table.shape[1],
-            "SMALL": self.boxes.is_small,
+            "SMALL": self.is_small,
         }
 
     def _suits_wide_loads(self, item_size: int, codes: int) -> bool:

@@ -21,7 +21,6 @@ from deltasync.delta.kernels import tiles as kernels
 from deltasync.delta.kernels import tiles_live
 from deltasync.delta.launches import (
     IN_RUNS,
-    Boxes,
     Opened,
     Rows,
     Tiles,
@@ -56,11 +55,11 @@ def tiles_of(live: LiveWeights, space: Space, device: torch.device) -> Tiles:
     address[way != IN_RUNS] = 0
     chunk, before = live.space.first_chunk[whole[share]] + begin // CHUNK, begin % CHUNK
     is_odd = bool(space.gaps) or bool((before + space.numel > CHUNK).any())
-    boxes, met = _boxes_of(space, flats, begin, rows, device)
+    dims, boxes, entries, met = _boxes_of(space, flats, begin, rows)
     columns = [address, space.keys_of(share, rows.begin).view(np.int64), space.numel, chunk]
-    if is_odd or boxes.dims:
+    if is_odd or dims:
         columns += [rows.before, rows.cols, rows.gap, before]
-    if boxes.dims:
+    if dims:
         columns += [begin, way, *met]
     here = way >= IN_RUNS
     ways = {
@@ -72,8 +71,11 @@ def tiles_of(live: LiveWeights, space: Space, device: torch.device) -> Tiles:
         there(np.stack(columns, axis=1).astype(np.int64), device),
         kernels.PARAMETERS if is_odd else 0,
         aligned_by_size(space, address),
-        boxes,
-        ways,
+        dims,
+        there(boxes, device),
+        there(entries, device),
+        is_small=max((one.spec.numel for one in space.shares), default=0) < _MOST_NUMEL,
+        ways=ways,
     )
     if device.type == "cuda":
         with on(device):
@@ -91,19 +93,18 @@ def _way_to(flat: Live | None) -> int:
 
 
 def _boxes_of(
-    space: Space, flats: Sequence[Live | None], begin: Ints, rows: Rows, device: torch.device
-) -> tuple[Boxes, tuple[Ints, Ints]]:
-    """The boxes of what lies in no run, and which of their entries each tile meets.
+    space: Space, flats: Sequence[Live | None], begin: Ints, rows: Rows
+) -> tuple[int, Ints, NDArray[np.int32], tuple[Ints, Ints]]:
+    """The boxes of what lies in no run, as in `Tiles`, and which of their entries each tile meets.
 
     Args:
         space: The tiles.
         flats: What its shares are parts of.
         begin: int64[tiles]: flat positions of their first elements.
         rows: How they lie.
-        device: Where kernels run.
 
     Returns:
-        The second: int64[tiles] each: the first entry, and how many.
+        dims, boxes and entries; and int64[tiles] each: the first entry, and how many.
     """
     boxes, tiles, entries = list[Spread](), [np.zeros(0, np.int64)], list[int]()
     last = space.numel - 1
@@ -129,10 +130,7 @@ def _boxes_of(
         numbers = [box.address, box.source.start, *padded, *box.apart]
         table[: len(numbers), nth] = numbers
     ordered = np.array([*entries, 0], np.int32)[np.append(np.argsort(every, kind="stable"), -1)]
-    numels = (one.spec.numel for one in space.shares)
-    is_small = max(numels, default=0) < _MOST_NUMEL
-    there_all = there(table, device), there(ordered, device)
-    return Boxes(most, *there_all, is_small), (np.cumsum(count) - count, count)
+    return most, table, ordered, (np.cumsum(count) - count, count)
 
 
 class DeviceLane(Lane):
