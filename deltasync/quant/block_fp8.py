@@ -12,7 +12,7 @@ from torch import Tensor
 from deltasync import dtypes
 from deltasync.quant import reads
 from deltasync.quant.computation import KernelForm
-from deltasync.quant.form import OfRows, Part, Shape, check_choice
+from deltasync.quant.form import Form, Part, Shape, check_choice
 from deltasync.quant.rounding import (
     LARGEST_FP8,
     as_fp8,
@@ -30,7 +30,7 @@ Scale = Literal["float32", "ue8m0", "bfloat16"]
 
 
 @dataclass(frozen=True, slots=True)
-class BlockFp8(OfRows):
+class BlockFp8(Form):
     """`weight` as float8_e4m3fn and `weight_scale_inv`, float32 for each block.
 
     Blocks at the ends of rows and columns may be smaller.

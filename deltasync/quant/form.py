@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -51,13 +51,15 @@ class Form(Protocol):
     def name(self) -> str: ...
 
     @property
-    def rows(self) -> int: ...
+    def rows(self) -> int:
+        return 1
 
     @property
     def cols(self) -> int | None: ...
 
     @property
-    def shares(self) -> bool: ...
+    def shares(self) -> bool:
+        return False
 
     @property
     def kernel(self) -> KernelForm | None:
@@ -79,7 +81,7 @@ class Form(Protocol):
         Args:
             peak: bfloat16[1], the largest magnitude in all matrices that share it, or NaN.
         """
-        ...
+        return {}
 
     def quantize(self, band: Tensor, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The other parts, of some rows.
@@ -93,17 +95,6 @@ class Form(Protocol):
             whole: What `whole` has returned.
         """
         ...
-
-
-class OfRows:
-    """What forms have in common whose blocks are quantized on their own."""
-
-    rows: ClassVar[int] = 1
-    shares: ClassVar[bool] = False
-
-    def whole(self, peak: Tensor) -> Mapping[str, Tensor]:
-        """Nothing."""
-        return {}
 
 
 def check_choice(form: str, choice: str, known: tuple[str, ...]) -> None:

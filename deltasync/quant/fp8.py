@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Literal, get_args
 
 from torch import Tensor
 
 from deltasync import dtypes
 from deltasync.quant import reads
 from deltasync.quant.computation import KernelForm
-from deltasync.quant.form import Part, Shape, check_choice, check_columns
+from deltasync.quant.form import Form, Part, Shape, check_choice, check_columns
 from deltasync.quant.rounding import (
     LARGEST_FP8,
     as_fp8,
@@ -24,7 +24,7 @@ Per = Literal["channel", "tensor"]
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8:
+class Fp8(Form):
     """`weight` as float8_e4m3fn and `weight_scale`: bfloat16 [rows, 1] per channel, [1] per tensor.
 
     Layers that an engine fuses share the scale of a tensor: it computes with one.
@@ -37,7 +37,6 @@ class Fp8:
     """
 
     per: Per = "channel"
-    rows: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         """Raises ConfigError for what is unknown."""

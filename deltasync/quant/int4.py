@@ -13,15 +13,15 @@ from deltasync import dtypes
 from deltasync.errors import ConfigError
 from deltasync.quant import reads
 from deltasync.quant.computation import KernelForm
-from deltasync.quant.form import OfRows, Part, Shape, check_columns
+from deltasync.quant.form import Form, Part, Shape, check_columns
 from deltasync.quant.four_bits import packed
-from deltasync.quant.rounding import largest, with_one_nan
+from deltasync.quant.rounding import largest, scale_of_compressed_tensors, with_one_nan
 
 _WORD = 8  # codes of an int32
 
 
 @dataclass(frozen=True, slots=True)
-class Int4(OfRows):
+class Int4(Form):
     """INT4 as compressed-tensors keeps it, format pack-quantized, symmetric: W4A16 and the like.
 
     `weight_packed` int32 [rows, cols / 8], codes + 8 with the first one in the low bits;
@@ -74,8 +74,7 @@ class Int4(OfRows):
 
     def quantize(self, band: Tensor, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         groups = band.view(len(band), -1, self.group or band.shape[1])
-        scale = largest(groups, -1) / 7.5
-        scale = torch.where(scale == 0, torch.finfo(torch.bfloat16).eps, scale)
+        scale = scale_of_compressed_tensors(largest(groups, -1), 7.5)
         codes = (groups / scale).clamp(-8, 7).round()
         unsigned = codes.add_(8).nan_to_num_(nan=0).to(torch.uint8).flatten(1)
         words = packed(pad(unsigned, (0, -band.shape[1] % _WORD))).view(torch.int32)

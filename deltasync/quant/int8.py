@@ -12,12 +12,12 @@ from torch import Tensor
 from deltasync import dtypes
 from deltasync.quant import reads
 from deltasync.quant.computation import KernelForm
-from deltasync.quant.form import OfRows, Part, Shape, check_columns
-from deltasync.quant.rounding import divided, largest, with_one_nan
+from deltasync.quant.form import Form, Part, Shape, check_columns
+from deltasync.quant.rounding import largest, scale_of_compressed_tensors, with_one_nan
 
 
 @dataclass(frozen=True, slots=True)
-class Int8(OfRows):
+class Int8(Form):
     """`weight` as int8 and `weight_scale`, bfloat16 of [rows, 1]: "int-quantized" checkpoints.
 
     All is in bfloat16. The scale is amax / 127.5, or 2^-7 if that is 0. An element is divided by
@@ -40,7 +40,6 @@ class Int8(OfRows):
         }
 
     def quantize(self, band: Tensor, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        scale = divided(largest(band, 1), 127.5)
-        scale = torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
+        scale = scale_of_compressed_tensors(largest(band, 1), 127.5)
         codes = (band / scale).nan_to_num_(nan=0).clamp_(-128, 127).round_().to(torch.int8)
         return {"weight": codes, "weight_scale": with_one_nan(scale)}

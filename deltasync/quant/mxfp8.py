@@ -12,7 +12,7 @@ from torch import Tensor
 from deltasync import dtypes
 from deltasync.quant import reads
 from deltasync.quant.computation import KernelForm
-from deltasync.quant.form import OfRows, Part, Shape, check_columns
+from deltasync.quant.form import Form, Part, Shape, check_columns
 from deltasync.quant.rounding import LARGEST_FP8, as_fp8, largest, power_of_two
 
 _BLOCK = 32
@@ -21,7 +21,7 @@ _NO_EXPONENT = 255
 
 
 @dataclass(frozen=True, slots=True)
-class MxFp8(OfRows):
+class MxFp8(Form):
     """`weight` as float8_e4m3fn and `weight_scale`, uint8 of [rows, cols / 32]: biased exponents.
 
     The scale of e is 2^(e - 127). Columns must be a multiple of 32. The exponent is that of amax,

@@ -21,7 +21,7 @@ from torch import Tensor
 from deltasync import dtypes
 from deltasync.quant import reads
 from deltasync.quant.computation import KernelForm
-from deltasync.quant.form import Part, Shape, check_columns
+from deltasync.quant.form import Form, Part, Shape, check_columns
 from deltasync.quant.four_bits import e2m1, packed
 from deltasync.quant.rounding import as_fp8, divided, with_one_nan
 
@@ -42,17 +42,14 @@ def _second_scale(peak: Tensor) -> Tensor:
     return with_one_nan(divided(peak.float(), _LARGEST_CODE * _LARGEST_SCALE))
 
 
-class _Nvfp4:
+class _Nvfp4(Form):
     """What both have in common: their parts, under names of their own.
 
     Attributes:
         total_shape: Of the scale of the whole.
     """
 
-    __slots__ = ()
-
     name: ClassVar[str]
-    rows: ClassVar[int] = 1
     cols: ClassVar[int] = _BLOCK
     shares: ClassVar[bool] = True
     kernel: ClassVar[KernelForm]

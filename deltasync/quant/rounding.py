@@ -32,9 +32,9 @@ def divided(values: Tensor, divisor: float) -> Tensor:
     return values / torch.full((1,), divisor, dtype=values.dtype, device=values.device)
 
 
-def scale_of_compressed_tensors(amax: Tensor) -> Tensor:
-    """bfloat16: amax / 448, or 2^-7 if that is 0. Source: see `Fp8`."""
-    scale = divided(amax, LARGEST_FP8)
+def scale_of_compressed_tensors(amax: Tensor, steps: float = LARGEST_FP8) -> Tensor:
+    """bfloat16: amax / steps, or 2^-7 if that is 0. Source: see `Fp8`."""
+    scale = divided(amax, steps)
     return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
 
 
