@@ -70,7 +70,7 @@ class Place:
 
     def now(self) -> Any:
         """The tensor or array that is there now; None if there is none."""
-        return at(self.links[0][0], [key for _, key in self.links])
+        return at(self.links)
 
     @property
     def is_moved(self) -> bool:
@@ -85,15 +85,13 @@ class Place:
 
     def put_back(self) -> None:
         """Restore the same tensor in the same storage."""
-        for (one, key), after in zip(self.links, [*self._holders()[1:], self.tensor], strict=True):
+        following = [*(one for one, _ in self.links[1:]), self.tensor]
+        for (one, key), after in zip(self.links, following, strict=True):
             if _peek(one, key) is not after:
                 _set(one, key, after)
                 break
         if self.is_elsewhere:
             self.tensor.data = self.alias
-
-    def _holders(self) -> list[Any]:
-        return [one for one, _ in self.links]
 
 
 class Reach:
@@ -261,14 +259,11 @@ class Reach:
             self._contents[id(one)] = (path, one, held)
 
 
-def at(root: Any, keys: Iterable[Any]) -> Any:
-    """The tensor or array that is reached from an object by these keys; None if there is none."""
-    one = root
-    for key in keys:
-        try:
-            one = _get(one, key)
-        except (KeyError, IndexError, AttributeError, TypeError, ValueError):
-            return None
+def at(links: Sequence[Link]) -> Any:
+    """The tensor or array to which the keys lead now, from the first object on; None for none."""
+    one = links[0][0]
+    for _, key in links:
+        one = _peek(one, key)
     return one if isinstance(one, Tensor | np.ndarray) else None
 
 

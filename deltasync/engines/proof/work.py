@@ -96,5 +96,5 @@ class Work:
                 if len(ways) == len(self.live):
                     self._first = before, modules, news, ways
             with DisableTorchFunctionSubclass():
-                found = {p: as_tensor(at(w[0][0], [k for _, k in w])) for p, w in ways.items()}
+                found = {path: as_tensor(at(links)) for path, links in ways.items()}
             return {path: one.detach().clone() for path, one in found.items() if one is not None}
