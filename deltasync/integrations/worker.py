@@ -16,8 +16,9 @@ from deltasync.config import network_secret
 from deltasync.delta.modes import in_plain_mode
 from deltasync.engines.proof.learnt import learn_routes
 from deltasync.engines.proof.proving import Proof, Upkeep
+from deltasync.engines.proof.reach import Copies
 from deltasync.engines.proof.recomputed import Learnt
-from deltasync.engines.proof.unwritten import Unwritten
+from deltasync.engines.proof.unwritten import unwritten
 from deltasync.engines.routed import RoutedTarget, Routes, pieces_of
 from deltasync.engines.routes.recorder import CheckpointTensor
 from deltasync.errors import (
@@ -62,7 +63,7 @@ class Worker:
         self._is_as_started = self.knows_copy = True
         self._spoiled: DirtyReceiver | None = None
         self._is_asleep = self._is_half_written = self._is_copy = False
-        self._unwritten: Unwritten | None = None  # while its memory is given up
+        self._unwritten: Copies | None = None  # while its memory is given up
         # What the trainer sends that was let connect last, and which tensors it fills with that.
         self._sent: SentTensors | None = None
         self._filled: set[str] = set()
@@ -370,12 +371,12 @@ class Worker:
 
         Args:
             model: The worker's model, whose memory is still there.
-            loaded: As of `Unwritten`.
+            loaded: As of `unwritten`.
         """
         self.disconnect()
         self.knows_copy = False
         if not self._is_asleep:
-            self._unwritten = Unwritten(model, self._filled, loaded)
+            self._unwritten = unwritten(model, self._filled, loaded)
             self._is_lost |= bool(self._filled)
         self.sleep()
 

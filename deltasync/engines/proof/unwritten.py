@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from deltasync.engines.proof.reach import Copies, Reach, named
 
 
-class Unwritten(Copies):
-    """A copy on the host: constants of kernels, padding, adapters, tensors that no trainer sends.
+def unwritten(
+    model: nn.Module, written: Collection[str], loaded: Collection[int] | None = None
+) -> Copies:
+    """Copies on the host: constants of kernels, padding, adapters, tensors that no trainer sends.
 
     Engines that sleep without a copy of their weights bring back no more than registered buffers.
     A full sync writes the weights; the rest would be whatever lay in that memory. Storages are kept
@@ -24,19 +26,15 @@ class Unwritten(Copies):
         loaded: Addresses of the storages that were filled by loading, as of `storages`, if others
             are not given up; None for all.
     """
-
-    def __init__(
-        self, model: nn.Module, written: Collection[str], loaded: Collection[int] | None = None
-    ) -> None:
-        filled = defaultdict[int, int](int)  # bytes, by address
-        for name, tensor in named(model).items():
-            if name in written:
-                filled[tensor.untyped_storage().data_ptr()] += tensor.nbytes
-        super().__init__(
-            memory
-            for address, memory in storages(model).items()
-            if filled[address] < memory.nbytes and (loaded is None or address in loaded)
-        )
+    filled = defaultdict[int, int](int)  # bytes, by address
+    for name, tensor in named(model).items():
+        if name in written:
+            filled[tensor.untyped_storage().data_ptr()] += tensor.nbytes
+    return Copies(
+        memory
+        for address, memory in storages(model).items()
+        if filled[address] < memory.nbytes and (loaded is None or address in loaded)
+    )
 
 
 def storages(model: nn.Module) -> dict[int, Tensor]:
