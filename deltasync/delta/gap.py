@@ -76,21 +76,34 @@ def decode(data: memoryview, sizes: Sizes, old: Callable[[Changes], tuple[Bits, 
     if (goes_whole[1:] <= goes_whole[:-1]).any():
         raise InvalidIndices("numbers of whole tiles are unsorted or repeated")
     codes = _decode_gaps(gaps, sizes.places)
-    tiles, counts = np.unique(codes // TILE, return_counts=True)
-    if len(tiles) + len(goes_whole) != sizes.tiles:
+    tiles, counts = table_of(codes, goes_whole)
+    if len(tiles) != sizes.tiles:
         raise InvalidIndices("a coded payload has not as many tiles as its bucket says")
-    both = np.concatenate((tiles, goes_whole))
-    order = np.argsort(both, kind="stable")
-    if both[order[-1]] >= 1 << 32:
+    if tiles[-1] >= 1 << 32:
         raise InvalidIndices("a coded payload names a tile beyond any layout")
-    unsigned(changes.tiles)[:] = both[order]
-    unsigned(changes.counts)[:] = np.concatenate((counts, np.zeros_like(goes_whole)))[order]
+    unsigned(changes.tiles)[:] = tiles
+    unsigned(changes.counts)[:] = counts
     unsigned(changes.places)[:] = codes % TILE
     for block, before, into in zip(
         steps, old(changes), (changes.values, changes.whole), strict=True
     ):
         unsigned(into)[:] = _decode_steps(block, before)
     return changes
+
+
+def table_of(codes: NDArray[Any], whole: Ints) -> tuple[Ints, Ints]:
+    """int64[T] each: the tiles and counts of some elements, and of tiles that go whole.
+
+    Args:
+        codes: int[n], increasing: TILE * tile + place of each element.
+        whole: int64[W], increasing: the tiles, whose counts are 0.
+    """
+    sparse = codes // TILE
+    begins = np.flatnonzero(np.diff(sparse, prepend=-1))
+    tiles = np.concatenate((sparse[begins].astype(np.int64), whole))
+    counts = np.concatenate((np.diff(begins, append=len(sparse)), np.zeros_like(whole)))
+    order = np.argsort(tiles, kind="stable")
+    return tiles[order], counts[order]
 
 
 def _encode_gaps(codes: Ints) -> bytes:

@@ -268,7 +268,7 @@ class Snapshot:
         old, device = None if self.is_ahead else self.before, self.device or torch.device("cpu")
         payload_bytes = held_bytes = 0
         for one in found:
-            for low, high in _distributed(one, bucket_bytes):
+            for low, high in distributed(one.ends, one.section.item_size, bucket_bytes):
                 sizes = _sizes(one, low, high)
                 payload_bytes += sizes.num_bytes
                 is_held = payload_bytes <= max_held_bytes
@@ -421,9 +421,14 @@ def _sizes(found: HostFound | DeviceFound, low: int, high: int) -> Sizes:
     return Sizes(found.section.item_size, *(int(n) for n in found.ends[high] - found.ends[low]))
 
 
-def _distributed(found: HostFound | DeviceFound, bucket_bytes: int) -> Iterator[tuple[int, int]]:
-    """[low, high): groups that go into one payload, which has some tiles."""
-    size, ends = found.section.item_size, found.ends
+def distributed(ends: Ints, size: int, bucket_bytes: int) -> Iterator[tuple[int, int]]:
+    """[low, high): groups that go into one payload, which has some tiles.
+
+    Args:
+        ends: int64[groups + 1, 3]: tiles, places and whole elements of all groups before.
+        size: Of an element.
+        bucket_bytes: Largest payload, unless a group alone takes more.
+    """
     weights = np.array([_TILE_BYTES, _PLACE_BYTES + size, size])
     total = ends @ weights  # bytes before each group, but for the padding of columns
     room, low, last = max(0, bucket_bytes - _PADDING), 0, len(ends) - 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 
 import numpy as np
 import torch
@@ -17,7 +17,14 @@ from deltasync.delta.detector import HostFound, HostSnapshot
 from deltasync.delta.modes import in_plain_mode
 from deltasync.delta.readers import WireReader, copy_read
 from deltasync.delta.shard import whole
-from deltasync.delta.snapshot import Bucket, Delta, Plan, tiles_of_group, whole_sizes
+from deltasync.delta.snapshot import (
+    Bucket,
+    Delta,
+    Plan,
+    distributed,
+    tiles_of_group,
+    whole_sizes,
+)
 from deltasync.delta.tiles import Ints, Space
 from deltasync.errors import ConfigError, SourceChanged
 from deltasync.sync.options import SenderOptions, leaves_out
@@ -181,13 +188,11 @@ class _Group:
     """What changes of some tiles that follow each other.
 
     Attributes:
-        first: The first of them that changes.
         sizes: What the changes take of a payload.
         changes: They themselves; None if the snapshot has them.
         tiles: int64[T]: which change; all of each goes if the snapshot has them.
     """
 
-    first: int
     sizes: Sizes
     changes: Changes | None
     tiles: Ints
@@ -236,14 +241,14 @@ class _Taken:
         if is_kept:
             self._room -= sizes.num_bytes
             self._held_bytes += sizes.num_bytes
-            self._groups.append(_Group(int(tiles[0]), sizes, changes, tiles))
+            self._groups.append(_Group(sizes, changes, tiles))
             return
         sizes = whole_sizes(self._space, tiles)
-        self._groups.append(_Group(int(tiles[0]), sizes, None, tiles))
+        self._groups.append(_Group(sizes, None, tiles))
 
     def complete(self) -> Delta:
         """All tensors were added."""
-        self._groups.sort(key=lambda group: group.first)
+        self._groups.sort(key=lambda group: int(group.tiles[0]))
         counts: Ints = self._counts[self._place]
         return Delta(
             self._snapshot,
@@ -260,18 +265,12 @@ class _Taken:
 
     def _distributed(self) -> Iterator[tuple[Sizes, list[_Group]]]:
         """Groups of one item size that go into one payload."""
-        joined, groups = None, list[_Group]()
-        for group in self._groups:
-            if joined is not None:
-                both = joined + group.sizes
-                if both.item_size == group.sizes.item_size and both.num_bytes <= self._bucket_bytes:
-                    joined = both
-                    groups.append(group)
-                    continue
-                yield joined, groups
-            joined, groups = group.sizes, [group]
-        if joined is not None:
-            yield joined, groups
+        for size, some in groupby(self._groups, key=lambda group: group.sizes.item_size):
+            groups = list(some)
+            rows = [(one.sizes.tiles, one.sizes.places, one.sizes.whole) for one in groups]
+            ends = np.cumsum([(0, 0, 0), *rows], axis=0)
+            for low, high in distributed(ends, size, self._bucket_bytes):
+                yield Sizes(size, *(ends[high] - ends[low]).tolist()), groups[low:high]
 
     def _pack(
         self, sizes: Sizes, groups: list[_Group], payload: Tensor, packed: Callable[[], None]

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from deltasync.delta.bits import Live
 from deltasync.delta.changes import Changes
+from deltasync.delta.gap import table_of
 from deltasync.delta.host import Bits, Table, padded_numel
 from deltasync.delta.kernels.host import unsigned
 from deltasync.delta.shard import whole
-from deltasync.delta.snapshot import Bucket, Plan, whole_sizes
+from deltasync.delta.snapshot import Bucket, Plan, distributed, whole_sizes
 from deltasync.delta.tiles import Ints, Space
 from deltasync.dtypes import Dtype
 from deltasync.errors import LayoutMismatch
@@ -29,7 +30,6 @@ from deltasync.wire.changes import ALIGNMENT, TILE, Sizes
 from deltasync.wire.messages import ParameterSpec
 
 _BUCKET_BYTES = 16 << 20
-_TILE_BYTES = 6  # its number and its count
 
 
 class Merged:
@@ -134,31 +134,22 @@ class Layer:
 
     def buckets(self) -> Iterator[Bucket]:
         """All of it in payloads."""
-        sparse = self.codes // TILE
-        begins = np.flatnonzero(np.diff(sparse, prepend=-1))
-        counts = np.diff(begins, append=len(sparse))
-        tiles = np.concatenate((sparse[begins].astype(np.int64), self.tiles))
-        order = np.argsort(tiles, kind="stable")
-        tiles, counts = tiles[order], np.concatenate((counts, np.zeros_like(self.tiles)))[order]
+        tiles, counts = table_of(self.codes, self.tiles)
         size, is_whole = self.bits.itemsize, counts == 0
         sums = np.stack([np.ones_like(counts), counts, TILE * is_whole, is_whole], 1).cumsum(0)
         sums = np.concatenate((np.zeros((1, 4), np.int64), sums))
-        ends = sums[:, :3] @ np.array([_TILE_BYTES, 2 + size, size])
-        room, low = _BUCKET_BYTES - 5 * ALIGNMENT, 0
-        while low < len(tiles):
-            high = max(low + 1, int(ends.searchsorted(ends[low] + room, "right")) - 1)
+        for low, high in distributed(sums[:, :3], size, _BUCKET_BYTES):
             sizes = Sizes(size, *(sums[high] - sums[low])[:3].tolist())
             lanes, rows = (slice(*sums[[low, high], column].tolist()) for column in (1, 3))
             pack = partial(self._pack, tiles[low:high], counts[low:high], lanes, rows)
             yield Bucket(sizes, torch.device("cpu"), partial(_pack, sizes, pack))
-            low = high
 
     def _pack(self, tiles: Ints, counts: Ints, lanes: slice, rows: slice, into: Changes) -> None:
-        _put(into.tiles, tiles)
-        _put(into.counts, counts)
-        _put(into.places, self.codes[lanes] % TILE)
-        _put(into.values, self.bits[lanes])
-        _put(into.whole, self.whole[rows].ravel())
+        unsigned(into.tiles)[:] = tiles
+        unsigned(into.counts)[:] = counts
+        unsigned(into.places)[:] = self.codes[lanes] % TILE
+        unsigned(into.values)[:] = self.bits[lanes]
+        unsigned(into.whole)[:] = self.whole[rows].ravel()
 
     def _columns(self, part: tuple[Table, Changes]) -> tuple[Ints, Bits, Ints, Bits]:
         """The codes and bits of a payload, with those of short whole tiles, and its long ones."""
@@ -201,12 +192,6 @@ def _laid(keys: NDArray[Any], rows: Bits, over: NDArray[Any], new: Bits) -> tupl
         return keys, rows
     at = at[~inside]
     return np.insert(keys, at, over[~inside]), np.insert(rows, at, new[~inside], axis=0)
-
-
-def _put(column: Tensor, numbers: NDArray[Any]) -> None:
-    """Write numbers to a column of changes."""
-    into = column.numpy()
-    into.view(f"u{into.itemsize}")[:] = numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,7 +302,7 @@ def plan_of_anchor(merged: Merged, anchor: Checkpoint, *, digest: int) -> Plan:
 
 
 def _pack_anchor(merged: Merged, anchor: Checkpoint, tiles: Ints, into: Changes) -> None:
-    _put(into.tiles, tiles)
+    unsigned(into.tiles)[:] = tiles
     for run in Table(merged.space, into).runs():
         flat = merged.flats[int(merged.space.parameter[run.share])]
         into.whole[run.there] = flat.read(run.start, run.stop)

@@ -60,15 +60,6 @@ class Sizes:
         begin, length = self.columns[-1]
         return begin + padded(length)
 
-    def __add__(self, other: Sizes) -> Sizes:
-        """Of both together."""
-        return Sizes(
-            self.item_size,
-            self.tiles + other.tiles,
-            self.places + other.places,
-            self.whole + other.whole,
-        )
-
 
 def padded(num_bytes: int) -> int:
     """The next multiple of the alignment."""

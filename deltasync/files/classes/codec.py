@@ -226,12 +226,8 @@ def _joined(found: list[tuple[Ints, Bits]], rest: Changes) -> Changes:
     bits = np.concatenate([unsigned(rest.values), *(one for _, one in found)])
     order = np.argsort(codes, kind="stable")
     codes, bits = codes[order], bits[order]
-    sparse, counted = np.unique(codes // TILE, return_counts=True)
-    whole = tiles[counts == 0]
-    both = np.concatenate((sparse, whole))
-    order = np.argsort(both, kind="stable")
-    counts = np.concatenate((counted, np.zeros_like(whole)))[order]
-    return _changes(both[order], counts, codes % TILE, bits, unsigned(rest.whole))
+    tiles, counts = gap.table_of(codes, tiles[counts == 0])
+    return _changes(tiles, counts, codes % TILE, bits, unsigned(rest.whole))
 
 
 def _changes(
