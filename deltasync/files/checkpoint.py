@@ -6,7 +6,6 @@ import json
 import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -53,14 +52,6 @@ SAFETENSORS_DTYPES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a tensor lies: its mapping, and the byte at which it begins."""
-
-    memory: mmap.mmap
-    offset: int
-
-
 class Checkpoint:
     """The tensors of a checkpoint by name. Files are mapped: only what is accessed is read.
 
@@ -84,7 +75,7 @@ class Checkpoint:
         chosen = _chosen(self.path)
         self.files = tuple(dict.fromkeys(chosen.values())) if chosen else _all_files(self.path)
         self.specs: dict[str, ParameterSpec] = {}
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, tuple[mmap.mmap, int]] = {}  # the mapping, and where it begins
         self._memories: list[mmap.mmap] = []
         for file in self.files:
             memory = _mapped(file, writable=writable)
@@ -95,7 +86,7 @@ class Checkpoint:
                 if spec.name in self.specs:
                     raise ConfigError(f"{self.path}: two files hold {spec.name!r}; add {INDEX}")
                 self.specs[spec.name] = spec
-                self._places[spec.name] = _Place(memory, offset)
+                self._places[spec.name] = memory, offset
         if missing := [name for name in chosen if name not in self.specs]:
             raise ConfigError(f"{self.path}: {INDEX} names {some_of(missing)}, no file holds it")
 
@@ -114,11 +105,11 @@ class Checkpoint:
 
         Raises KeyError for a name that is not in `specs`.
         """
-        spec, place = self.specs[name], self._places[name]
+        spec, (memory, offset) = self.specs[name], self._places[name]
         if not spec.numel:
             return torch.empty(0, dtype=torch_dtype(spec.dtype), device="cpu").view(spec.shape)
         count = spec.numel * spec.dtype.item_size
-        data = torch.frombuffer(place.memory, dtype=torch.uint8, count=count, offset=place.offset)
+        data = torch.frombuffer(memory, dtype=torch.uint8, count=count, offset=offset)
         return data.view(torch_dtype(spec.dtype)).view(spec.shape)
 
     def release(self) -> None:

@@ -75,8 +75,9 @@ def compare_checkpoints(
         return sparsity(before, after, exponents=exponents, encodings=encodings)
 
     found = {name: Sparsity() for name in old.specs}
-    for piece, one in _by_piece(measured, (old, new), advance):
+    for piece, one in in_threads(measured, _pieces(old), old, new):
         found[piece.name] += one
+        advance(piece.num_bytes)
     return found
 
 
@@ -93,11 +94,9 @@ def measure_digests(checkpoint: Checkpoint, *, advance: Advance = lambda num_byt
         space.chunk, space.numel * space.item_size[space.share], space.num_chunks
     )
     groups = np.array_split(np.arange(space.num_chunks), max(1, space.num_chunks // 8))
-    for number, (group, sums) in enumerate(in_threads(held.measure, groups)):
+    for group, sums in in_threads(held.measure, groups, checkpoint):
         ledger.sums[group] = sums
         advance(int(num_bytes[group].sum()))
-        if number % _RELEASED == 0:
-            checkpoint.release()
     return ledger
 
 
@@ -113,23 +112,19 @@ def check_digest(
 
 
 def in_threads(
-    work: Callable[[_Item], _Found], items: Iterable[_Item]
+    work: Callable[[_Item], _Found], items: Iterable[_Item], *checkpoints: Checkpoint
 ) -> Iterator[tuple[_Item, _Found]]:
-    """Yield (item, result of `work`) in order; two items are in work at a time."""
+    """Yield (item, result of `work`) in order; two items are in work at a time.
+
+    The memory that checkpoints were read into is released meanwhile.
+    """
     chosen = list(items)
     with ThreadPoolExecutor(_THREADS) as pool:
-        yield from zip(chosen, pool.map(work, chosen), strict=True)
-
-
-def _by_piece(
-    work: Callable[[Piece], _Found], checkpoints: tuple[Checkpoint, Checkpoint], advance: Advance
-) -> Iterator[tuple[Piece, _Found]]:
-    for number, (piece, found) in enumerate(in_threads(work, _pieces(checkpoints[0]))):
-        yield piece, found
-        advance(piece.num_bytes)
-        if number % _RELEASED == 0:
-            for checkpoint in checkpoints:
-                checkpoint.release()
+        for number, found in enumerate(zip(chosen, pool.map(work, chosen), strict=True)):
+            yield found
+            if number % _RELEASED == 0:
+                for checkpoint in checkpoints:
+                    checkpoint.release()
 
 
 def _pieces(checkpoint: Checkpoint) -> Iterator[Piece]:

@@ -66,14 +66,10 @@ def in_order(bits: Bits, dtype: Dtype) -> NDArray[np.signedinteger[Any]]:
 
 
 def _sign_of(bits: Bits) -> Any:
-    return _number(1 << 8 * bits.itemsize - 1, bits)
+    return bits.dtype.type(1 << 8 * bits.itemsize - 1)
 
 
 def _spread_sign(bits: Bits) -> Bits:
     """unsigned[n]: all bits as the first one."""
     signed = bits.view(f"<i{bits.itemsize}")
     return (signed >> (8 * bits.itemsize - 1)).view(bits.dtype)
-
-
-def _number(value: int, like: Bits) -> Any:
-    return like.dtype.type(value)
