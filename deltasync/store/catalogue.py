@@ -17,7 +17,6 @@ from deltasync.errors import (
 )
 from deltasync.store import keys
 from deltasync.store.manifest import (
-    MAX_MANIFEST_BYTES,
     Anchor,
     Manifest,
     Way,
@@ -29,7 +28,7 @@ from deltasync.store.manifest import (
 from deltasync.store.objects import Objects, StoreOptions
 from deltasync.wire.messages import Entries, Entry, ParameterSpec, entries, parameter_specs
 
-_MAX_LAYOUT_BYTES = 256 << 20
+_MAX_MANIFEST_BYTES, _MAX_LAYOUT_BYTES = 64 << 20, 256 << 20
 _Any = TypeVar("_Any", Manifest, Anchor)
 _ENTRIES: TypeAdapter[tuple[Entry, ...]] = TypeAdapter(Entries)
 
@@ -92,7 +91,7 @@ class Run:
         Raises ManifestInvalid or MacMismatch for one that must not be used.
         """
         key = keys.manifest_key(version)
-        data = self.objects.get(key, max_bytes=MAX_MANIFEST_BYTES)
+        data = self.objects.get(key, max_bytes=_MAX_MANIFEST_BYTES)
         if data is None:
             return None
         return Published(self._checked(data, Manifest, key), sha256_of(data))
@@ -150,7 +149,7 @@ class Run:
         An anchor of another manifest does not count. Raises ManifestInvalid or MacMismatch.
         """
         key, found = keys.anchor_key(published.version), [published.manifest.way]
-        data = self.objects.get(key, max_bytes=MAX_MANIFEST_BYTES)
+        data = self.objects.get(key, max_bytes=_MAX_MANIFEST_BYTES)
         if data is not None:
             anchor = self._checked(data, Anchor, key)
             if anchor.manifest == published.sha256:

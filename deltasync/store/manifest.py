@@ -25,7 +25,6 @@ from deltasync.store.keys import ObjectKey
 from deltasync.wire.messages import Count, Digest, StreamId, Version
 
 FORMAT = 1
-MAX_MANIFEST_BYTES = 64 << 20
 MAX_FILES = 16384  # of a way, such as an anchor of as many shards
 MAX_CHANGED = 1 << 20  # parameters
 
@@ -185,8 +184,6 @@ def decode(data: bytes, model: type[Record], *, key: str) -> Record:
     Raises:
         ManifestInvalid: It is not such a record, or not in canonical form.
     """
-    if len(data) > MAX_MANIFEST_BYTES:
-        raise ManifestInvalid(f"{key}: {len(data)} bytes, {MAX_MANIFEST_BYTES} are accepted")
     try:
         record = model.model_validate_json(data)
     except ValidationError as error:

@@ -185,9 +185,7 @@ class Objects:
         Returns:
             (its length in bytes, its SHA-256).
         """
-        written: list[tuple[int, str]] = []
-        self._twice(key, lambda: written.append(self._put_parts(key, parts())))
-        return written[0]
+        return self._twice(key, lambda: self._put_parts(key, parts()))
 
     def delete(self, key: str) -> None:
         """Delete an object, if there is one. In a folder, none that a symbolic link leads to."""
@@ -251,22 +249,18 @@ class Objects:
         self._sync(key)
         return num_bytes, sha256.hexdigest()
 
-    def _twice(self, key: str, put: Callable[[], None]) -> None:
+    def _twice(self, key: str, put: Callable[[], Result]) -> Result:
         """Once more if there is no answer: the request may have been done.
 
         S3 does not find an upload that it has ended.
         """
-        for is_last in (False, True):
-            try:
-                with self._answered(key):
-                    put()
-                return
-            except StoreUnavailable:
-                if is_last:
-                    raise
-            except FileNotFoundError as error:
-                if is_last:
-                    raise self._unavailable(key, error) from None
+        with suppress(StoreUnavailable, FileNotFoundError), self._answered(key):
+            return put()
+        try:
+            with self._answered(key):
+                return put()
+        except FileNotFoundError as error:
+            raise self._unavailable(key, error) from None
 
     def _wait(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """What a call of obstore returns. A Ctrl-C ends the wait, if not the request."""
