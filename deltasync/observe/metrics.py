@@ -56,7 +56,6 @@ class Metrics:
         self._registry = REGISTRY if registry is None else registry
         self._engines, self._receivers = _Names(), _Names()
         try:
-            self._failures = self._make_failures()
             self._make_sender()
             self._make_receiver()
             self._make_publisher()
@@ -77,43 +76,36 @@ class Metrics:
             case SyncFailed():
                 self._failed(event)
 
-    def _make_failures(self) -> Counter:
-        text, labels = "Syncs and versions that failed", ("role", "error")
-        family = Counter("deltasync_failures", text, labels, registry=self._registry)
-        for role, error in product(("sender", "receiver", "publisher"), _ERRORS):
-            family.labels(role, error)
-        return family
-
     def _make_sender(self) -> None:
-        self._syncs = self._counter("syncs", "Syncs that receivers took", "kind", ("delta", "full"))
+        roles, text = ("sender", "receiver", "publisher"), "Syncs and versions that failed"
+        self._failures = self._counter("failures", text, role=roles, error=_ERRORS)
+        self._syncs = self._counter("syncs", "Syncs that receivers took", kind=("delta", "full"))
         self._sync_s = self._histogram("sync", "One call of send_weights")
         self._commit_s = self._histogram("commit", "Decision until all receivers committed: pause")
-        self._bytes = self._counter("payload_bytes", "Bytes sent to each receiver", "codec")
+        self._bytes = self._counter("payload_bytes", "Bytes sent to each receiver", codec=())
         self._density = self._gauge("density_ratio", "Share of elements changed, last delta")
         self._full_syncs = self._counter("full_syncs", "Receivers that needed a full sync")
-        self._lost = self._counter("lost_receivers", "Receivers that left", "reason", _ERRORS)
+        self._lost = self._counter("lost_receivers", "Receivers that left", reason=_ERRORS)
         self._warnings = self._counter("warnings", "Warnings of the sender")
         self._version = self._gauge("version", "The last version decided")
         self._num_receivers = self._gauge("receivers", "Receivers that hold the last version")
-        self._engine_version = self._gauges("engine_version", "Version held last", "engine")
+        self._engine_version = self._gauge("engine_version", "Version held last", "engine")
         self._synced_at = self._gauge("last_sync_timestamp_seconds", "When the last sync ended")
 
     def _make_receiver(self) -> None:
-        self._receives = self._counter(
-            "receiver_syncs", "Syncs received", "kind", ("delta", "full", "joined")
-        )
+        kinds = ("delta", "full", "joined")
+        self._receives = self._counter("receiver_syncs", "Syncs received", kind=kinds)
         self._stage_s = self._histogram("receiver_stage", "Receiving and staging; engine serves")
         self._pause_s = self._histogram("receiver_pause", "The pause of the engine")
         self._received_bytes = self._counter("receiver_bytes", "Indices and values received")
         self._scrubs = self._counter("receiver_scrub_findings", "Scrubs that found corruption")
-        self._receiver_version = self._gauges("receiver_version", "The version held", "receiver")
+        self._receiver_version = self._gauge("receiver_version", "The version held", "receiver")
         text = "1 while it must not serve"
-        self._dirty = self._gauges("receiver_dirty", text, "receiver", "livemax")
+        self._dirty = self._gauge("receiver_dirty", text, "receiver", mode="livemax")
 
     def _make_publisher(self) -> None:
-        self._published_bytes = self._counter(
-            "published_bytes", "Bytes written", "object", ("delta", "anchor")
-        )
+        objects = ("delta", "anchor")
+        self._published_bytes = self._counter("published_bytes", "Bytes written", object=objects)
         self._published_version = self._gauge("published_version", "The newest version")
 
     def _sent(self, stats: SyncStats) -> None:
@@ -163,29 +155,23 @@ class Metrics:
         for why in lost.values():
             self._lost.labels(_error(why.partition(":")[0])).inc()
 
-    def _counter(
-        self, name: str, text: str, label: str | None = None, values: Iterable[str] = ()
-    ) -> Counter:
-        """Those `values` of the label begin at 0, as `_ERRORS` do."""
-        labels = () if label is None else (label,)
-        family = Counter(f"deltasync_{name}", text, labels, registry=self._registry)
-        for value in values:
-            family.labels(value)
+    def _counter(self, name: str, text: str, **labels: Iterable[str]) -> Counter:
+        """Those values of labels begin at 0, as `_ERRORS` do."""
+        family = Counter(f"deltasync_{name}", text, tuple(labels), registry=self._registry)
+        for values in product(*labels.values()) if labels else ():
+            family.labels(*values)
         return family
 
-    def _gauge(self, name: str, text: str) -> Gauge:
-        name, registry = f"deltasync_{name}", self._registry
-        return _Gauge(name, text, registry=registry, multiprocess_mode="livemostrecent")
-
-    def _gauges(
+    def _gauge(
         self,
         name: str,
         text: str,
-        label: str,
+        *labels: str,
         mode: Literal["livemostrecent", "livemax"] = "livemostrecent",
     ) -> Gauge:
+        kind = Gauge if labels else _Gauge
         name, registry = f"deltasync_{name}", self._registry
-        return Gauge(name, text, (label,), registry=registry, multiprocess_mode=mode)
+        return kind(name, text, labels, registry=registry, multiprocess_mode=mode)
 
     def _histogram(self, name: str, text: str) -> Histogram:
         name, registry = f"deltasync_{name}_seconds", self._registry
