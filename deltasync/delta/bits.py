@@ -21,7 +21,27 @@ _POSITIONS = 1 << 20  # that are looked at together: some 60 bytes for each
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The type that carries the bits of elements of so many bytes."""
 
-_TORCH: dict[str, torch.dtype] = {name: getattr(torch, name) for name in dtypes.BY_NAME}
+_TORCH = {
+    "bool": torch.bool,
+    "uint8": torch.uint8,
+    "int8": torch.int8,
+    "int16": torch.int16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "uint16": torch.uint16,
+    "uint32": torch.uint32,
+    "uint64": torch.uint64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
+    "float8_e4m3fnuz": torch.float8_e4m3fnuz,
+    "float8_e5m2fnuz": torch.float8_e5m2fnuz,
+    "float8_e8m0fnu": torch.float8_e8m0fnu,
+    "complex64": torch.complex64,
+}
 _DTYPES = {torch_name: dtypes.BY_NAME[name] for name, torch_name in _TORCH.items()}
 
 

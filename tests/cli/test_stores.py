@@ -138,7 +138,7 @@ def test_ctrl_c_ends_the_wait_for_a_store_that_never_answers(tmp_path: Path) -> 
     with s3_server() as s3, faulty(s3) as (endpoint, faults):
         place = s3_place(s3)
         Publisher(place).publish(2)
-        reached, faults.slow_s = threading.Event(), 60.0
+        reached, faults.slow_s = threading.Event(), 250.0
 
         def choose(method: str, path: str) -> str | None:
             if "objects/" in path:
@@ -149,11 +149,11 @@ def test_ctrl_c_ends_the_wait_for_a_store_that_never_answers(tmp_path: Path) -> 
         config = ["endpoint=" + endpoint, *map("=".join, KEYS.items())]
         reach = [word for pair in config for word in ("--config", pair)]
         process = start("fetch", place.url, "--out", tmp_path / "out", *reach)
-        assert reached.wait(60)
+        assert reached.wait(150)
         time.sleep(0.5)
         began = time.monotonic()
         os.kill(process.pid, signal.SIGINT)
         done = completed(process)
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < 120
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
     assert not (tmp_path / "out").exists()
