@@ -118,6 +118,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | _LOCAL
     | {"model_type": "llama4_text", "head_dim": 64, "intermediate_size_mlp": 512}
     | {"interleave_moe_layer_step": 2},
+    # Experts beside a dense layer, as transformers saves them.
+    "HYV3ForCausalLM": _LLAMA
+    | _EXPERTS
+    | {"model_type": "hy_v3", "head_dim": 64, "num_shared_experts": 1, "route_norm": True}
+    | {"expert_hidden_dim": 128, "first_k_dense_replace": 1, "qk_norm": True},
+    # Heads of another size in each kind of layer.
+    "MiMoV2FlashForCausalLM": _LLAMA
+    | {"model_type": "mimo_v2_flash", "n_routed_experts": 4, "num_experts_per_tok": 2}
+    | {"moe_intermediate_size": 128, "n_group": 1, "topk_group": 1, "norm_topk_prob": True}
+    | {"head_dim": 64, "v_head_dim": 32, "swa_head_dim": 64, "swa_v_head_dim": 32}
+    | {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "attention_bias": False}
+    | {"layer_types": ["full_attention", "sliding_attention"], "hybrid_layer_pattern": [0, 1]}
+    | {"sliding_window": 64, "sliding_window_size": 64, "moe_layer_freq": [0, 1]}
+    | {"layernorm_epsilon": 1e-6, "add_swa_attention_sink_bias": True},
     # Exponentiates.
     "MambaForCausalLM": _SMALL
     | {"model_type": "mamba", "state_size": 16, "conv_kernel": 4, "expand": 2}

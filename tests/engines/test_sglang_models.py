@@ -40,7 +40,10 @@ PLAIN = [
     "DeepseekV3ForCausalLM",
 ]
 # No experts beside latent attention: SGLang's run on CPUs with AMX alone.
-DENSE = {"num_key_value_heads": 4, "first_k_dense_replace": 2, "attention_bias": False}
+_YARN = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512}
+DENSE = {"num_key_value_heads": 4, "first_k_dense_replace": 2, "attention_bias": False} | {
+    "rope_scaling": _YARN | {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
+}
 CASES = [
     *((architecture, "") for architecture in PLAIN),
     ("Qwen3ForCausalLM", "block FP8"),  # SGLang 0.5.23 loads no such scales into a Llama

@@ -64,8 +64,10 @@ PLAIN = [
     Case("MiniMaxM2ForCausalLM"),
     Case("Lfm2MoeForCausalLM"),
     Case("Llama4ForCausalLM"),
+    Case("HYV3ForCausalLM"),
+    Case("MiMoV2FlashForCausalLM"),
     Case("DeepseekV2ForCausalLM", outcomes=(REFUSED, EQUAL)),  # keeps a matrix twice
-    Case("MambaForCausalLM", outcomes=(REFUSED,), message=r"aten\.exp"),
+    Case("MambaForCausalLM", outcomes=(REFUSED, EQUAL)),  # exponentiates
 ]
 QUANTIZED = [
     Case(LLAMA, "block FP8", TRITON),
