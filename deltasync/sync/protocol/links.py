@@ -179,6 +179,7 @@ class SenderLink(Generic[M]):
         self._epoch: tuple[int, ...] = ()
         self._unread: deque[tuple[int, bytes]] = deque()  # greetings
         self.limit = CallTimeout(60.0)
+        self._knowing: tuple[object, set[int]] = None, set()
 
     @property
     def timeout_s(self) -> float:
@@ -214,6 +215,16 @@ class SenderLink(Generic[M]):
         """Send to every peer of the epoch. Raises TransportError after dropping whom it lost."""
         header = encode(message, payload_bytes=0 if payload is None else len(payload))
         self.transport.send(Frame(header, payload), timeout_s=self.timeout_s)
+
+    def knows(self, shares: object) -> bool:
+        """Whether every peer of the epoch was `told` of these shares."""
+        known, peers = self._knowing
+        return known is shares and peers.issuperset(self._epoch)
+
+    def told(self, shares: object) -> None:
+        """Every peer of the epoch has been told of these shares."""
+        known, peers = self._knowing
+        self._knowing = shares, {*self._epoch, *(peers if known is shares else ())}
 
     def buffer(self, num_bytes: int) -> Tensor:
         """uint8[num_bytes] to pack the next payload into. Raises what `send` raises."""

@@ -270,7 +270,7 @@ class Round:
         self.receiver_bytes, self.receiver_commit_s = 0, 0.0
         self._finished: set[Engine] = set()
         self._is_answering = self._has_asked = self._has_begun = False
-        self._is_unchanged = self._has_sent_all = self._is_repeated = False
+        self._is_unchanged = self._has_sent_all = self._is_repeated = self._is_released = False
 
     def run(self, engines: Sequence[Engine], *, version: int, stream_id: str) -> bool:
         """Do the round. Returns whether the version was decided."""
@@ -278,8 +278,7 @@ class Round:
         try:
             self._session.begin(engines, version=version)
             self._stage(stream_id)
-            is_late = self._link.limit.is_over or self._is_repeated
-            ready = self._sound() if self._has_asked and not is_late else []
+            ready = self._ready()
             if not ready:
                 failures = "; ".join(why for e in engines for why in e.failures.values())
                 self._abort(failures or "no time is left to write it")
@@ -338,7 +337,7 @@ class Round:
         does not wait, paused, for memory that is allocated then.
         """
         ranks, session, plan = self._peer_ranks, self._session, self._plan
-        with_shares = ranks is not None and any(e.shares is not plan.space for e in self._engines)
+        with_shares = ranks is not None and not self._link.knows(plan.space)
         if ranks is not None:
             ranks.start(
                 self._engines,
@@ -353,8 +352,7 @@ class Round:
                 if not self._send(message, payload):
                     break
             else:
-                self._has_sent_all = True
-                self._own.release()
+                self._has_sent_all, self._is_released = True, self._own.release()
                 is_delta = plan.base_version is not None
                 self._is_unchanged = ranks is None and is_delta and not emitter.sent.num_buckets
                 self._report_begun()
@@ -385,6 +383,11 @@ class Round:
         is_sure = self._link.transport.outlives_losses and self._peer_ranks is None
         return is_sure and bool(self._sound())
 
+    def _ready(self) -> list[str]:
+        """Engines of which all ranks have prepared; none if no time is left in which to write."""
+        is_late = self._link.limit.is_over
+        return self._sound() if self._has_asked and not (is_late or self._is_repeated) else []
+
     def _report_begun(self) -> None:
         """Once."""
         if not self._has_begun:
@@ -397,7 +400,8 @@ class Round:
         replies = self._link.replies()
         self._is_answering = False
         for peer, reply in replies.items():
-            engine = session.participants[peer]
+            if (engine := session.participants.get(peer)) is None:
+                continue
             if peer in engine.failures:
                 if isinstance(reply, Failed):
                     session.failed(peer, reason_of(reply), is_own=True)
@@ -418,7 +422,7 @@ class Round:
         """Receivers that miss a payload stay if another attempt serves them, else have failed."""
         session = self._session
         lost = [engine for engine in self._engines if engine.must_leave]
-        is_sure = self._link.transport.outlives_losses or self._own.is_released
+        is_sure = self._link.transport.outlives_losses or self._is_released
         # An abort is dirty where it was written. Nobody else can have a payload that is missing.
         may_repeat = bool(lost) and not (is_sure or self._writes_as_it_arrives())
         for peer, reason in incomplete.items():
@@ -430,8 +434,7 @@ class Round:
     def _commit(self, turns: Sequence[frozenset[str]]) -> None:
         began = time.perf_counter()
         self._session.decide()
-        for engine in self._engines:
-            engine.shares = self._plan.space
+        self._link.told(self._plan.space)
         self._send(Commit(version=self._version))
         waiting = deque(turns)
         while waiting:

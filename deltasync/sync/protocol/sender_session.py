@@ -58,7 +58,6 @@ class Engine:
         asleep: Those of them whose weights sleep: they need not leave for that.
         digests: Those that ranks hold, or would arrive at.
         done: Ranks that have prepared; once the version is decided, those that have committed.
-        shares: The space whose shares a decided version has told all ranks of.
     """
 
     name: str
@@ -69,7 +68,6 @@ class Engine:
     asleep: set[int] = field(default_factory=set)
     digests: dict[int, int] = field(default_factory=dict)
     done: set[int] = field(default_factory=set)
-    shares: object = None
 
     def begin(self) -> None:
         """Nothing is known of the sync that begins."""
