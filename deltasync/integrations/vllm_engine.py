@@ -333,7 +333,8 @@ class _Registered:
             for held, before in ((owner._parameters, parameters), (owner._buffers, buffers)):
                 held.clear()
                 held.update(before)  # type: ignore[arg-type]
-            owner._non_persistent_buffers_set = set(transient)
+            owner._non_persistent_buffers_set.clear()  # in place: others put the set itself back
+            owner._non_persistent_buffers_set.update(transient)
 
 
 class _Packing:

@@ -93,18 +93,23 @@ def refuse_what_does_not_fit(_rank: int, folder: Path) -> None:
         for source, why in ((Tied(weights), two), (Weights(short), shape)):
             with connecting(source, engine, folder) as sync, pytest.raises(ConfigError, match=why):
                 sync.connect()
+        saved = set(model.state_dict())
         break_once(model)
         source = Weights(weights)
         with connecting(source, engine, folder) as sync:
             with pytest.raises(EngineFailed, match="OSError: in the midst of it"):
                 sync.connect()
             assert_as_started(model, folder, weights)
+            assert set(model.state_dict()) == saved  # buffers that are not saved stay so
             assert sync.send_weights().full_synced == 0
         assert_as_started(model, folder, weights)
 
 
 def break_once(model: Any) -> None:
-    """Let the loader fail when it has taken a part of a layer, and is not only watched."""
+    """Let the loader fail when it has taken a part of a layer, and is not only watched.
+
+    It has taken away the buffers that are not saved, too.
+    """
     load, failures = model.load_weights, iter([True])
 
     def load_weights(weights: Iterator[tuple[str, Tensor]]) -> None:
@@ -113,6 +118,9 @@ def break_once(model: Any) -> None:
             load(chain(some, weights))
             return
         load(iter(some))
+        for module in model.modules():
+            for name in list(module._non_persistent_buffers_set):
+                delattr(module, name)
         raise OSError("in the midst of it")
 
     model.load_weights = load_weights
