@@ -67,7 +67,7 @@ def test_requests_go_on_while_versions_come(model: Path, monkeypatch: pytest.Mon
     ("example", "said"),
     [
         ("vllm_offline.py", r"v1: 0.0000% .*v2: .*v3: "),
-        ("vllm_async.py", r"tokens 0 to \d+ are of v1\n.* to 200 are of v\d+"),
+        ("vllm_async.py", r"tokens 0 to \d+ are of v\d+\n.* to 200 are of v\d+"),
     ],
 )
 def test_the_examples_without_a_server(
