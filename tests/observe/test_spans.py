@@ -72,6 +72,8 @@ def test_both_ends_make_one_trace_of_each_version() -> None:
             here.join(nn.Linear(32, 8)) if version == 1 else here.sender.send_weights()
             until(lambda v=version: len(traced.of("receive")) == v)  # type: ignore[misc]
     sent_and_got, stream_id = [facts(span) for span in traced.spans], here.sender.stream_id
+    # The same in any process.
+    assert ids_of("a" * 32, 7) == (0x3624036C0E10F262F13186245CF4189A, 0x5E5446B29CD64E80)
     for version in range(1, VERSIONS + 1):
         trace_number, top_number = ids_of(stream_id, version)
         trace_id, top = f"{trace_number:032x}", f"{top_number:016x}"
